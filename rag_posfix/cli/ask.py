@@ -74,7 +74,7 @@ def _check_usage(question: str | None, *, chat: bool, stream: bool, as_json: boo
 
 
 def _questions(first: str | None, chat: bool) -> Iterator[str]:
-    """Yield the question of the command line, and with ``chat`` those of stdin until an empty line or its end."""
+    """Yield the question of the command line, and with ``chat`` the lines of stdin until an empty line or its end."""
     if first is not None:
         yield first
     while chat:

@@ -119,8 +119,8 @@ def _compare(
                     ).layout
                     generation, score = answer_and_score(engine, layout, choices[name], question.answer, ANSWER_TOKENS)
                     text = " ".join(generation.text.split())
-                    right = bool(best_subspan_em(text, question.answers))
-                    cells.append(_Cell(question.question, question.answer, name, where, text, right, score))
+                    correct = bool(best_subspan_em(text, question.answers))
+                    cells.append(_Cell(question.question, question.answer, name, where, text, correct, score))
                     progress(len(cells), total)
                     if not err().is_terminal:
                         err().print(f"answered {len(cells)} of {total}", highlight=False)
@@ -132,11 +132,11 @@ def _with_gold_at(hits: list[Document], question: DemoQuestion, gold_position: i
     from rag_posfix.demo_data import load_passages
 
     gold = next((document for document in hits if document.id == question.gold), None)
-    others = [document for document in hits if document.id != question.gold][: PASSAGES - 1]
+    other_documents = [document for document in hits if document.id != question.gold][: PASSAGES - 1]
     if gold is None:
         gold = next(passage for passage in load_passages() if passage.id == question.gold)
-        gold.metadata["relevance_score"] = others[-1].metadata["relevance_score"]
-    return [*others[:gold_position], gold, *others[gold_position:]]
+        gold.metadata["relevance_score"] = other_documents[-1].metadata["relevance_score"]
+    return [*other_documents[:gold_position], gold, *other_documents[gold_position:]]
 
 
 def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None:
@@ -179,8 +179,8 @@ def _verdict(cells: list[_Cell], name: str) -> str:
         max(cell.log_probability for cell in rows) - min(cell.log_probability for cell in rows)
         for rows in by_question.values()
     )
-    right = sum(cell.right for cell in cells)
+    n_correct = sum(cell.right for cell in cells)
     return (
-        f"{'unmodified' if name == 'none' else name}: {right} of {len(cells)} answers right; the answer changes with "
-        f"the order in {changed} of {len(by_question)} questions; log p changes by up to {spread:.2f}"
+        f"{'unmodified' if name == 'none' else name}: {n_correct} of {len(cells)} answers right; the answer changes "
+        f"with the order in {changed} of {len(by_question)} questions; log p changes by up to {spread:.2f}"
     )

@@ -229,10 +229,10 @@ def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
     from rag_posfix.pipeline.file_parameters import with_file_parameters
     from rag_posfix.reranking import RERANKERS
 
-    parts = split_outside(text, ",") if text.strip() else []
-    if len(parts) < at_least:
+    rerankers = split_outside(text, ",") if text.strip() else []
+    if len(rerankers) < at_least:
         raise ConfigError("--reranker is empty; name at least one, for example embedding")
-    specs = [with_file_parameters(read_reranker(part), RERANKERS) for part in parts]
+    specs = [with_file_parameters(read_reranker(reranker), RERANKERS) for reranker in rerankers]
     return [RerankerChoice(spec.name, spec.parameters) for spec in specs]
 
 

@@ -85,7 +85,7 @@ def index(
             f"interrupted; the index {str(output)!r} is as it was, and computed vectors are kept: the same command "
             "continues"
         ) from None
-    data = {"index": str(output), **_described(update, settings), "seconds": time.perf_counter() - started}
+    data = {"index": str(output), **_summarize_update(update, settings), "seconds": time.perf_counter() - started}
     if choice is not None:
         data["precomputed"] = _precompute(output, embeddings, choice, settings)
     emit(data, as_json, _show)
@@ -101,7 +101,7 @@ def _check_paths(paths: list[Path], output: Path) -> None:
     check_writable(output)
 
 
-def _described(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
+def _summarize_update(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
     """Drop cached answers and passages of removed documents, and return the numbers of the update."""
     from rag_posfix.pipeline.build import invalidate_stored
 

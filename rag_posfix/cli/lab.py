@@ -27,7 +27,7 @@ def list_laboratory(as_json: AsJson = False) -> None:
 
     tasks = [
         {
-            **_described(TASKS, name, cls),
+            **_describe_entry(TASKS, name, cls),
             "presets": {preset: dict(values) for preset, values in TASKS.presets(name).items()},
             "metric": cls.metric,
             "splits": dict(cls().splits),
@@ -36,13 +36,13 @@ def list_laboratory(as_json: AsJson = False) -> None:
         for name, cls in TASKS.items()
     ]
     encodings = [
-        {**_described(ENCODINGS, name, cls), "paper": cls.paper, "memory": cls.memory, "causal": cls.causal}
+        {**_describe_entry(ENCODINGS, name, cls), "paper": cls.paper, "memory": cls.memory, "causal": cls.causal}
         for name, cls in ENCODINGS.items()
     ]
     emit({"tasks": tasks, "encodings": encodings}, as_json, _show_list)
 
 
-def _described(registry: Any, name: str, cls: Any) -> dict[str, Any]:
+def _describe_entry(registry: Any, name: str, cls: Any) -> dict[str, Any]:
     return {
         "name": name,
         "aliases": list(registry.aliases(name)),
@@ -111,16 +111,16 @@ def run(
         dropout=dropout,
     )  # fmt: skip
     record = run_laboratory(
-        TASKS.create(parse_method(task, "task", "pairs=32")), _chosen_encodings(encoding), seeds=seeds,
+        TASKS.create(parse_method(task, "task", "pairs=32")), _read_encodings(encoding), seeds=seeds,
         settings=settings, device=device, out=output, progress=experiment_step,
     )  # fmt: skip
     emit(record.to_json(), as_json, _show)
 
 
-def _chosen_encodings(text: str) -> list[Encoding]:
+def _read_encodings(text: str) -> list[Encoding]:
     from rag_posfix.encodings import ENCODINGS
 
-    return [ENCODINGS.create(parse_method(part, "encoding", "p_max=16")) for part in split_outside(text, ",")]
+    return [ENCODINGS.create(parse_method(spec, "encoding", "p_max=16")) for spec in split_outside(text, ",")]
 
 
 def _show(summary: dict[str, Any]) -> None:

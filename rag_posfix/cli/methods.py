@@ -53,17 +53,19 @@ def methods(
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.reranking import RERANKERS
 
-    others = [
+    entries = [
         (kind, registry.resolve(name), inspect.getdoc(registry.get(name)) or "")
         for kind, registry in (("order", ORDERS), ("reranker", RERANKERS))
         if name in _names(registry)
     ]
     if name in FIRST_STAGES:
-        others.append(("first stage", name, FIRST_STAGES[name]))
-    if name and others and name not in _names(MITIGATIONS):
-        found = [{"kind": kind, "name": entry, "description": text} for kind, entry, text in others]
+        entries.append(("first stage", name, FIRST_STAGES[name]))
+    if name and entries and name not in _names(MITIGATIONS):
+        records = [{"kind": kind, "name": entry, "description": text} for kind, entry, text in entries]
         emit(
-            {"found": found}, as_json, lambda _: say(*(f"{entry} ({kind})\n\n{text}" for kind, entry, text in others))
+            {"found": records},
+            as_json,
+            lambda _: say(*(f"{entry} ({kind})\n\n{text}" for kind, entry, text in entries)),
         )
         return
     names = (name,) if name else MITIGATIONS.names()

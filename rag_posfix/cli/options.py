@@ -180,7 +180,7 @@ def checked_choice(text: str) -> MitigationChoice:
 
 def checked_choices(text: str) -> list[MitigationChoice]:
     """Parse several mitigations, separated by commas, and check each; none may occur twice."""
-    choices = [checked_choice(part) for part in split_outside(text, ",")]
+    choices = [checked_choice(choice) for choice in split_outside(text, ",")]
     for index, choice in enumerate(choices):
         if choice in choices[:index]:
             raise ConfigError(
@@ -239,7 +239,7 @@ def gold_positions_of(text: str | None, documents: int) -> list[int | tuple[int,
 def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:
     """Parse positions, separated by commas; ``0+9`` is the positions of two gold passages."""
     try:
-        positions = [tuple(int(number) for number in part.split("+")) for part in text.split(",")]
+        positions = [tuple(int(number) for number in group.split("+")) for group in text.split(",")]
     except ValueError as error:
         raise ConfigError(
             f"--gold-positions {text!r} must be numbers separated by commas, for example 0,4,9, or 0+1,0+9 for "
@@ -269,7 +269,7 @@ def _read_settings(kind: type[S], changes: Mapping[str, Any]) -> S:
         return kind(**options)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(key) for key in first["loc"])
         raise ConfigError(f"setting {where}: {first['msg']}, got {first.get('input')!r}") from error
     except SettingsError as error:
         raise ConfigError(f"an environment variable RAG_POSFIX_... cannot be read: {error}") from error
@@ -277,7 +277,7 @@ def _read_settings(kind: type[S], changes: Mapping[str, Any]) -> S:
 
 def follows(settings: Settings) -> bool:
     """Run this process as a follower rank if torchrun started it as one; return whether it was one, and is done."""
-    if settings.tp == 1 or settings.adapter is not None:  # an adapter is refused where the model is loaded
+    if settings.tp == 1 or settings.adapter is not None:  # loading the model rejects the adapter
         return False
     from rag_posfix.generation.tensor_parallel.launch import run_torchrun_worker
     from rag_posfix.pipeline.build import launch_environment

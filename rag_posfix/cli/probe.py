@@ -88,7 +88,7 @@ def probe_all(
     from rag_posfix.probing import open_subject
     from rag_posfix.probing.all_probes import run_probes
 
-    chosen = _chosen(probes, data)
+    chosen = _select_probes(probes, data)
     for probe in chosen:
         probe.check()
     with experiment_step("loading the model"):
@@ -100,14 +100,14 @@ def probe_all(
     emit(summary, as_json, lambda _: say(*lines, f"page: {page}"))
 
 
-def _chosen(names: str | None, data: Path | None) -> list[Probe]:
+def _select_probes(names: str | None, data: Path | None) -> list[Probe]:
     """Return the probes of a list, or all that can run."""
     from rag_posfix.contracts.method_spec import MethodSpec
     from rag_posfix.errors import ConfigError
     from rag_posfix.probing import PROBES
 
     probes = []
-    for name in PROBES.names() if names is None else [PROBES.resolve(part.strip()) for part in names.split(",")]:
+    for name in PROBES.names() if names is None else [PROBES.resolve(name.strip()) for name in names.split(",")]:
         needs_data = "data" in PROBES.parameters(name)
         if needs_data and data is None:
             if names is None:

@@ -71,7 +71,7 @@ def clear(as_json: AsJson = False) -> None:
 def list_models(as_json: AsJson = False) -> None:
     """List the packaged models: size, and where they are."""
     settings = settings_from()
-    emit({"models": [_described(name, settings) for name in WEIGHTS]}, as_json, _show_models)
+    emit({"models": [_describe_model(name, settings) for name in WEIGHTS]}, as_json, _show_models)
 
 
 def _show_models(data: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def fetch_models(
             size = WEIGHTS[name].megabytes
             err().print(f"fetching {name}, {number} of {len(chosen)} ({size} MB)", highlight=False, soft_wrap=True)
             fetch(name, settings.cache_dir)
-    described = [_described(name, settings) for name in chosen]
+    described = [_describe_model(name, settings) for name in chosen]
     lines = (f"{model['name']}: {model['path']}" for model in described)
     emit({"models": described}, as_json, lambda _: say(*lines))
 
@@ -141,7 +141,7 @@ def _paths(name: str, settings: Settings) -> tuple[Path, ...] | None:
         return None
 
 
-def _described(name: str, settings: Settings) -> dict[str, Any]:
+def _describe_model(name: str, settings: Settings) -> dict[str, Any]:
     weights, paths = WEIGHTS[name], _paths(name, settings)
     return {
         "name": name,

@@ -125,7 +125,7 @@ def _show_data(summary: dict[str, Any]) -> None:
     rows = table(
         "samples", "gold passages", "tokens", "passages", "rejected draws", "pairs left out", title="training data"
     )
-    tokens, passages, places = summary["tokens"], summary["passages"], summary["places"]
+    tokens, passages, positions = summary["tokens"], summary["passages"], summary["places"]
     rows.add_row(
         ", ".join(f"{name}: {count}" for name, count in summary["sources"].items()),
         ", ".join(f"{count} with {size}" for size, count in summary["gold_passages"].items()),
@@ -136,8 +136,8 @@ def _show_data(summary: dict[str, Any]) -> None:
     )
     out().print(rows)
     say(
-        f"positions of gold passages: chi-square {places['chi_square']:.2f} with {places['degrees_of_freedom']} "
-        f"degrees of freedom, p = {places['p_value']:.2f}; a small p, such as 0.01, means that they are not uniform"
+        f"positions of gold passages: chi-square {positions['chi_square']:.2f} with {positions['degrees_of_freedom']} "
+        f"degrees of freedom, p = {positions['p_value']:.2f}; a small p, such as 0.01, means that they are not uniform"
     )
     say_files(summary, *(name for name in ("samples", "record", "svg") if isinstance(summary.get(name), str)))
 
