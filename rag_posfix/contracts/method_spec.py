@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import check_parameters, parameters_of, recorded_parameters
+from rag_posfix.parameters import check_parameters, parameters_of, recorded_parameters, shown
 
 MAX_CHARACTERS = 1 << 16
-"""A method's text, its parameters included, has at most so many characters."""
+"""A method's text, its parameters included, has at most this number of characters."""
 MAX_DEPTH = 16
-"""Lists and objects nest at most so deep in a parameter."""
+"""Lists and objects nest at most this deep in a parameter."""
 
 GIVEN_ORDER = "original"
 """The order of an arrangement that names none: passages stay as they are given."""
 
 _PAIRS = {"[": "]", "{": "}"}
-_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +117,8 @@ class Parametrised:
 
 def _section(cls: type, title: str) -> str:
     """Return a section of a docstring on one line; empty if there is none."""
-    found = re.search(rf"^{title}:((?:.*\n?)(?:[ \t]+.*\n?)*)", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(rf"^{title}:((?:.*\n?)(?:[ \t]+.*\n?)*)", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
+    return " ".join(match[1].split()) if match else ""
 
 
 def parse_method(text: str, kind: str, example: str) -> MethodSpec:
@@ -140,23 +139,21 @@ def parse_method(text: str, kind: str, example: str) -> MethodSpec:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ConfigError(
-                f"{_shown(pair)} in {kind} {_shown(text)} must be parameter=value, for example {example}"
-            )
+            raise ConfigError(f"{shown(pair)} in {kind} {shown(text)} must be parameter=value, for example {example}")
         if key in parameters:
-            raise ConfigError(f"{kind} {_shown(text)} gives {_shown(key)} twice; give it once")
+            raise ConfigError(f"{kind} {shown(text)} gives {shown(key)} twice; give it once")
         parameters[key] = parse_value(value)
     return MethodSpec(name, parameters)
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of ``text`` as JSON, or ``text`` itself if it is not JSON; refuse a number of many digits."""
+    """Return the value of ``text`` as JSON, or ``text`` itself if it is not JSON; reject a number of many digits."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
     except ValueError as error:  # Python bounds the digits of whole numbers
-        raise ConfigError(f"{_shown(text)} has too many digits; give a shorter number") from error
+        raise ConfigError(f"{shown(text)} has too many digits; give a shorter number") from error
 
 
 def split_outside(text: str, separator: str) -> list[str]:
@@ -166,30 +163,30 @@ def split_outside(text: str, separator: str) -> list[str]:
         ConfigError: a bracket, brace or quote is not closed, or the text is too long or nested too deeply.
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"{_shown(text)} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed")
-    parts, start = [], 0
+        raise ConfigError(f"{shown(text)} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed")
+    items, start = [], 0
     expected: list[str] = []  # what closes the brackets and the quote that are open
-    at = iter(enumerate(text))
-    for index, character in at:
+    characters = iter(enumerate(text))
+    for index, character in characters:
         if expected[-1:] == ['"']:
             if character == "\\":
-                next(at, None)
+                next(characters, None)
             elif character == '"':
                 expected.pop()
         elif character == '"' or character in _PAIRS:
             expected.append(_PAIRS.get(character, '"'))
             if len(expected) > MAX_DEPTH:
-                raise ConfigError(f"{_shown(text)} nests more than {MAX_DEPTH} lists and objects; write it flatter")
+                raise ConfigError(f"{shown(text)} nests more than {MAX_DEPTH} lists and objects; write it flatter")
         elif character in _PAIRS.values():
             if expected[-1:] != [character]:
-                raise ConfigError(f"{_shown(text)} has a {character} that closes nothing; write values as JSON")
+                raise ConfigError(f"{shown(text)} has a {character} that closes nothing; write values as JSON")
             expected.pop()
         elif character == separator and not expected:
-            parts.append(text[start:index])
+            items.append(text[start:index])
             start = index + 1
     if expected:
-        raise ConfigError(f"{_shown(text)} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
-    return [*parts, text[start:]]
+        raise ConfigError(f"{shown(text)} lacks a closing {expected[-1]}; write values as JSON, quoted for the shell")
+    return [*items, text[start:]]
 
 
 def read_reranker(text: str) -> MethodSpec:
@@ -212,16 +209,16 @@ def read_arrangement(text: str) -> tuple[MethodSpec | None, str, MethodSpec]:
     Raises:
         ConfigError: two parts or more than three, or a part that cannot be read.
     """
-    parts = [part.strip() for part in split_outside(text, "/")]
-    if len(parts) not in (1, 3) or not parts[-1]:
+    specs = [spec.strip() for spec in split_outside(text, "/")]
+    if len(specs) not in (1, 3) or not specs[-1]:
         raise ConfigError(
             f"arrangement {text[:200]!r} must be reranker/order/method, for example "
             "likelihood+embedding/reverse/none, or a method alone; put values with slashes into double quotes"
         )
-    mitigation = parse_method(parts[-1], "mitigation", "experts=5")
-    if len(parts) == 1:
+    mitigation = parse_method(specs[-1], "mitigation", "experts=5")
+    if len(specs) == 1:
         return None, GIVEN_ORDER, mitigation
-    return read_reranker(parts[0]) if parts[0] else None, parts[1] or GIVEN_ORDER, mitigation
+    return read_reranker(specs[0]) if specs[0] else None, specs[1] or GIVEN_ORDER, mitigation
 
 
 def _value_text(value: Any) -> str:
@@ -232,9 +229,3 @@ def _value_text(value: Any) -> str:
         except ValueError:
             return value
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def _shown(text: str) -> str:
-    """Return ``text`` as quoted in error messages."""
-    quoted = repr(text)
-    return quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}..."

@@ -63,7 +63,7 @@ def rerank_indexed(reranker: Reranker, question: str, documents: Sequence[Docume
     """
     if not documents:
         return []
-    return _ranked(reranker, reranker.compress_documents(_with_index(documents), question))
+    return _restore_indices(reranker, reranker.compress_documents(_add_index(documents), question))
 
 
 async def arerank_indexed(
@@ -72,17 +72,17 @@ async def arerank_indexed(
     """Do what ``rerank_indexed`` does with the reranker's asynchronous method."""
     if not documents:
         return []
-    return _ranked(reranker, await reranker.acompress_documents(_with_index(documents), question))
+    return _restore_indices(reranker, await reranker.acompress_documents(_add_index(documents), question))
 
 
-def _with_index(documents: Sequence[Document]) -> list[Document]:
+def _add_index(documents: Sequence[Document]) -> list[Document]:
     return [
         document.model_copy(update={"metadata": {**(document.metadata or {}), _INDEX: index}})
         for index, document in enumerate(documents)
     ]
 
 
-def _ranked(reranker: object, returned: Sequence[Document]) -> list[RankedDocument]:
+def _restore_indices(reranker: object, returned: Sequence[Document]) -> list[RankedDocument]:
     ranked = []
     for document in returned:
         metadata = dict(document.metadata or {})

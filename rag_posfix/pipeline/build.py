@@ -133,7 +133,7 @@ def build_pipeline(
     with ExitStack() as cleanup:  # closes what was opened if a later part cannot be made
         engine = generator if generator is not None else _load(chosen, cleanup, deferred)
         engine, passages = _with_passages(engine, chosen, cleanup)
-        models = RerankerModels(lambda: embeddings, lambda: _loaded(engine))
+        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine))
         reranker = GuardedReranker(
             reranker=build_reranker(methods.reranker, models), deadline_seconds=chosen.reranker_deadline_seconds
         )
@@ -240,10 +240,10 @@ def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
 
     ``passage_bytes`` is as for ``build_engine``; a remote generator has no passage KV store.
     """
-    return _remote(settings) if is_remote(settings.model) else build_engine(settings, passage_bytes)
+    return _build_remote(settings) if is_remote(settings.model) else build_engine(settings, passage_bytes)
 
 
-def _remote(settings: Settings) -> RemoteGenerator:
+def _build_remote(settings: Settings) -> RemoteGenerator:
     if settings.adapter is not None:
         raise ConfigError(f"an adapter changes weights in this process, and model={settings.model!r} is on a server")
     for name, is_set in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
@@ -357,7 +357,7 @@ def precompute_stored(
     return tokens, stored_bytes
 
 
-def _loaded(engine: Generator) -> Generator:
+def _load_generator(engine: Generator) -> Generator:
     return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
 
 
@@ -399,7 +399,7 @@ def _order_parameters(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
 def _load(settings: Settings, cleanup: ExitStack, deferred: bool) -> Generator:
     """Return the generator of ``settings.model``: remote, deferred, in this process, or split over several."""
     if is_remote(settings.model):
-        remote = _remote(settings)
+        remote = _build_remote(settings)
         cleanup.callback(remote.close)
         return remote
     if settings.tp == 1 and deferred and settings.device_map is None:

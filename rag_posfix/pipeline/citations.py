@@ -41,7 +41,7 @@ class PassageWords:
 
     def __init__(self, passage: str) -> None:
         self._spans = [word.span() for word in _WORD.finditer(passage, 0, MOST_CHARACTERS)]
-        self._text = _spaced(passage[start:end] for start, end in self._spans)
+        self._text = _join_words(passage[start:end] for start, end in self._spans)
 
     def find(self, quote: str) -> tuple[int, int] | None:
         """Return the first characters of the passage with the words of ``quote``, as (start, end), or None.
@@ -49,7 +49,7 @@ class PassageWords:
         Case and punctuation are ignored, as by ``find_quotes``.
         """
         words = _WORD.findall(quote)
-        position = self._text.find(_spaced(words)) if words else -1
+        position = self._text.find(_join_words(words)) if words else -1
         if position < 0:
             return None
         first = self._text.count(" ", 0, position)  # one space before each word
@@ -66,7 +66,7 @@ def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
     """
     words = list(_WORD.finditer(answer))
     # Lower case comes after the split: some capitals become two characters, of which one is no part of a word.
-    texts = [_spaced(_WORD.findall(passage[:MOST_CHARACTERS])) for passage in passages]
+    texts = [_join_words(_WORD.findall(passage[:MOST_CHARACTERS])) for passage in passages]
     min_words = min(MIN_WORDS, len(words))
     quotes: list[Quote] = []
     first = 0
@@ -74,7 +74,7 @@ def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
         length = 0
         passages_with_it: tuple[int, ...] = ()
         for size in range(min_words, len(words) - first + 1):
-            phrase = _spaced(word.group() for word in words[first : first + size])
+            phrase = _join_words(word.group() for word in words[first : first + size])
             holders = tuple(index for index, text in enumerate(texts) if phrase in text)
             if not holders:
                 break
@@ -122,10 +122,10 @@ def dominant(shares: Sequence[float]) -> int | None:
     if not shares:
         return None
     first = max(range(len(shares)), key=shares.__getitem__)
-    others = max((share for index, share in enumerate(shares) if index != first), default=0.0)
-    return first if shares[first] >= SHARE and shares[first] >= LEAD * others else None
+    runner_up = max((share for index, share in enumerate(shares) if index != first), default=0.0)
+    return first if shares[first] >= SHARE and shares[first] >= LEAD * runner_up else None
 
 
-def _spaced(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     """Return the words in lower case, with one space before, between and after them."""
     return " ".join(["", *map(str.lower, words), ""])

@@ -215,7 +215,7 @@ class Pipeline:
     def _answer(self, prepared: _Prepared) -> Answer:
         cache, key, run = self.cache, prepared.key, prepared.run
         stored = self._look_up(prepared)
-        if stored is not None:  # waits for nobody
+        if stored is not None:  # without waiting for an equal question
             return self._finish(prepared, stored, cached=True)
         with cache.single_flight(key) if cache is not None and key is not None else nullcontext() as again:
             stored = self._look_up(prepared) if again else None

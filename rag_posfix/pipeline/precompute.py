@@ -84,12 +84,12 @@ def precompute(
     prompt = tokenize_prompt(engine.encoder, chosen_template, "?")
     tokenized = (
         tokenize_passage(engine.encoder, chosen_template, document.text, title=document.title)
-        for document in _distinct(documents)
+        for document in _remove_duplicates(documents)
     )
     passages = [passage for passage in tokenized if len(prompt) + len(passage) < engine.context_window]
     # Entries that do not fit into the write queue of the store would be lost.
     max_tokens = 0 if store is None else store.queue_bytes // engine.kv_bytes_per_token - len(prompt.prefix)
-    before = _tier_stats(store)
+    old_stats = _tier_stats(store)
     tokens = done = 0
     for batch in _batches(passages, max_tokens):
         computed = engine.precompute(prompt.with_passages(batch), mitigation, salt)
@@ -99,16 +99,16 @@ def precompute(
                 "check its disk or Redis"
             )
         if computed and not tokens:  # the first that had to be written
-            _check_stored(before, _tier_stats(store))
+            _check_stored(old_stats, _tier_stats(store))
         tokens, done = tokens + computed, done + len(batch)
         if progress is not None:
             progress(done, len(passages))
     if tokens:
-        _warn_not_stored(before, _tier_stats(store), len(passages))
+        _warn_not_stored(old_stats, _tier_stats(store), len(passages))
     return tokens
 
 
-def _distinct(documents: Sequence[Document]) -> list[CheckedDocument]:
+def _remove_duplicates(documents: Sequence[Document]) -> list[CheckedDocument]:
     """Return the documents with text, one for each title and text.
 
     Assembly drops more duplicates: documents of equal text and different titles. A question may retrieve only one of
@@ -138,32 +138,36 @@ def _tier_stats(store: PassageKVStore | None) -> Sequence[dict[str, Any]]:
     return [] if store is None else store.persistent_stats()
 
 
-def _check_stored(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
+def _check_stored(old_stats: Sequence[dict[str, Any]], new_stats: Sequence[dict[str, Any]]) -> None:
     """Raise if no tier stored the written entries."""
-    if not any(tier.get("entries") and not errors for tier, errors in zip(now, _errors(before, now), strict=True)):
+    tiers = _count_errors(old_stats, new_stats)
+    if not any(tier.get("entries") and not errors for tier, errors in tiers):
         raise ConfigError(
-            f"the passage KV store kept none of the computed entries ({_format_tier_errors(before, now)}); check its "
-            "disk or Redis, and the size limits in the settings"
+            f"the passage KV store kept none of the computed entries ({_format_errors(tiers)}); check its disk or "
+            "Redis, and the size limits in the settings"
         )
 
 
-def _warn_not_stored(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], n_passages: int) -> None:
+def _warn_not_stored(
+    old_stats: Sequence[dict[str, Any]], new_stats: Sequence[dict[str, Any]], n_passages: int
+) -> None:
     """Log a warning if no tier can hold all computed entries."""
-    tiers = zip(now, _errors(before, now), strict=True)
+    tiers = _count_errors(old_stats, new_stats)
     if not any((tier.get("entries") or 0) >= n_passages and not errors for tier, errors in tiers):
         _logger.warning(
             "the passage KV store did not keep all of the %d computed passages (%s); raise its size limits in the "
             "settings, or precompute fewer passages",
             n_passages,
-            _format_tier_errors(before, now),
+            _format_errors(tiers),
         )
 
 
-def _errors(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the number of errors of each tier since ``before``."""
-    return [new.get("errors", 1) - old.get("errors", 0) for old, new in zip(before, now, strict=True)]
+def _count_errors(
+    old_stats: Sequence[dict[str, Any]], new_stats: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], int]]:
+    """Return the new statistics of each tier, with its number of errors since the old ones."""
+    return [(new, new.get("errors", 1) - old.get("errors", 0)) for old, new in zip(old_stats, new_stats, strict=True)]
 
 
-def _format_tier_errors(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
-    tiers = zip(now, _errors(before, now), strict=True)
+def _format_errors(tiers: Sequence[tuple[dict[str, Any], int]]) -> str:
     return ", ".join(f"{tier['name']}: {errors} errors, {tier.get('entries') or 0} entries" for tier, errors in tiers)

@@ -127,7 +127,7 @@ def _text_or_none(value: object) -> str | None:
 
 def _stored_scores(scored: Sequence[ScoredToken]) -> list[Any]:
     """Return ``[start, [hex bytes, log-probability], [[hex bytes, log-probability], ...]]`` for each token."""
-    return [[token.start, _pair(token.token), [_pair(other) for other in token.top]] for token in scored]
+    return [[token.start, _pair(token.token), [_pair(score) for score in token.top]] for token in scored]
 
 
 def _are_scores(stored: Any) -> bool:
@@ -136,7 +136,7 @@ def _are_scores(stored: Any) -> bool:
 
 def _scores_from(stored: Sequence[Any]) -> tuple[ScoredToken, ...]:
     return tuple(
-        ScoredToken(_score(token), start, tuple(_score(other) for other in others)) for start, token, others in stored
+        ScoredToken(_score(token), start, tuple(_score(pair) for pair in top)) for start, token, top in stored
     )
 
 
@@ -151,8 +151,8 @@ def _score(pair: Sequence[Any]) -> TokenScore:
 def _is_scored(entry: Any) -> bool:
     if not isinstance(entry, list) or len(entry) != 3:
         return False
-    start, token, others = entry
-    return isinstance(start, int) and isinstance(others, list) and all(map(_is_pair, (token, *others)))
+    start, token, top = entry
+    return isinstance(start, int) and isinstance(top, list) and all(map(_is_pair, (token, *top)))
 
 
 def _is_pair(pair: Any) -> bool:

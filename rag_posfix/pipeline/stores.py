@@ -42,7 +42,7 @@ class AnswerCache(Protocol):
 class PassageKVStore(Protocol):
     """The passage KV store, to drop entries and to check what was written. Methods do not raise if a tier fails.
 
-    It stands for ``caching.kv.store.PassageStore``, which needs torch.
+    The methods of ``caching.kv.store.PassageStore`` that the pipeline needs; importing that class needs torch.
     """
 
     @property
@@ -76,7 +76,7 @@ def invalidate(
     """Drop the answers made from removed documents, and the keys and values of their passages; return both counts.
 
     Args:
-        salt: Drops the entries of this salt alone; those of all salts if None.
+        salt: Drop the entries of this salt only; None drops the entries of all salts.
     """
     ids: Sequence[str] = [document_id(document) for document in documents]
     keys: Sequence[str] = [content_key(document) for document in documents]

@@ -27,12 +27,12 @@ class Stage(Protocol):
 class StageWatcher(Protocol):
     """Is notified of the stages of one question, for traces."""
 
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
         """Return the context manager of a stage; an exception that it sees is the failure of the stage.
 
         Args:
             name: ``retriever``, ``reranker`` or ``generator``; for a ``QuestionTrace`` also ``assembler``.
-            given: The text of the question.
+            question: The text of the question.
         """
         ...
 
@@ -63,7 +63,7 @@ class Untraced:
         """Return this object."""
         return self
 
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Untraced:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> Untraced:
         """Return this object."""
         return self
 
@@ -102,9 +102,9 @@ class _Watchers:
         self._watchers = watchers
 
     @contextmanager
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
         with ExitStack() as stack:
-            yield _Stages([stack.enter_context(each.stage(name, given, documents)) for each in self._watchers])
+            yield _Stages([stack.enter_context(each.stage(name, question, documents)) for each in self._watchers])
 
 
 class _Stages:

@@ -108,7 +108,7 @@ def open_telemetry(settings: TelemetrySettings, standard: OpenTelemetrySettings 
         return OFF
     try:
         _check(variables)
-        return _exporting(variables, settings.content)
+        return _open_exporters(variables, settings.content)
     except ConfigError as error:
         if settings.enabled:
             raise
@@ -128,7 +128,7 @@ def _check(variables: OpenTelemetrySettings) -> None:
         )
 
 
-def _exporting(variables: OpenTelemetrySettings, content: bool) -> Telemetry:
+def _open_exporters(variables: OpenTelemetrySettings, content: bool) -> Telemetry:
     """Return telemetry that is sent as OTLP over HTTP. The exporters read further variables themselves."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

@@ -100,9 +100,9 @@ class OpenTelemetryTracer:
         """Return the trace of one question, a context manager."""
         return QuestionSpans(self._tracer, self._instruments, question, model, stream=stream, content=self._content)
 
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> AbstractContextManager[Stage]:
         """Return the context manager of a stage outside of a question, such as a rerank request."""
-        return stage_span(self._tracer, None, name, given, documents, content=self._content)
+        return stage_span(self._tracer, None, name, question, documents, content=self._content)
 
 
 class QuestionSpans:
@@ -172,7 +172,7 @@ class QuestionSpans:
             self._span.set_attribute(names.OUTPUT_MESSAGES, _message("assistant", answer.text, answer.finish_reason))
 
     @contextmanager
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
         """Return the context manager of a stage: ``retriever``, ``reranker``, ``assembler`` or ``generator``."""
         if name == "generator":
             generation = _GenerationSpans(self, time.time_ns())
@@ -182,7 +182,7 @@ class QuestionSpans:
                 generation.stopped(error)
                 raise
             return
-        with stage_span(self._tracer, self._context, name, given, documents, content=self._content) as stage:
+        with stage_span(self._tracer, self._context, name, question, documents, content=self._content) as stage:
             yield stage
 
     def write(
@@ -243,12 +243,12 @@ class _GenerationSpans:
         """Write the spans of a generation that failed or was closed, up to now."""
         if self._written:
             return
-        now = time.time_ns()
+        ended = time.time_ns()
         if self._first_piece is None:
-            self._question.write("prefill", self._started, now, error=error)
+            self._question.write("prefill", self._started, ended, error=error)
             return
         self._question.write("prefill", self._started, self._first_piece)
-        self._question.write("decode", self._first_piece, now, error=error)
+        self._question.write("decode", self._first_piece, ended, error=error)
 
 
 def _request_attributes(question: Question, stream: bool) -> dict[str, Any]:
@@ -285,14 +285,14 @@ def _answer_attributes(answer: Answer) -> dict[str, Any]:
 
 def _messages(question: Question) -> str:
     messages = [*question.history, {"role": "user", "content": question.text}]
-    return json.dumps([_parts(str(each.get("role")), str(each.get("content"))) for each in messages])
+    return json.dumps([_message_parts(str(each.get("role")), str(each.get("content"))) for each in messages])
 
 
 def _message(role: str, text: str, finish_reason: str) -> str:
-    return json.dumps([{**_parts(role, text), "finish_reason": finish_reason}])
+    return json.dumps([{**_message_parts(role, text), "finish_reason": finish_reason}])
 
 
-def _parts(role: str, text: str) -> dict[str, Any]:
+def _message_parts(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "parts": [{"type": "text", "content": text}]}
 
 
@@ -324,7 +324,7 @@ class _DocumentStage:
 
 @contextmanager
 def stage_span(
-    tracer: Tracer, parent: Context | None, name: str, given: str, documents: Sequence[Document], *, content: bool
+    tracer: Tracer, parent: Context | None, name: str, question: str, documents: Sequence[Document], *, content: bool
 ) -> Iterator[Stage]:
     """Return the context manager of a stage. Its span is the current one: spans that start in it are its children.
 
@@ -335,7 +335,7 @@ def stage_span(
     if documents:
         span.set_attribute(names.DOCUMENTS, len(documents))
     if content and name != "assembler":
-        span.set_attribute(names.QUERY_TEXT, given)
+        span.set_attribute(names.QUERY_TEXT, question)
     try:
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             yield _DocumentStage(span, content)

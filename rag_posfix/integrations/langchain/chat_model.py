@@ -198,7 +198,7 @@ class RagPosfixChatModel(BaseChatModel):
             seed=options.get("seed", self.seed),
             stop=self._stops(stop),
         )
-        documents = [*conversation.documents, *_checked_documents(options.get("documents"))]
+        documents = [*conversation.documents, *_check_documents(options.get("documents"))]
         if not documents:
             self._warn_once(choice)
         assembled = Assembler(generator.encoder, generator.context_window).assemble(
@@ -220,9 +220,9 @@ class RagPosfixChatModel(BaseChatModel):
     ) -> ChatResult:
         message: AIMessageChunk | None = None
         for chunk in self._stream(messages, stop, None, **kwargs):
-            piece = chunk.message
-            if isinstance(piece, AIMessageChunk):
-                message = piece if message is None else message + piece
+            addition = chunk.message
+            if isinstance(addition, AIMessageChunk):
+                message = addition if message is None else message + addition
         if message is None:
             raise GenerationError("the stream ended without an answer; please report this")
         answer = AIMessage(
@@ -243,22 +243,22 @@ class RagPosfixChatModel(BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         started = time.monotonic()
         generator, assembled, request = self._prepare(messages, stop, kwargs)
-        for piece in generator.stream(request):
+        for chunk in generator.stream(request):
             if self.timeout is not None and time.monotonic() - started > self.timeout:
                 raise GenerationError(f"the answer took longer than timeout={self.timeout} s; raise it or max_tokens")
-            if piece.generation is None:
-                message = AIMessageChunk(content=piece.text)
+            if chunk.generation is None:
+                message = AIMessageChunk(content=chunk.text)
             else:
                 message = AIMessageChunk(
-                    content=piece.text,
-                    usage_metadata=usage_metadata(piece.generation),
-                    response_metadata=self._metadata(generator, assembled, request, piece.generation),
+                    content=chunk.text,
+                    usage_metadata=usage_metadata(chunk.generation),
+                    response_metadata=self._metadata(generator, assembled, request, chunk.generation),
                     chunk_position="last",
                 )
-            chunk = ChatGenerationChunk(message=message)
+            message_chunk = ChatGenerationChunk(message=message)
             if run_manager is not None:
-                run_manager.on_llm_new_token(piece.text, chunk=chunk)
-            yield chunk
+                run_manager.on_llm_new_token(chunk.text, chunk=message_chunk)
+            yield message_chunk
 
     def _metadata(
         self, generator: Generator, assembled: Assembled, request: GenerationRequest, generation: Generation
@@ -276,7 +276,7 @@ class RagPosfixChatModel(BaseChatModel):
         }
 
 
-def _checked_documents(value: object) -> Sequence[Document]:
+def _check_documents(value: object) -> Sequence[Document]:
     if value is None:
         return ()
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):

@@ -145,7 +145,7 @@ def _document(block: Mapping[str, Any]) -> Document:
 
 
 def question_fields(value: RAGInput) -> dict[str, Any]:
-    """Return the fields of a question in the input of a chain: ``text`` and those of ``Question`` that are there.
+    """Return the fields of a question in the input of a chain: ``text`` and the fields of ``Question`` that are set.
 
     A dict may use the names of langchain's chains: ``input`` for the question, ``context`` for the documents,
     ``chat_history`` for the history. Documents may be ``Document`` objects or texts; one text is one passage.
@@ -184,9 +184,9 @@ def _from_dict(value: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"PosfixRAG was asked with {_input_kind(value)}; {_HOW}")
     unknown = sorted(set(value) - {"question", *_FIELDS})
     if unknown:
-        others = ", ".join(f"{other} for {name}" for other, name in _OTHER_NAMES.items())
+        aliases = ", ".join(f"{other} for {name}" for other, name in _OTHER_NAMES.items())
         raise ConfigError(
-            f"PosfixRAG was asked with {unknown[0]!r}; a question may hold question, {', '.join(_FIELDS)} ({others})"
+            f"PosfixRAG was asked with {unknown[0]!r}; a question may hold question, {', '.join(_FIELDS)} ({aliases})"
         )
     fields = {name: value[name] for name in _FIELDS if name in value}
     if fields.get("documents") is not None:

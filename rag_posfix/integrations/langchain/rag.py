@@ -44,8 +44,8 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
 
             rag = PosfixRAG(retriever=store.as_retriever())
             rag.invoke("Who designed the lighthouse?")["answer"]
-            asked = {"question": "Who designed it?", "documents": documents}
-            rag.invoke(asked, {"configurable": {"order": "reverse"}})
+            with_documents = {"question": "Who designed it?", "documents": documents}
+            rag.invoke(with_documents, {"configurable": {"order": "reverse"}})
             chain = {"context": retriever, "question": RunnablePassthrough()} | PosfixRAG(output="text")
 
     ``k``, ``order``, ``mitigation`` and ``tenant`` are taken from the first of these that gives them: the input, bound
@@ -95,7 +95,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        """Build what was not given; after the checks of the fields, because loading a model takes long."""
+        """Build the pipeline if none was passed, after the checks of the fields: loading a model takes long."""
         if self.pipeline is None:
             from rag_posfix.pipeline.build import build_pipeline
 
@@ -183,16 +183,16 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        asked = joined_input([chunk async for chunk in input])
-        stream = _iterate_in_thread(self._chunks(asked, run_manager.get_sync(), config, kwargs))
+        question = joined_input([chunk async for chunk in input])
+        stream = _iterate_in_thread(self._chunks(question, run_manager.get_sync(), config, kwargs))
         async with _closing(stream) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def _chunks(
-        self, asked: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, bound: dict[str, Any]
+        self, input: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, bound: dict[str, Any]
     ) -> Any:
-        chunks = self.pipeline.stream(self._question(asked, config, bound), self._watcher(run_manager))
+        chunks = self.pipeline.stream(self._question(input, config, bound), self._watcher(run_manager))
         for chunk in chunks:
             if chunk.answer is not None:
                 _warn_without_passages(chunk.answer)
@@ -206,14 +206,14 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     def _watcher(self, run_manager: CallbackManagerForChainRun) -> TracedStages:
         return TracedStages(run_manager.get_child(), self.pipeline.generator.model_id)
 
-    def _question(self, asked: RAGInput, config: RunnableConfig, bound: Mapping[str, Any]) -> Question:
+    def _question(self, input: RAGInput, config: RunnableConfig, bound: Mapping[str, Any]) -> Question:
         """Return the question with its parameters, from the first source that gives them."""
         unknown = sorted(set(bound) - set(_CONFIGURABLE))
         if unknown:
             raise ConfigError(f"PosfixRAG takes no argument {unknown[0]!r}; it takes {', '.join(_CONFIGURABLE)}")
         configured = config.get("configurable") or {}
         attributes = {"k": self.k, "order": self.order, "mitigation": self.mitigation}
-        fields = question_fields(asked)
+        fields = question_fields(input)
         for source in (bound, configured, attributes):
             for name in _CONFIGURABLE:
                 if fields.get(name) in (None, "") and source.get(name) is not None:

@@ -27,14 +27,14 @@ class TracedStages:
         self._model_name = model_name  # for callbacks that count tokens by model
 
     @contextmanager
-    def stage(self, name: str, given: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
         """Return a context manager for ``retriever``, ``reranker`` or ``generator``; an exception is reported."""
         if name == "generator":
-            run: _ChatModelRun | _RetrieverRun | _ChainRun = _ChatModelRun(self._callbacks, given, self._model_name)
+            run: _ChatModelRun | _RetrieverRun | _ChainRun = _ChatModelRun(self._callbacks, question, self._model_name)
         elif name == "retriever":
-            run = _RetrieverRun(self._callbacks, given)
+            run = _RetrieverRun(self._callbacks, question)
         else:
-            run = _ChainRun(self._callbacks, name, given, documents)
+            run = _ChainRun(self._callbacks, name, question, documents)
         try:
             yield run
         except GeneratorExit:  # the consumer closed the stream

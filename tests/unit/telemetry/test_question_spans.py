@@ -281,7 +281,7 @@ def test_the_watcher_of_the_caller_still_sees_every_stage():
         def __init__(self) -> None:
             self.seen: list[str] = []
 
-        def stage(self, name: str, given: str, documents: Any = ()) -> Any:
+        def stage(self, name: str, question: str, documents: Any = ()) -> Any:
             self.seen.append(name)
             return self
 
