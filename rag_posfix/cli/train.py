@@ -249,9 +249,9 @@ def _show_training(summary: dict[str, Any]) -> None:
     )
     rows = table("method", "", "by position, from first to last", "worst", title=title)
     for name in summary["before"]["log_probability"]:
-        for when in ("before", "after"):
-            curve = summary[when]["log_probability"][name]
-            rows.add_row(name, when, " ".join(f"{value:.2f}" for value in curve), f"{min(curve):.2f}")
+        for phase in ("before", "after"):
+            curve = summary[phase]["log_probability"][name]
+            rows.add_row(name, phase, " ".join(f"{value:.2f}" for value in curve), f"{min(curve):.2f}")
     out().print(rows)
     say_files(summary, "adapter", "model", "record", "svg")
 
@@ -285,7 +285,7 @@ def forgetting(
         engines[str(folder)] = load_engine(settings.model_copy(update=change))
     record = compare_perplexity(engines, segments, tokens, output, experiment_step)
 
-    def show(written: dict[str, Any]) -> None:
+    def show(summary: dict[str, Any]) -> None:
         rows = table(
             "model", "perplexity", "log-probability per token, less base", "95 % interval", title="forgetting"
         )
@@ -294,6 +294,6 @@ def forgetting(
             interval = f"{low:+.3f} to {high:+.3f}"
             rows.add_row(name, f"{scores['perplexity']:.2f}", f"{scores['difference']:+.3f}", interval)
         out().print(rows)
-        say_files(written, "record")
+        say_files(summary, "record")
 
     emit(record.to_json(), as_json, show)

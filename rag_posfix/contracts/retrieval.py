@@ -82,9 +82,9 @@ def _add_index(documents: Sequence[Document]) -> list[Document]:
     ]
 
 
-def _restore_indices(reranker: object, returned: Sequence[Document]) -> list[RankedDocument]:
+def _restore_indices(reranker: object, documents: Sequence[Document]) -> list[RankedDocument]:
     ranked = []
-    for document in returned:
+    for document in documents:
         metadata = dict(document.metadata or {})
         index = metadata.pop(_INDEX, None)
         if not isinstance(index, int):

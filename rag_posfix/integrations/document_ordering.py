@@ -56,23 +56,25 @@ class DocumentOrderer:
 
     def run(self, documents: Sequence[FrameworkDocument], query: str | None = None) -> list[OrderedDocument]:
         """Return the documents in order; the question ``query`` is required with a reranker."""
-        converted = self._converted(documents, query)
+        langchain_documents = self._convert(documents, query)
         if self.reranker is None:
-            return self._ordered([RankedDocument(index, document) for index, document in enumerate(converted)])
-        return self._ordered(rerank_indexed(self.reranker, query or "", converted))
+            return self._apply_order(
+                [RankedDocument(index, document) for index, document in enumerate(langchain_documents)]
+            )
+        return self._apply_order(rerank_indexed(self.reranker, query or "", langchain_documents))
 
     async def arun(self, documents: Sequence[FrameworkDocument], query: str | None = None) -> list[OrderedDocument]:
         """Do what ``run`` does with the reranker's asynchronous method."""
         if self.reranker is None:
             return self.run(documents, query)
-        return self._ordered(await arerank_indexed(self.reranker, query or "", self._converted(documents, query)))
+        return self._apply_order(await arerank_indexed(self.reranker, query or "", self._convert(documents, query)))
 
-    def _converted(self, documents: Sequence[FrameworkDocument], query: str | None) -> list[Document]:
+    def _convert(self, documents: Sequence[FrameworkDocument], query: str | None) -> list[Document]:
         if self.reranker is not None and documents and not (query and query.strip()):
             raise ConfigError("a reranker needs the question; pass it as the query, or leave the reranker out")
-        return [_converted(document) for document in documents]
+        return [_convert_document(document) for document in documents]
 
-    def _ordered(self, ranked: Sequence[RankedDocument]) -> list[OrderedDocument]:
+    def _apply_order(self, ranked: Sequence[RankedDocument]) -> list[OrderedDocument]:
         entries = sorted(ranked, key=lambda entry: entry.index)  # ties and missing scores keep the given order
         documents = [entry.document for entry in entries]
         indices = _ordered_indices(documents, self.order, self.k, self.seed, self.distinct)
@@ -147,7 +149,7 @@ def _ordered_indices(documents: Sequence[Document], order: str, k: int | None, s
     return [best[i] for i in apply_order(created, facts)]
 
 
-def _converted(document: FrameworkDocument) -> Document:
+def _convert_document(document: FrameworkDocument) -> Document:
     if not isinstance(document.text, str):
         kind = "no text" if document.text is None else f"{type(document.text).__name__}, must be text"
         raise ConfigError(f"document {document.id!r} has {kind}; convert it or leave it out")

@@ -83,12 +83,12 @@ def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
     RERANKERS.check(reranker)
     order = order_with_values(settings.order)
     create_order(order, _order_parameters(settings))
-    named = parse_method(settings.mitigation, "mitigation", "experts=5")
-    mitigation = with_file_parameters(named, MITIGATIONS)
+    spec = parse_method(settings.mitigation, "mitigation", "experts=5")
+    mitigation = with_file_parameters(spec, MITIGATIONS)
     MITIGATIONS.check(mitigation)
     if loads_model and is_remote(settings.model):
         check_remote_mitigation(parse_remote(settings.model).name, mitigation)
-    return Methods(mitigation if named.parameters else named, order, reranker)
+    return Methods(mitigation if spec.parameters else spec, order, reranker)
 
 
 def build_pipeline(
@@ -122,27 +122,27 @@ def build_pipeline(
         UnsupportedModelError: the model cannot take the attention hook, or is remote and ``mitigation`` is not
             ``none``.
     """
-    chosen = settings or Settings()
+    settings = settings or Settings()
     if methods is None:
-        methods = resolve_methods(chosen, loads_model=generator is None)  # before the model, as the indexes below
-    order_parameters = _order_parameters(chosen)
-    budget = PassageBudget(chosen.passage_tokens, chosen.passage_shrink, chosen.overflow)
-    embeddings = build_embeddings(chosen)
-    served_retriever, store = _served_retriever(chosen, index, retriever, embeddings)
-    extra_indexes = {name: _retriever(chosen, folder, embeddings) for name, folder in chosen.indexes.items()}
+        methods = resolve_methods(settings, loads_model=generator is None)  # before the model, as the indexes below
+    order_parameters = _order_parameters(settings)
+    budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
+    embeddings = build_embeddings(settings)
+    served_retriever, store = _served_retriever(settings, index, retriever, embeddings)
+    extra_indexes = {name: _retriever(settings, folder, embeddings) for name, folder in settings.indexes.items()}
     with ExitStack() as cleanup:  # closes what was opened if a later part cannot be made
-        engine = generator if generator is not None else _load(chosen, cleanup, deferred)
-        engine, passages = _with_passages(engine, chosen, cleanup)
+        engine = generator if generator is not None else _load(settings, cleanup, deferred)
+        engine, passages = _with_passages(engine, settings, cleanup)
         models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine))
         reranker = GuardedReranker(
-            reranker=build_reranker(methods.reranker, models), deadline_seconds=chosen.reranker_deadline_seconds
+            reranker=build_reranker(methods.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
         )
         cleanup.callback(reranker.close)
 
-        served = methods.reranker
+        default_spec = methods.reranker
 
         def choose_reranker(spec: MethodSpec) -> GuardedReranker:
-            if spec == served:
+            if spec == default_spec:
                 return reranker
             _check_loads_no_model(spec)
             return GuardedReranker(reranker=build_reranker(spec, models), health=reranker.health)
@@ -152,25 +152,25 @@ def build_pipeline(
             Assembler(engine.encoder, engine.context_window, order_parameters=order_parameters, budget=budget),
             retriever=served_retriever,
             reranker=reranker,
-            cache=build_answer_cache(chosen.cache, chosen.cache_dir) if chosen.cache.enabled else None,
+            cache=build_answer_cache(settings.cache, settings.cache_dir) if settings.cache.enabled else None,
             defaults=Defaults(
                 mitigation=methods.mitigation,
                 order=methods.order,
-                k=chosen.k,
-                sampling=Sampling(max_tokens=chosen.max_tokens),
-                tenant=chosen.tenant,
+                k=settings.k,
+                sampling=Sampling(max_tokens=settings.max_tokens),
+                tenant=settings.tenant,
             ),
             passages=passages,
             on_close=cleanup.pop_all().close,
-            candidates=chosen.candidates if chosen.reranker is not None else 0,
+            candidates=settings.candidates if settings.reranker is not None else 0,
             embeddings=embeddings,
             tracer=tracer,
             indexes={name: extra for name, (extra, _) in extra_indexes.items()},
             choose_reranker=choose_reranker,
         )
-    for each in (store, *(extra for _, extra in extra_indexes.values())):
-        if each is not None:
-            each.add_delete_listener(pipeline.invalidate)
+    for index_store in (store, *(extra for _, extra in extra_indexes.values())):
+        if index_store is not None:
+            index_store.add_delete_listener(pipeline.invalidate)
     return pipeline
 
 

@@ -50,11 +50,11 @@ def order_with_values(order: str) -> str:
 
 def _with_values(name: str, values: Mapping[str, Any], readers: Mapping[str, Any]) -> dict[str, Any]:
     parameters = dict(values)
-    for key, read in readers.items():
+    for key, read_file in readers.items():
         if not isinstance(parameters.get(key), str):  # the values themselves, or nothing
             continue
         path = parameters.pop(key)
-        file_values = read(path)
+        file_values = read_file(path)
         duplicates = ", ".join(parameter for parameter in file_values if parameter in parameters)
         if duplicates:
             raise ConfigError(f"{name}: {key}={path!r} gives {duplicates} already; leave out one of the two")

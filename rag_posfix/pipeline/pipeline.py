@@ -308,7 +308,7 @@ class Pipeline:
                 documents = retriever.retrieve(question.text, max(k, self.candidates))
                 stage.done(documents)
         chooses = question.documents is None and self.candidates > 0
-        scored = question.reranker is None and all("relevance_score" in each.metadata for each in documents)
+        scored = question.reranker is None and all("relevance_score" in document.metadata for document in documents)
         if reranker is None or (scored and not chooses):
             return documents
         with run.stage("rerank", "reranker", documents) as stage, salted(run.salt):

@@ -114,7 +114,7 @@ def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citatio
         index = dominant([float(shares.get(key, 0.0)) for key in assembled.layout.keys])
         if index is not None:
             citations.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
-    return tuple(sorted(citations, key=lambda each: (each.start, each.origin == "attention")))
+    return tuple(sorted(citations, key=lambda citation: (citation.start, citation.origin == "attention")))
 
 
 def _page(value: object) -> int | None:

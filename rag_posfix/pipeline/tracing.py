@@ -104,7 +104,9 @@ class _Watchers:
     @contextmanager
     def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
         with ExitStack() as stack:
-            yield _Stages([stack.enter_context(each.stage(name, question, documents)) for each in self._watchers])
+            yield _Stages(
+                [stack.enter_context(watcher.stage(name, question, documents)) for watcher in self._watchers]
+            )
 
 
 class _Stages:

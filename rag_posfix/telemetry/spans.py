@@ -285,7 +285,7 @@ def _answer_attributes(answer: Answer) -> dict[str, Any]:
 
 def _messages(question: Question) -> str:
     messages = [*question.history, {"role": "user", "content": question.text}]
-    return json.dumps([_message_parts(str(each.get("role")), str(each.get("content"))) for each in messages])
+    return json.dumps([_message_parts(str(m.get("role")), str(m.get("content"))) for m in messages])
 
 
 def _message(role: str, text: str, finish_reason: str) -> str:

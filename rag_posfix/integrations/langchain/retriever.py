@@ -73,16 +73,16 @@ class PosfixRetriever(BaseRetriever):
     ) -> list[Document]:
         callbacks = run_manager.get_child()
         hits = self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
-        return self._order(_compress(self.compressors, hits, query, callbacks), k)
+        return self._apply_order(_compress(self.compressors, hits, query, callbacks), k)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
         hits = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
-        return self._order(await _acompress(self.compressors, hits, query, callbacks), k)
+        return self._apply_order(await _acompress(self.compressors, hits, query, callbacks), k)
 
-    def _order(self, documents: list[Document], k: int | None) -> list[Document]:
+    def _apply_order(self, documents: list[Document], k: int | None) -> list[Document]:
         checked_count("k", k)
         count = self.k if k is None else k
         return ordered_documents(documents, self.order, k=count, seed=self.seed, distinct=self.distinct)

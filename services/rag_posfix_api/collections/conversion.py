@@ -60,10 +60,10 @@ def _convert(folder: Path, header: Path) -> None:
         new = {"embedding": embedding, "created_at": created_at, "count": len(rows), "next_key": len(rows)}
         DocumentFile.create(path, new, ((key, entry, vector) for key, (entry, vector) in enumerate(rows)))
         _log.info("converted the collection %s to one file", folder)
-    # The header goes last: with it, what was stopped here is done again.
+    # The header goes last: while it exists, an interrupted conversion is repeated.
     shutil.rmtree(folder / "index", ignore_errors=True)
-    for left in (*folder.glob("log-*.jsonl"), folder / "count", header):
-        left.unlink(missing_ok=True)
+    for old_file in (*folder.glob("log-*.jsonl"), folder / "count", header):
+        old_file.unlink(missing_ok=True)
 
 
 def _rows(index: Path, embedding: str, log: Path) -> list[tuple[IndexEntry, bytes]]:

@@ -208,8 +208,8 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
             f"{shown_model(generator.model_id)} takes no prompts without a chat template here; "
             "use /v1/chat/completions"
         )
-    scored = sampling.top_logprobs is not None
-    if scored and not gives_scores(generator):
+    needs_scores = sampling.top_logprobs is not None
+    if needs_scores and not gives_scores(generator):
         raise UnsupportedFeatureError(
             f"{shown_model(generator.model_id)} returns no log-probabilities here; leave logprobs out",
             param="logprobs",
@@ -222,7 +222,7 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
             MitigationChoice("none"),
             sampling,
             tenant_salt(pipeline.defaults.tenant, ""),
-            prompt_scored=scored and bool(body.echo),
+            prompt_scored=needs_scores and bool(body.echo),
         )
         yield from _complete_prompt(pipeline, request, prompt, body)
 
@@ -230,7 +230,7 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
 def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int) -> _Prompt:
     if isinstance(prompt, str):
         ids = tuple(encoder.encode_prompt(prompt))
-        read = _Prompt(prompt, ids, max(0, len(encoder.decode(ids)) - len(prompt)))
+        encoded = _Prompt(prompt, ids, max(0, len(encoder.decode(ids)) - len(prompt)))
     else:
         largest = max(prompt, default=0)
         if largest >= encoder.vocab_size:
@@ -238,10 +238,10 @@ def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int
                 f"prompt {index} has the token {largest}; the vocabulary has tokens 0 to {encoder.vocab_size - 1}",
                 param="prompt",
             )
-        read = _Prompt(encoder.decode(prompt), tuple(prompt))
-    if not read.token_ids:
+        encoded = _Prompt(encoder.decode(prompt), tuple(prompt))
+    if not encoded.token_ids:
         raise InvalidRequestError(f"prompt {index} is empty; give at least one token", param="prompt")
-    return read
+    return encoded
 
 
 def _complete_prompt(

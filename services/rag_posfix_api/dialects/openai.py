@@ -208,14 +208,14 @@ def _check(body: ChatRequest) -> None:
 
 def _posfix(body: ChatRequest) -> PosfixInput:
     """Return the fields of this service, which may be next to ``messages`` or in ``posfix``."""
-    inside = body.posfix or PosfixInput()
-    outside = {name: value for name in ("mitigation", "order", "k") if (value := getattr(body, name)) is not None}
-    for name, value in outside.items():
-        if getattr(inside, name) not in (None, value):
+    posfix = body.posfix or PosfixInput()
+    fields = {name: value for name in ("mitigation", "order", "k") if (value := getattr(body, name)) is not None}
+    for name, value in fields.items():
+        if getattr(posfix, name) not in (None, value):
             raise InvalidRequestError(
-                f"{name} is given twice, beside messages and in posfix; give it once", param=name
+                f"{name} is given twice, next to messages and in posfix; give it once", param=name
             )
-    return inside.model_copy(update=outside)
+    return posfix.model_copy(update=fields)
 
 
 DONE = b"data: [DONE]\n\n"

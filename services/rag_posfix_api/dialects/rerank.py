@@ -148,8 +148,8 @@ async def rerank(body: RerankRequest, request: Request, service: ReadyService, f
     results = []
     for index, score in ranking[: body.top_n]:
         document = RerankDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
-        returned = document if body.return_documents is not False else None
-        results.append(RerankResult(index=index, relevance_score=score, document=returned))
+        output = document if body.return_documents is not False else None
+        results.append(RerankResult(index=index, relevance_score=score, document=output))
     response = RerankResponse(
         id=service.identifiers.new(),
         model=service.embedding_model_id,

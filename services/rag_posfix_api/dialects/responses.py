@@ -239,10 +239,10 @@ class ResponseRenderer(AnswerRenderer):
         ).model_dump()
 
     def opening(self) -> Iterator[bytes]:
-        begun = ResponseObject(**self._shared, status="in_progress", output=[]).model_dump()
+        response = ResponseObject(**self._shared, status="in_progress", output=[]).model_dump()
         item = OutputMessage(id=self._item_id, status="in_progress", content=[])
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
         yield self._event("response.output_item.added", output_index=0, item=item.model_dump())
         yield self._part_event("response.content_part.added", part=OutputText(text="").model_dump())
 

@@ -204,17 +204,17 @@ class CountedElsewhere(Collector):
         lookups = _counter(
             "passage_lookups", "Passages that were looked up: hit where a tier had their keys and values.", "result"
         )
-        read = _counter("passage_hit_bytes", "Keys and values that were reused.")
+        hit_bytes = _counter("passage_hit_bytes", "Keys and values that were reused.")
         dropped = _counter("passage_dropped_writes", "Passages that did not fit into the write queue.")
         pending = _gauge("passage_pending_writes", "Passages in the write queue.")
         if self.passages is not None:
             counts = self.passages()
             for result, field in (("hit", "hits"), ("miss", "misses")):
                 lookups.add_metric([result], counts.get(field, 0))
-            read.add_metric([], counts.get("hit_bytes", 0))
+            hit_bytes.add_metric([], counts.get("hit_bytes", 0))
             dropped.add_metric([], counts.get("dropped_writes", 0))
             pending.add_metric([], counts.get("pending_writes", 0))
-        yield from (lookups, read, dropped, pending)
+        yield from (lookups, hit_bytes, dropped, pending)
 
 
 def _counter(name: str, documentation: str, *labels: str) -> CounterMetricFamily:

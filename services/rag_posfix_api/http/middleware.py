@@ -186,14 +186,14 @@ class BodyLimit:
         """Return ``receive`` with a byte count, for chunked bodies, whose length is not known in advance."""
         received = 0
 
-        async def bounded() -> Message:
+        async def receive_limited() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
             self._check(received, " so far")
             return message
 
-        return bounded
+        return receive_limited
 
     def _check(self, size: int, so_far: str) -> None:
         if size > self._max_body_bytes:
@@ -231,8 +231,8 @@ class ObservedRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        presented = Headers(scope=scope).get("x-request-id", "")
-        request_id = presented if _REQUEST_ID.fullmatch(presented) else self._identifiers.new()
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else self._identifiers.new()
         fields = scope.setdefault("state", {})["log_fields"] = LogFields()
         token = REQUEST_ID.set(request_id)
         try:

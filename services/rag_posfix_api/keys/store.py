@@ -180,16 +180,16 @@ class KeyStore:
 
     def table(self) -> KeyTable:
         """Return the keys. A file that cannot be read holds none and is logged: its keys are then rejected."""
-        seen = _signature(self._file)
+        signature = _signature(self._file)
         with self._lock:
-            if seen != self._seen:
+            if signature != self._seen:
                 try:
-                    self._table = KeyTable() if seen is None else _read(self._file)
+                    self._table = KeyTable() if signature is None else _read(self._file)
                 except ConfigError as error:
                     _log.error("%s", error)
                     self._table, self._had_keys = KeyTable(), True
                 self._had_keys = self._had_keys or bool(self._table.keys)
-                self._seen = seen
+                self._seen = signature
             return self._table
 
     def create(

@@ -185,10 +185,10 @@ def _settings_of(options: ApplicationOptions) -> tuple[Settings, ServiceSettings
         raise _config_error("settings", error) from error
 
 
-def _config_error(what: str, error: ValidationError) -> ConfigError:
+def _config_error(subject: str, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"]))
-    return ConfigError(f"{what} of the application: {name + ': ' if name else ''}{first['msg']}")
+    return ConfigError(f"{subject} of the application: {name + ': ' if name else ''}{first['msg']}")
 
 
 def router_config(options: ApplicationOptions) -> dict[str, Any]:

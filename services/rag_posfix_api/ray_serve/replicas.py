@@ -100,9 +100,9 @@ class GeneratorReplica:
         Raises:
             GenerationError: a process of a split model died.
         """
-        died: str | None = getattr(self._model, "failure", None)
-        if died is not None:
-            raise GenerationError(f"the model cannot answer any more: {died}")
+        failure: str | None = getattr(self._model, "failure", None)
+        if failure is not None:
+            raise GenerationError(f"the model cannot answer any more: {failure}")
 
     def _close_after_last_step(self, step: Future[Chunk | None], chunks: Iterator[Chunk]) -> None:
         """Close an answer after its last step, in the thread of that step; what that raised was raised already."""
@@ -140,7 +140,7 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
     """Implements ``contracts.generator.Generator`` with the answers of replicas.
 
     Args:
-        described: Says of the model what needs no weights: name, tokenizer, context window. It answers nothing.
+        description: The model without weights: name, tokenizer, context window. It answers nothing.
         attempts: How often one request is sent, >= 1, each time to a replica that is alive.
         new_seed: Returns the seed of a request that samples without one.
 
@@ -150,14 +150,14 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
 
     def __init__(
         self,
-        described: Generator,
+        description: Generator,
         replicas: Replicas,
         attempts: int = 4,
         new_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         if attempts < 1:
             raise ConfigError(f"attempts={attempts} must be >= 1")
-        super().__init__(described)
+        super().__init__(description)
         self._replicas = replicas
         self._attempts = attempts
         self._new_seed = new_seed
@@ -203,7 +203,7 @@ class _Sent:
         """Yield what ``chunks`` have beyond what was sent, by any earlier answer or this one.
 
         Raises:
-            UpstreamError: the text of ``chunks`` is not that which was sent.
+            UpstreamError: the text of ``chunks`` is not the text that was sent.
         """
         text, scored = "", 0
         for chunk in chunks:

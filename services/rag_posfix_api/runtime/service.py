@@ -94,8 +94,8 @@ class Service:
         Raises:
             NotReadyError: the pipeline is not loaded, or its model has failed.
         """
-        served = self._served
-        return served.with_tenant(salt) if (salt := CALLER.get().salt) else served
+        pipeline = self._served
+        return pipeline.with_tenant(salt) if (salt := CALLER.get().salt) else pipeline
 
     @property
     def _served(self) -> Pipeline:
@@ -119,10 +119,10 @@ class Service:
         """
         if self._load_error is not None:
             return self._load_error
-        died: str | None = getattr(self._generator, "failure", None)
-        if died is None:
+        failure: str | None = getattr(self._generator, "failure", None)
+        if failure is None:
             return None
-        return GenerationError(f"the model cannot answer any more: {died}; start the service again")
+        return GenerationError(f"the model cannot answer any more: {failure}; start the service again")
 
     @property
     def in_flight(self) -> int:
