@@ -97,7 +97,7 @@ def with_options_of(cls: type[Any], name: str, flags: Mapping[str, str] | None =
     """Return a decorator for a command whose parameter ``name`` is made from an option per field of ``cls``.
 
     Names, types, ranges and defaults are written once, in ``cls``, a dataclass that checks its values itself. The help
-    of an option is what the docstring of ``cls`` says of the field; ``flags`` are the options with another name.
+    of an option is the field's description in the docstring of ``cls``; ``flags`` are the options with another name.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     docstring = re.split(r"\n(?:Args|Attributes):\n", inspect.getdoc(cls) or "")[-1]

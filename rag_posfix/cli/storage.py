@@ -1,4 +1,4 @@
-"""``rag-posfix cache`` and ``models``: what is stored in the cache folder: answers, passages, packaged weights."""
+"""``rag-posfix cache`` and ``models``: the contents of the cache folder: answers, passages, packaged weights."""
 
 from __future__ import annotations
 

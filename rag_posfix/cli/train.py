@@ -1,4 +1,4 @@
-"""``rag-posfix train``: training data, fine-tuning against position bias, and what a model forgot by it."""
+"""``rag-posfix train``: training data, fine-tuning against position bias, and the forgetting it causes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Contracts: what packages pass to each other, and the protocols of retriever, reranker and generator."""
+"""Contracts: the data that packages exchange, and the protocols of retriever, reranker and generator."""

@@ -129,7 +129,7 @@ class Answer:
         """Return the JSON object that ``rag-posfix ask --json`` prints."""
         data = asdict(self)
         data["answer"] = data.pop("text")
-        del data["log_probs"]  # bytes; nothing that prints answers asks for them
+        del data["log_probs"]  # bytes, which JSON cannot hold
         for citation in data["citations"]:
             citation["from"] = citation.pop("origin")
         data["dropped"] = [{"id": identity, "reason": reason} for identity, reason in self.dropped]

@@ -32,7 +32,7 @@ def salted(salt: str) -> Iterator[None]:
 def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
     """Return the tags by which one tenant drops its entries alone: no other salt gives the same ones.
 
-    An empty salt has no tenant tags. ``tags`` are what entries can be dropped by over all salts.
+    An empty salt has no tenant tags. ``tags`` drop entries over all salts.
     """
     if not salt:
         return ()

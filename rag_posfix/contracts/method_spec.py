@@ -165,7 +165,7 @@ def split_outside(text: str, separator: str) -> list[str]:
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{shown(text)} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed")
     items, start = [], 0
-    expected: list[str] = []  # what closes the brackets and the quote that are open
+    expected: list[str] = []  # the closing characters of open brackets and of an open quote
     characters = iter(enumerate(text))
     for index, character in characters:
         if expected[-1:] == ['"']:

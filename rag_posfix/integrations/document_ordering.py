@@ -1,7 +1,7 @@
 """Reranks documents, keeps the best and orders them, for the adapters. Knows no framework.
 
 Adapters convert their documents to ``FrameworkDocument``; the result refers to them by index, so that an adapter
-returns its framework's own documents with nothing but new scores.
+returns its framework's documents; only their scores are new.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def ordered_documents(
 
 
 def checked_count(name: str, count: object, *, optional: bool = True) -> None:
-    """Raise for a number of documents that is no integer >= 1, nor None if that is allowed."""
+    """Raise unless a number of documents is an integer >= 1, or None if ``optional``."""
     if count is None and optional:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -130,7 +130,7 @@ def build_pipeline(
     embeddings = build_embeddings(settings)
     served_retriever, store = _served_retriever(settings, index, retriever, embeddings)
     extra_indexes = {name: _retriever(settings, folder, embeddings) for name, folder in settings.indexes.items()}
-    with ExitStack() as cleanup:  # closes what was opened if a later part cannot be made
+    with ExitStack() as cleanup:  # closes the opened stores if a later step fails
         engine = generator if generator is not None else _load(settings, cleanup, deferred)
         engine, passages = _with_passages(engine, settings, cleanup)
         models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine))

@@ -65,7 +65,7 @@ def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
     Cost: words of the answer squared at worst, times the passages.
     """
     words = list(_WORD.finditer(answer))
-    # Lower case comes after the split: some capitals become two characters, of which one is no part of a word.
+    # Lower case comes after the split: some capitals become two characters, one of them outside of a word.
     texts = [_join_words(_WORD.findall(passage[:MOST_CHARACTERS])) for passage in passages]
     min_words = min(MIN_WORDS, len(words))
     quotes: list[Quote] = []

@@ -1,4 +1,4 @@
-"""What the pipeline needs of the answer cache and the passage KV store, and dropping entries of removed documents."""
+"""Protocols of the answer cache and the passage KV store, and dropping entries of removed documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is notified of the stages of a question: the tracer of the pipeline, and a watcher of the caller."""
+"""Notification of the stages of a question, for the tracer of the pipeline and a watcher of the caller."""
 
 from __future__ import annotations
 

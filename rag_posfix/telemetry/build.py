@@ -117,7 +117,7 @@ def open_telemetry(settings: TelemetrySettings, standard: OpenTelemetrySettings 
 
 
 def _check(variables: OpenTelemetrySettings) -> None:
-    """Raise for variables that ask for what is not supported."""
+    """Raise for unsupported values of variables."""
     for name in ("otel_traces_exporter", "otel_metrics_exporter"):
         if getattr(variables, name) not in ("otlp", "none"):
             raise ConfigError(f"{name.upper()}={getattr(variables, name)!r} is not supported; use 'otlp' or 'none'")

@@ -349,5 +349,5 @@ def stage_span(
 def fail(span: Span, error: BaseException) -> None:
     """Record the type of an error, and no more: its text may quote a prompt."""
     span.set_attribute(names.ERROR_TYPE, type(error).__name__)
-    if not isinstance(error, GenerationCancelled):  # the client left, which is no error
+    if not isinstance(error, GenerationCancelled):  # a disconnect is not an error
         span.set_status(StatusCode.ERROR)

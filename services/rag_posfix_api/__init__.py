@@ -1,1 +1,1 @@
-"""The HTTP service: one server that clients of several wire formats talk to unchanged."""
+"""The HTTP service: one server that clients of several API formats use unchanged."""

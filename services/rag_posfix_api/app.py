@@ -1,4 +1,4 @@
-"""The application. Its state is ``app.state.service``; importing this module builds nothing."""
+"""The application. Its state is ``app.state.service``; importing this module does not build it."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def create_app(
         version=package_version(),
         lifespan=_lifespan(state, pipeline),
         generate_unique_id_function=lambda route: route.name,
-        docs_url=None,  # FastAPI's pages load from a CDN; page/routes.py has ours
+        docs_url=None,  # FastAPI's pages load from a CDN; page/routes.py replaces them
         redoc_url=None,
-        # Its spans would carry what clients wrote; http/tracing.py writes ours.
+        # Its spans would record the clients' text; http/tracing.py writes spans without it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = state

@@ -46,7 +46,7 @@ def run(
     """Serve until SIGINT or SIGTERM, and then finish running requests. Logs to stderr.
 
     A service that cannot load its model, index or embeddings ends at once, and so does one whose split model lost a
-    process: what supervises it sees the exit status.
+    process: its supervisor sees the exit status.
 
     Args:
         host: Address to listen on, instead of ``service.host``.

@@ -105,6 +105,6 @@ def _generation(data: dict[str, Any]) -> Generation:
     name, info = data["type"], data["generation_info"]
     if name in _PLAIN:
         return _PLAIN[name](text=data["text"], generation_info=info)
-    # langchain-core chooses the message class from a fixed table; it imports nothing that the data names.
+    # langchain-core chooses the message class from a fixed table; the data cannot name a class to import.
     (message,) = messages_from_dict([data["message"]])
     return _CHAT[name](message=message, generation_info=info)

@@ -1,7 +1,7 @@
 """One collection: its documents and vectors in memory, and in a SQLite file that several processes change.
 
-A change is a transaction. Every call first reads what was committed since the last call, also by this process. Keys of
-documents ascend and are never used again, so new rows are those with larger keys.
+A change is a transaction. Every call first reads the changes that were committed since the last call, also by this
+process. Keys of documents ascend and are never used again, so new rows have larger keys.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Collection:
                 file.close()
 
     def _current(self) -> FaissVectorStore:
-        """Return the store after reading what was committed."""
+        """Return the store with all committed changes."""
         with self._lock, storage_errors(self.folder):
             path = existing_file(self.folder)  # has another name after the collection was created again
             if self._file is None or self._file.path != path:

@@ -94,7 +94,7 @@ class Collections:
         return collections
 
     def info(self, tenant: str, name: str) -> CollectionInfo:
-        """Return what a list says of one collection."""
+        """Return the entry of one collection in a list."""
         return _info(self._folder_of(tenant, name))
 
     def get(
@@ -133,7 +133,9 @@ class Collections:
             removed_folder = partial_folder(folder, uuid.uuid4().hex[:12])
             folder.rename(removed_folder)
             flush(folder.parent)
-        shutil.rmtree(removed_folder, ignore_errors=True)  # the next collection of this name removes what is left
+        shutil.rmtree(
+            removed_folder, ignore_errors=True
+        )  # the next collection of this name removes the remaining files
         with self._lock:
             self._open.pop((tenant, name), None)
         return documents

@@ -173,7 +173,7 @@ def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[
 
     Args:
         extra: The fields of the request that its schema does not have.
-        harmless: Unsupported fields, with the values that ask for what happens anyway.
+        harmless: Unsupported fields, with the values that leave the answer unchanged.
     """
     for name, allowed in harmless.items():
         if extra and name in extra and extra[name] not in allowed:

@@ -136,7 +136,7 @@ class CohereChatResponse(BaseModel):
     posfix: Provenance = Field(description="What this service adds to Cohere's API.")
 
 
-# Fields that would change the answer, with the values that ask for what happens anyway.
+# Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "NONE"),

@@ -130,7 +130,7 @@ router = APIRouter(tags=["completions"], route_class=CleanRoute)
 
 DEFAULT_TOKENS = 16
 
-# Fields that would change the answer, with the values that ask for what happens anyway.
+# Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "logit_bias": (None, {}),

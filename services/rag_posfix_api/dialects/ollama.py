@@ -155,7 +155,7 @@ LINES = "application/x-ndjson"
 
 router = APIRouter(route_class=CleanRoute)
 
-# Fields that would change the answer, with the values that ask for what happens anyway.
+# Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "format": (None, ""),

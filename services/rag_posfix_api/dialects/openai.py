@@ -176,7 +176,7 @@ class ModelList(BaseModel):
     data: list[ModelObject]
 
 
-# Fields that would change the answer, with the values that ask for what happens anyway.
+# Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),

@@ -51,7 +51,7 @@ def within(**limits: Any) -> Callable[[dict[str, Any]], None]:
 def needs(name: str, value: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Return a function that makes a field of an object required, for ``json_schema_extra`` of a model.
 
-    The model itself need not require it: the parser then names what is wrong with it.
+    The model itself need not require it: the parser then names the error.
     """
 
     def add(schema: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ Passages = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_drop_point)]
 Seed = Annotated[int, BeforeValidator(_drop_point), AfterValidator(_in_64_bits)]
 """A seed; those of more than 64 bits are reduced."""
 
-# Ranges that the pipeline checks, with status 400: `json_schema_extra` tells them and checks nothing.
+# Ranges that the pipeline checks, with status 400: `json_schema_extra` documents them without a check.
 MaxTokens = Annotated[Integer | None, Field(json_schema_extra=within(minimum=1))]
 Temperature = Annotated[FiniteFloat | None, Field(json_schema_extra=within(minimum=0, maximum=5))]
 TopP = Annotated[FiniteFloat | None, Field(json_schema_extra=within(exclusiveMinimum=0, maximum=1))]
@@ -319,7 +319,7 @@ class MitigationInput(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
-        # Each unknown field would be an error of its own.
+        # Each unknown field would be a separate error.
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"{len(value)} fields are given; a mitigation has 'name' and 'parameters'")
         return value

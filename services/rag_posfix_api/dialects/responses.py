@@ -182,7 +182,7 @@ class ResponseObject(BaseModel):
     posfix: Provenance | None = Field(default=None, description="What this service adds to OpenAI's API.")
 
 
-# Fields that would change the answer, with the values that ask for what happens anyway.
+# Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),

@@ -1,4 +1,4 @@
-"""Access by API key: who calls, what a key may do, and how much."""
+"""Access by API key: the caller, the scopes and the quotas of a key."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class KeyChecker:
 
 
 def _read_key(headers: Headers) -> bytes | None:
-    """Return the key of a request; None without one, "" for headers that are no key or contradict each other."""
+    """Return the key of a request; None without one, "" for malformed or contradictory headers."""
     authorizations, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
     if len(authorizations) > 1 or len(keys) > 1:  # a proxy may have checked the other one
         return b""
@@ -206,7 +206,7 @@ class _Use:
 
 
 class Quotas:
-    """Counts what each key does: requests per minute as a token bucket, and requests at the same time. Per process.
+    """Counts the requests of each key, per minute as a token bucket, and at the same time. Per process.
 
     A key with ``requests_per_minute`` = n may make n requests at once, and gains one every 60 / n seconds. Safe to use
     from any thread. ``clock`` returns monotonic seconds.

@@ -76,7 +76,7 @@ KINDS: Final[Mapping[type[Exception], Kind]] = {
     UpstreamTimeoutError: Kind(504, "upstream_timeout", "timeout", "the server of the model took too long" + _SEE_LOG),
     Exception: Kind(500, "internal_error", SERVER, "internal error" + _SEE_LOG),
 }
-"""The kinds of errors that are not of the service; the classes below have theirs in ``kind``."""
+"""The kinds of errors of other packages; the classes below have a class attribute ``kind``."""
 
 
 class InvalidRequestError(ConfigError):
@@ -138,7 +138,7 @@ class ConflictError(InvalidRequestError):
 
 
 class TooLargeError(InvalidRequestError):
-    """A request exceeds a size limit; each limit has a class of its own."""
+    """A request exceeds a size limit; there is one class per limit."""
 
     kind = Kind(413, "request_too_large")
 
@@ -174,7 +174,7 @@ class TooManyDocumentsError(TooLargeError):
 
 
 class QuotaError(OverloadedError):
-    """A key has used up what it may do now."""
+    """A key has reached a limit of its rate or its concurrency."""
 
     kind = Kind(429, "rate_limit_exceeded", _RATE)
 
@@ -293,7 +293,7 @@ def _describe_invalid(error: RequestValidationError) -> tuple[str, str | None]:
         return f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
     if isinstance(first.get("input"), bytes):
         return "the body must be JSON, sent with the header 'content-type: application/json'", None
-    # Steps into a union carry the tag of the form that was chosen; it is no part of the body.
+    # Steps into a union carry the tag of the chosen form, which is not in the body.
     path = [step for step in first["loc"][1:] if not _is_tag(step)]
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{_shorten(step)}" for step in path).lstrip(".")
     value = "" if first["type"] == "missing" else f", got {_describe_value(first.get('input'))}"

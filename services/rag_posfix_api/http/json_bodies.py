@@ -1,7 +1,7 @@
 """JSON of requests and responses: bodies of bounded shape in, compact JSON and server-sent events out.
 
 A parser and a validator cost microseconds for each value, so a small body of many values costs far more than a large
-text. ``check_shape`` counts values in the bytes: what is rejected was never parsed. Lone surrogates, which JSON can
+text. ``check_shape`` counts values in the bytes: a rejected body is never parsed. Lone surrogates, which JSON can
 escape and UTF-8 cannot encode, become U+FFFD in both directions.
 """
 
@@ -109,7 +109,7 @@ def check_shape(body: bytes) -> int:
         TooManyValuesError: there are more than ``MAX_VALUES`` values.
         TooDeepError: there are more than ``MAX_DEPTH`` levels.
     """
-    # Escapes occur in strings only. Without them, the quotes separate what is in strings from what is not.
+    # Escapes occur in strings only. Without them, the quotes separate strings from structure.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     values = plain.count(b'"') // 2
     _check_values(values)

@@ -59,7 +59,7 @@ OPEN_FOLDERS = ("/page/",)
 _RETRY_SECONDS = 1
 _MAX_RETRY_SECONDS = 600
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-# Goes into logs and headers as it came, so nothing but plain ids.
+# Goes into logs and headers unchanged, so only plain ids.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _NO_DIALECT = "none"
 _QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics"})

@@ -18,7 +18,7 @@ _CLOSED = 499
 
 
 class RequestSpan:
-    """The server span of one request; without a span nothing happens."""
+    """The server span of one request; without a span a no-op."""
 
     def __init__(self, span: Span | None = None, method: str = "") -> None:
         self._span = span
@@ -42,7 +42,7 @@ class RequestSpan:
             self._span.set_attribute("http.response.status_code", status)
         if code != "ok":
             self._span.set_attribute("error.type", code)
-        # A stream that failed has the status 200. What a client did wrong, or did not wait for, is no failure here.
+        # A stream that failed has the status 200. Errors and disconnects of clients are no failures here.
         if status >= 500 or (status < 400 and code not in ("ok", "client_closed_request")):
             self._span.set_status(StatusCode.ERROR)
 

@@ -1,1 +1,1 @@
-"""API keys: what is kept of a key, and the file that keeps the keys."""
+"""API keys: their digests, and the key file."""

@@ -52,7 +52,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def digest(identity: str, secret: str) -> str:
-    """Return what is kept of the secret part of a key."""
+    """Return the digest of the secret part of a key."""
     return "blake2b$" + hashlib.blake2b(secret.encode(), key=identity.encode(), digest_size=32).hexdigest()
 
 
@@ -281,7 +281,7 @@ def _signature(file: Path) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     except OSError:
-        return (0, 0, 0)  # reading it then says what is wrong
+        return (0, 0, 0)  # reading it then raises the error
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 

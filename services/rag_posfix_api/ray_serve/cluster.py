@@ -22,8 +22,9 @@ _LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError, Repl
 class OverlapRouter(RequestRouter):
     """Ranks the replicas of a deployment by the overlap of a question's passages with their sketches.
 
-    A replica whose queue is full is passed over for the next one. What was sent to a replica in the last seconds
-    counts as held, until its sketch says so. A request that is no ``RoutedRequest`` goes to the shortest queue.
+    A replica whose queue is full is passed over for the next one. Passages that were sent to a replica in the last
+    seconds count as held, until its sketch has them. A request that is not a ``RoutedRequest`` goes to the shortest
+    queue.
     """
 
     def initialize_state(
@@ -34,7 +35,7 @@ class OverlapRouter(RequestRouter):
         Args:
             queue_weight: Share of a question's passages that outweighs one request in the queue.
             max_age_seconds: An older sketch counts as empty. Clocks of the machines are compared.
-            remembered_seconds: How long a replica counts as holding what was sent to it: a few periods of
+            remembered_seconds: How long a replica counts as holding the passages sent to it: a few periods of
                 the sketches.
         """
         self._queue_weight = queue_weight
@@ -92,7 +93,7 @@ class ServeReplicas:
 
         Raises:
             ReplicaLost: the replica is gone.
-            RagPosfixError: what the replica raised.
+            RagPosfixError: an error of the replica.
         """
         chunks = None
         try:
@@ -104,7 +105,7 @@ class ServeReplicas:
             raise
         except RagPosfixError:
             raise
-        except Exception as error:  # Ray wraps what the replica raised in classes that it makes at run time
+        except Exception as error:  # Ray wraps the replica's error in classes that it makes at run time
             raise _translate_error(error) from error
 
 

@@ -1,4 +1,4 @@
-"""Replicas of the model, on both sides: what a replica does, and the generator of the service that asks replicas.
+"""Replicas of the model, on both sides: the actor of a replica, and the service's generator that calls replicas.
 
 An answer is a pure function of its request: greedy, or sampled from a seed. A request without a seed gets one here, so
 that a second replica gives the same answer as the first. What was sent already is compared with the second answer and
@@ -46,7 +46,7 @@ class ReplicaModel:
 
 
 class GeneratorReplica:
-    """Answers requests with a model of its own. Ray Serve makes one per replica and calls its coroutines.
+    """Answers requests with its own model. Ray Serve makes one per replica and calls its coroutines.
 
     Args:
         opener: Loads the model, in the process of the replica and by its settings.
@@ -105,7 +105,7 @@ class GeneratorReplica:
             raise GenerationError(f"the model cannot answer any more: {failure}")
 
     def _close_after_last_step(self, step: Future[Chunk | None], chunks: Iterator[Chunk]) -> None:
-        """Close an answer after its last step, in the thread of that step; what that raised was raised already."""
+        """Close an answer after its last step, in the thread of that step; the caller has the error of the step."""
         close = getattr(chunks, "close", None)
         if close is not None:
             close()
@@ -131,7 +131,7 @@ class Replicas(Protocol):
 
         Raises:
             ReplicaLost: the replica is gone; try another one.
-            RagPosfixError: what the replica raised.
+            RagPosfixError: an error of the replica.
         """
         ...
 
@@ -167,7 +167,7 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
 
         Raises:
             UpstreamError: every attempt lost its replica, or the second answer does not begin as the first did.
-            RagPosfixError: what the replica raised.
+            RagPosfixError: an error of the replica.
         """
         routed = RoutedRequest.of(self._fix_seed(request))
         sent = _Sent()
@@ -183,7 +183,7 @@ class ReplicatedGenerator(DelegatingGenerator[Generator]):
                     ) from lost
                 _log.warning("a replica was lost after %d characters of an answer; asking another", len(sent.text))
             finally:
-                if isinstance(chunks, Generated):  # any other iterator has nothing to close
+                if isinstance(chunks, Generated):  # other iterators have no ``close``
                     chunks.close()
 
     def _fix_seed(self, request: GenerationRequest) -> GenerationRequest:
@@ -200,7 +200,7 @@ class _Sent:
     scored: list[ScoredToken] = field(default_factory=list)
 
     def unsent(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Yield what ``chunks`` have beyond what was sent, by any earlier answer or this one.
+        """Yield the text and tokens of ``chunks`` that were not sent yet, by an earlier answer or this one.
 
         Raises:
             UpstreamError: the text of ``chunks`` is not the text that was sent.

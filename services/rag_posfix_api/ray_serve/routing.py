@@ -1,8 +1,8 @@
-"""Which replica a question is sent to: the overlap of its passages with what each holds, against the queue there.
+"""Scores of replicas for a question: the overlap of its passages with the passages of a replica, against its queue.
 
-A replica sends routers a sketch of what it holds: a short list of marks. A mark is a 64-bit hash of a passage's
-content and of the tenant's salt. It says nothing of the passage's position in the prompt, of the prompt around it, or
-of its text. Two passages with one mark cost a detour, never a wrong answer: the replica looks its keys and values up
+A replica sends routers a sketch of its passages: a short list of marks. A mark is a 64-bit hash of a passage's
+content and of the tenant's salt. It reveals neither the passage's position in the prompt, nor the surrounding prompt,
+nor its text. Two passages with one mark cost a detour, never a wrong answer: the replica looks its keys and values up
 by their full keys. The order of the passages is never looked at, so it cannot change the choice. No Ray is imported
 here.
 """
@@ -92,7 +92,7 @@ class Sketch:
         """Return the sketch in a replica's ``routing_stats``; an empty one if it is unknown, malformed or stale.
 
         Args:
-            stats: What ``as_stats`` made, or what another version of this program made.
+            stats: The result of ``as_stats``, also of another version of this program.
             current_time: Seconds since 1970.
             max_age_seconds: An older sketch is stale.
         """
@@ -132,7 +132,7 @@ class ReadPassages:
                 self._tags.popitem(last=False)
 
     def sketch(self, held: Collection[str] | None, current_time: float) -> Sketch:
-        """Return the sketch of what was read and is still held.
+        """Return the sketch of the passages that were read and are still held.
 
         Args:
             held: The tags of the passages whose keys and values are in memory; None if unknown, and
@@ -167,7 +167,7 @@ class RecentRoutes:
                 del sent[next(iter(sent))]
 
     def marks(self, replica: str, current_time: float) -> frozenset[int]:
-        """Return what was sent to ``replica`` within the last seconds before ``current_time``."""
+        """Return the marks that were sent to ``replica`` within the last seconds before ``current_time``."""
         with self._lock:
             sent = self._sent.get(replica, {})
             for mark in [mark for mark, time in sent.items() if current_time - time > self._seconds]:
@@ -175,7 +175,7 @@ class RecentRoutes:
             return frozenset(sent)
 
     def keep_only(self, replicas: Iterable[str]) -> None:
-        """Forget what was sent to replicas that are no more."""
+        """Forget the marks of replicas that are gone."""
         alive = set(replicas)
         with self._lock:
             for replica in set(self._sent) - alive:

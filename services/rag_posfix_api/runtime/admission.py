@@ -4,7 +4,7 @@ A *ticket* is one open request. A *queue slot* is the right to wait for the mode
 the same answer. A *permit* is the right to use the model. A cached answer needs a ticket only: it never waits for a
 generation, and a full queue does not turn it away.
 
-Permits are limited by number and by *tokens*: those of the prompt, and as many as the answer may have. The tokens of a
+Permits are limited by number and by *tokens*: the tokens of the prompt and the maximum of the answer. The tokens of a
 request are known exactly when it asks for a permit, because its prompt is assembled by then. Requests take permits in
 the order of arrival: a long prompt waits until it fits, and no request overtakes it.
 """

@@ -61,7 +61,7 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
                     timings = {**timings, "queue": ticket.queued_seconds + timings.get("queue", 0.0)}
                     yield replace(chunk, generation=replace(chunk.generation, timings=timings))
         finally:
-            if isinstance(stream, Generated):  # any other iterator has nothing to close
+            if isinstance(stream, Generated):  # other iterators have no ``close``
                 stream.close()
             self._admission.release(ticket)
 
@@ -77,7 +77,7 @@ def _measure(chunks: Generated[Chunk, None, None], ticket: Ticket, metrics: Metr
                 metrics.first_token.observe(time.monotonic() - ticket.started)
             if generation is not None:
                 tokens_after_first = generation.usage.completion_tokens - 1
-                # From the generator's own clock: pieces that wait for a slow client are no work of the model.
+                # From the generator's clock: waiting for a slow client is not the model's work.
                 seconds = generation.timings.get("decode")
                 if tokens_after_first > 0 and seconds is not None:
                     metrics.output_token.observe(seconds / tokens_after_first)

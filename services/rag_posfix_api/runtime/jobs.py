@@ -129,7 +129,7 @@ class Jobs:
             yield Job(ticket, self.admission, self._limiter, self._count_wait)
 
     async def run(self, receive: Receive, function: Callable[[], T], *, permit: bool = False) -> T:
-        """Return the result of ``function``, run in a job of its own, with a permit or without.
+        """Return the result of ``function``, run in a new job, with a permit or without.
 
         Raises:
             OverloadedError: too many requests are running and waiting.

@@ -48,7 +48,7 @@ class PrecomputeState:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the state is final."""
         return self.status in ("done", "cancelled", "failed")
 
 

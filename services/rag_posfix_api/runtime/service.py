@@ -99,7 +99,7 @@ class Service:
 
     @property
     def _served(self) -> Pipeline:
-        """The pipeline of no tenant, for what is the same for all callers."""
+        """The pipeline of no tenant, for data that all callers share."""
         if self._pipeline is None:
             raise NotReadyError(self._reason)
         if (failure := self.failure) is not None:
@@ -203,7 +203,7 @@ class Service:
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
-        with ExitStack() as stack:  # in reverse; what cannot be closed keeps none of the others open
+        with ExitStack() as stack:  # in reverse; after a failure to close one, the others are closed too
             stack.callback(self._telemetry.flush, _FLUSH_SECONDS)
             if self._loaded is not None:
                 stack.callback(self._loaded.close)
@@ -225,7 +225,7 @@ class Service:
         return self.collections.get(caller.tenant, name, self.embeddings, partial(self._forget, caller.salt))
 
     def delete_collection(self, name: str) -> None:
-        """Delete a collection of the caller, and what is cached of its documents."""
+        """Delete a collection of the caller, and the cache entries of its documents."""
         caller = CALLER.get()
         documents = self.collections.delete(caller.tenant, name, self.collection(name))
         self.precomputing.forget((caller.tenant, name))
@@ -287,7 +287,7 @@ class Service:
         fields.tokens, fields.timings = tokens, dict(answer.timings)
 
     def _forget(self, salt: str, documents: Sequence[Document]) -> None:
-        """Drop what a tenant's caches hold of documents that were removed from a collection."""
+        """Drop a tenant's cache entries of documents that were removed from a collection."""
         if self._pipeline is not None:
             self._pipeline.invalidate(documents, salt)
 
