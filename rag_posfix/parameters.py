@@ -152,9 +152,9 @@ if not typing.TYPE_CHECKING:  # type checkers would take any name for one of thi
         return Integer if name == "Whole" else _numbers
 
 
-def _numbers(low: float, high: float, min_length: int, max_length: int, nonzero: bool = False) -> NumberList:
-    """Return ``NumberList`` for the parameters of its former name."""
-    return NumberList(low, high, min_length, max_length, nonzero)
+def _numbers(low: float, high: float, fewest: int, most: int, nonzero: bool = False) -> NumberList:
+    """Return ``NumberList`` for the former names of its class and parameters."""
+    return NumberList(low, high, fewest, most, nonzero)
 
 
 Range = Number | Integer | NumberList
