@@ -26,7 +26,7 @@ BOUNDS = {
     "parallel_encoding": (1072, 0, 8, 290),
     "parallel_windows": (964, 0, 8, 203),
     "repeated_passages": (333, 0, 2, 203),
-    "passage_answers": (9467, 25, 14, 210),
+    "passage_answers": (9470, 25, 14, 210),
     "set_prompting": (964, 0, 8, 203),
     "shifted_rotary": (295, 0, 2, 209),
     "sorted_inter_document": (882, 0, 3, 203),
