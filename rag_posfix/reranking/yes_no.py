@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from langchain_core.documents import Document
 from pydantic import Field
@@ -118,9 +119,8 @@ class YesNoReranker(SeparatePassageReranker):
         has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window.
     Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
         passages are those of answers (``template="answer"``): what the passage KV store has is not read again.
-    Limits: a property of the reader. SmolLM2-135M's yes is not better than chance; Qwen2.5-Coder-1.5B finds the
-        passage more often than by the likelihood of the question. A copy of the question in a passage is no evidence
-        for the model that judges, but a passage that speaks to the judge may be.
+    Limits: a property of the reader: small models say yes to nearly every passage. A passage that speaks to the judge
+        ("this document contains the answer") may be believed.
 
     Attributes:
         generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
@@ -135,7 +135,7 @@ class YesNoReranker(SeparatePassageReranker):
     name: ClassVar[str] = "yes_no"
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
 
-    template: str | JudgeTemplate = "answer"
+    template: Literal["answer", "qwen3_reranker"] | JudgeTemplate = "answer"
     window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
     calibrate: bool = True
     mass: float | None = Field(default=None, gt=0, le=1)
@@ -174,10 +174,10 @@ class YesNoReranker(SeparatePassageReranker):
             for index, value in zip(batch, judged, strict=True):
                 document = windows[index][0]
                 odds[document] = max(odds.get(document, -math.inf), value - (neutral if self.calibrate else 0.0))
-        count = [sum(document == index for document, _ in windows) for index in range(len(documents))]
+        count = Counter(document for document, _ in windows)
         return [
-            DocumentScore(sigmoid(odds[index]), odds[index], {"windows": n} if n > 1 else {})
-            for index, n in enumerate(count)
+            DocumentScore(sigmoid(odds[index]), odds[index], {"windows": count[index]} if count[index] > 1 else {})
+            for index in range(len(documents))
         ]
 
     def _ranked(

@@ -1,12 +1,15 @@
 """How likely a passage makes the question: equal to the stock model's own log-probabilities."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.decode.question_scores import question_likelihood
+from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.decode.question_scores import first_token_log_probs, question_likelihood
 from rag_posfix.generation.engine import Engine
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
@@ -54,3 +57,24 @@ def test_passages_are_shared_with_answers_whose_methods_read_them_apart():
     handle.remove()
     request = GenerationRequest(LAYOUT, MitigationChoice("context_experts"), Sampling(max_tokens=1))
     assert engine.generate(request).usage.cached_tokens == LAYOUT.suffix.start
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_tokens_are_those_of_the_stock_model_with_each_passage_alone_and_with_none(family):
+    tokens = (3, 17, 5)
+    rows = first_token_log_probs(loaded_model(family), LAYOUT, tokens)
+    expected = []
+    for passages in ((0,), (1,), (2,), (3,), ()):
+        ids = torch.tensor([LAYOUT.select(passages).token_ids])
+        with torch.no_grad():
+            logits = stock_model(family)(ids).logits[0, -1]
+        expected.append(logits.log_softmax(dim=-1)[list(tokens)].tolist())
+    assert [list(row) for row in rows] == [pytest.approx(row, abs=1e-5) for row in expected]
+
+
+def test_first_tokens_are_the_same_from_stored_passages_and_beside_answers():
+    engine = Engine(loaded_model(), NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
+    cold = engine.first_token_log_probs(LAYOUT, (3, 17))
+    assert engine.first_token_log_probs(LAYOUT, (3, 17)) == cold
+    with closing(BatchingGenerator(engine)) as batching:
+        assert batching.first_token_log_probs(LAYOUT, (3, 17)) == cold
