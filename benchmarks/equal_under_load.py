@@ -23,6 +23,7 @@ import httpx2
 
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.evaluation.record import environment, write_record
+from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import CacheSettings, Settings
@@ -68,7 +69,9 @@ def compare_loads(
     url: str, bodies: Sequence[dict[str, Any]], methods: Sequence[str], together: Sequence[int], new_tokens: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method and load: how many answers and log-probabilities are not those of one at a time."""
-    with httpx2.Client(base_url=url, timeout=600) as client:
+    # Connections that wait longer than the service keeps them would be closed while they are used again.
+    limits = httpx2.Limits(max_keepalive_connections=32, keepalive_expiry=2.0)
+    with httpx2.Client(base_url=url, timeout=600, limits=limits) as client:
         for method in methods:
             fields = {"model": "default", "max_tokens": new_tokens, "temperature": 0, "logprobs": True}
             requests = [{**body, **fields, "posfix": {"mitigation": method}} for body in bodies]
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         cache=CacheSettings(enabled=False),
     )
     pipeline = build_pipeline(settings)
-    engine: Any = pipeline.generator
+    engine: Any = unbatched(pipeline.generator)
     methods, together = chosen.methods.split(","), [int(count) for count in chosen.together.split(",")]
     rows = []
     with serving(pipeline, max_queue=max(together)) as url:

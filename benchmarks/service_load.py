@@ -1,13 +1,16 @@
 """The service under load: cached answers, reranking, many streams, what HTTP adds to the engine, and wrong keys.
 
-    python -m benchmarks.service_load --out DIR [--part cached|rerank|streams|added|keys] [--rate 300] [--seconds 10]
+    python -m benchmarks.service_load --out DIR [--part cached|echo|rerank|streams|added|keys] [--rate 300]
+        [--seconds 10]
 
 ``cached`` is an open loop: requests are sent at a fixed rate, whether or not earlier ones were answered, and latency
-counts from the moment at which a request was due. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks
-SmolLM2 the same prompts directly and over HTTP by turns. ``keys`` sends wrong secrets for one key on 200 connections,
-each again as soon as it is answered. Meanwhile 15 other keys are used for the first time, and ``/livez`` is asked 100
-times a second. The key file has the digests of this release, then the scrypt hashes of earlier ones. Clients of
-``cached`` and ``keys`` are processes of their own.
+counts from the moment at which a request was due. ``echo`` compares the CPU of a cached answer with that
+of a FastAPI route that returns the same body. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks
+SmolLM2 the same prompts directly and over HTTP by turns. ``keys`` sends wrong secrets on 200 connections, each again
+as soon as it is answered. Meanwhile 15 keys are used for the first time, ``/livez`` is asked 100 times a second, and a
+cached answer 50 times. The key file has the digests of this release, and the wrong secrets are for these keys and for
+a 16th; then it has the scrypt hashes of earlier releases, and they are for the 16th alone. Clients of ``cached`` and
+``keys`` are processes of their own.
 """
 
 from __future__ import annotations
@@ -19,21 +22,26 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from benchmarks.faults.service import Connection, Host, body_of, correct_answer, text_of
+from benchmarks.long_texts import cpu_seconds
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.old_keys import make_old
+from tests.support.redis_server import free_port
 from tests.support.serving import CHAT, serving
+from tests.support.waiting import wait_until
 
-PARTS = ("cached", "rerank", "streams", "added", "keys")
+PARTS = ("cached", "echo", "rerank", "streams", "added", "keys")
 CONNECTIONS = 16
 _SECRET = 43
 """Characters of the secret part of a key, at its end."""
@@ -80,6 +88,59 @@ def cached(rate: float, seconds: float) -> dict[str, Any]:
         url = host.serve()
         pool.apply(open_loop, (url, body, rate, 1.0))
         return {"rate": rate, **quantiles(pool.apply(open_loop, (url, body, rate, seconds)))}
+
+
+def echo(count: int = 1500) -> dict[str, Any]:
+    """Compare the CPU of a cached answer with that of a FastAPI route that checks and returns the same body."""
+    body, spawned = body_of(1), multiprocessing.get_context("spawn")
+    port, spent = free_port(), defaultdict[str, list[float]](list)
+    other = spawned.Process(target=_serve_echo, args=(port,), daemon=True)
+    other.start()
+    with Host() as host:
+        servers = {"answer": (host.serve(), host.pid), "echo": (f"http://127.0.0.1:{port}", int(other.pid or 0))}
+        for name, (url, pid) in [*servers.items()] * 4:
+            wait_until(partial(_answers, url, body))
+            connection = Connection(url)
+            for _ in range(100):
+                connection.post(CHAT, body)
+            before = cpu_seconds(pid)
+            for _ in range(count):
+                connection.post(CHAT, body)
+            spent[name].append(1e3 * (cpu_seconds(pid) - before) / count)
+            connection.close()
+    other.kill()
+    answer_ms, echo_ms = min(spent["answer"]), min(spent["echo"])
+    return {"answer_ms": round(answer_ms, 3), "echo_ms": round(echo_ms, 3), "ratio": round(answer_ms / echo_ms, 1)}
+
+
+def _answers(url: str, body: bytes) -> bool:
+    connection = Connection(url)
+    try:
+        return connection.post(CHAT, body)[0] == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _serve_echo(port: int) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    class Body(BaseModel):
+        model: str
+        messages: list[dict[str, str]]
+        documents: list[str]
+
+    async def respond(body: Body) -> Body:
+        return body
+
+    respond.__annotations__.update(body=Body)  # the class is local
+    respond.__annotations__["return"] = Body
+    app = FastAPI()
+    app.post(CHAT)(respond)
+    uvicorn.run(app, port=port, log_level="error", access_log=False)
 
 
 def rerank(seconds: float) -> dict[str, Any]:
@@ -170,24 +231,29 @@ def keys(seconds: float, count: int = 15) -> dict[str, Any]:
             if name == "scrypt hashes":
                 make_old(Path(folder), *secrets)
             url = host.serve(limits={"data_dir": folder})
-            measured[name] = wrong_keys(url, secrets[0], secrets[1:], seconds, process)
+            attacked = secrets if name == "digests" else secrets[:1]
+            measured[name] = wrong_keys(url, attacked, secrets[1:], seconds, process)
     return measured
 
 
 def wrong_keys(
-    url: str, attacked: str, valid: Sequence[str], seconds: float, flooding: Executor, connections: int = 200
+    url: str, attacked: Sequence[str], valid: Sequence[str], seconds: float, flooding: Executor, connections: int = 200
 ) -> dict[str, Any]:
-    """Measure first uses of valid keys, and ``/livez``, while wrong secrets for another key are sent."""
-    wrong = attacked[:-_SECRET] + "A" * _SECRET
+    """Measure first uses of valid keys, ``/livez`` and cached answers while wrong secrets of ``attacked`` are sent."""
+    wrong = [key[:-_SECRET] + "A" * _SECRET for key in attacked]
+    answer: dict[str, Any] = {"key": valid[0], "path": CHAT, "body": body_of(1), "rate": 50.0}
     flooding.submit(flood, url, wrong, 1, 0.1).result()
-    livez(url, 0.5)
-    quiet = livez(url, seconds)
-    flooded = flooding.submit(flood, url, wrong, connections, seconds + 2.0)
-    time.sleep(2.0)  # until all are connected
-    with ThreadPoolExecutor(1) as watcher:
-        watched = watcher.submit(livez, url, seconds)
+    polled(url, 0.5)
+    with ThreadPoolExecutor(2) as watchers:
+        use(url, valid[0])
+        polled(url, 0.5, **answer)
+        watched = watchers.submit(polled, url, seconds), watchers.submit(polled, url, seconds, **answer)
+        quiet, quiet_answers = (each.result() for each in watched)
+        flooded = flooding.submit(flood, url, wrong, connections, seconds + 2.0)
+        time.sleep(2.0)  # until all are connected
+        watched = watchers.submit(polled, url, seconds), watchers.submit(polled, url, seconds, **answer)
         uses = [use(url, key) for key in valid]
-        busy = watched.result()
+        busy, busy_answers = (each.result() for each in watched)
     return {
         "connections": connections,
         "wrong_per_s": round(flooded.result() / (seconds + 2.0), 1),
@@ -196,6 +262,8 @@ def wrong_keys(
         "slowest_valid_ms": round(1e3 * max(spent for _, spent in uses), 1),
         "livez_quiet": quantiles(quiet),
         "livez": quantiles(busy),
+        "cached_quiet": quantiles(quiet_answers),
+        "cached": quantiles(busy_answers),
     }
 
 
@@ -211,11 +279,11 @@ def get(path: str, key: str = "") -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {key}\r\n\r\n".encode()
 
 
-def flood(url: str, key: str, connections: int, seconds: float) -> int:
-    """Send a key on connections, again as soon as it is answered; return the number of answers in this time."""
+def flood(url: str, keys: Sequence[str], connections: int, seconds: float) -> int:
+    """Send keys on connections, again as soon as it is answered; return the number of answers in this time."""
     end, answers = time.monotonic() + seconds, []
 
-    def send() -> None:
+    def send(key: str) -> None:
         connection = Connection(url, timeout=seconds)
         with suppress(TimeoutError):
             while time.monotonic() < end:
@@ -225,19 +293,23 @@ def flood(url: str, key: str, connections: int, seconds: float) -> int:
         connection.close()
 
     with ThreadPoolExecutor(connections) as pool:
-        for _ in range(connections):
-            pool.submit(send)
+        for number in range(connections):
+            pool.submit(send, keys[number % len(keys)])
     return len(answers)
 
 
-def livez(url: str, seconds: float, rate: float = 100.0) -> list[float]:
-    """Return the seconds from when each request for ``/livez`` was due until it was answered."""
+def polled(
+    url: str, seconds: float, *, path: str = "/livez", key: str = "", body: bytes = b"", rate: float = 100.0
+) -> list[float]:
+    """Return the seconds from when each request was due until it was answered."""
     connection, latencies, begin = Connection(url), [], time.perf_counter()
+    length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+    head = f"{'POST' if body else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {key}\r\n{length}\r\n"
     for number in range(int(rate * seconds)):
         due = begin + number / rate
         time.sleep(max(0.0, due - time.perf_counter()))
-        if connection.send(get("/livez"))[0] != 200:
-            raise RuntimeError("/livez failed")
+        if connection.send(head.encode() + body)[0] != 200:
+            raise RuntimeError(f"{path} failed")
         latencies.append(time.perf_counter() - due)
     connection.close()
     return latencies
@@ -248,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     load = {"before": os.getloadavg()}
     measured: dict[str, Callable[[], dict[str, Any]]] = {
         "cached": lambda: cached(chosen.rate, chosen.seconds),
+        "echo": echo,
         "rerank": lambda: rerank(chosen.seconds),
         "streams": streams,
         "added": added,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +28,23 @@ def first_answer(heads: Sequence[Head]) -> Iterator[Row]:
     for user, times in heads[0]["summary"].items():
         steps = ", ".join(f"`{name}` {seconds:.0f}" for name, seconds in times["seconds"].items())
         yield [user, f"{times['minutes']:.1f}", steps]
+
+
+def against_default(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method of every data set: the default's accuracy minus its own, by data set and over all."""
+    names = list(heads[0]["records"])
+    yield ["default minus", *names, "all", "questions", "log-probability, all"]
+    for method, by_set in heads[0]["summary"].items():
+        if not set(names) <= by_set.keys():
+            continue
+        low, high = by_set["all"]["ci95"]
+        yield [
+            f"`{method}`",
+            *(f"{by_set[name]['accuracy']:+.2f}" for name in names),
+            f"{by_set['all']['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}]",
+            str(by_set["all"]["n"]),
+            f"{by_set['all']['log_probability']:+.2f}",
+        ]
 
 
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
@@ -112,12 +130,12 @@ def equal_under_load(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def laboratory(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per encoding: mean of each split over the seeds, the lowest and the highest, and the steps."""
+    """Yield a row per encoding: each split of every seed, and the steps."""
     summary = heads[0]["summary"]
     yield ["encoding", *(f"{split}: {text}" for split, text in summary["splits"].items()), "steps"]
     for name, encoding in summary["encodings"].items():
         digits = 2 if summary["metric"] == "perplexity" else 1
-        cells = [_spread(encoding["splits"][split], digits) for split in summary["splits"]]
+        cells = [_each(encoding["splits"][split], digits) for split in summary["splits"]]
         yield [f"`{name}`", *cells, ", ".join(str(steps) for steps in encoding["steps"])]
 
 
@@ -128,10 +146,9 @@ def by_place(heads: Sequence[Head]) -> Iterator[Row]:
     for name, encoding in summary["encodings"].items():
         for split, text in summary["splits"].items():
             first, *between, last = encoding["splits"][split]["by_place"]
-            # The spread over seeds of the mean over positions.
-            values = [fmean(seed) for seed in zip(*(errors["values"] for errors in between), strict=True)]
-            middle = {"mean": fmean(values), "low": min(values), "high": max(values), "values": values}
-            yield [f"`{name}`", text, *(_spread(errors, 0) for errors in (first, middle, last))]
+            # Of each seed the mean over positions.
+            middle = {"values": [fmean(seed) for seed in zip(*(errors["values"] for errors in between), strict=True)]}
+            yield [f"`{name}`", text, *(_each(errors, 0) for errors in (first, middle, last))]
 
 
 def contextual_maps(heads: Sequence[Head]) -> Iterator[Row]:
@@ -144,9 +161,9 @@ def contextual_maps(heads: Sequence[Head]) -> Iterator[Row]:
             yield [f"`{head['encoding']}`", str(head["settings"]["people"]), name, where, counter["query"], *gates]
 
 
-def _spread(errors: Mapping[str, Any], digits: int) -> str:
-    mean, low, high = (f"{errors[name]:.{digits}f}" for name in ("mean", "low", "high"))
-    return mean if len(errors["values"]) == 1 else f"{mean} ({low} to {high})"
+def _each(errors: Mapping[str, Any], digits: int) -> str:
+    """Return the value of each seed, in one order for all: a mean would hide that one seed fails."""
+    return ", ".join(f"{value:.{digits}f}" for value in errors["values"])
 
 
 def fine_tuning(heads: Sequence[Head]) -> Iterator[Row]:
@@ -208,7 +225,119 @@ def forgetting(heads: Sequence[Head]) -> Iterator[Row]:
         yield [name, *cells, f"{texts['perplexity']:.2f}", difference]
 
 
+def conversation_ranks(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per query of a follow-up: mean reciprocal rank and hit@5 of the gold passage by retriever."""
+    first = heads[0]["summary"]["queries"]
+    yield ["query", *(f"{retriever}: reciprocal rank, hit@5" for retriever in first["last"])]
+    for kind, scores in first.items():
+        yield [f"`{kind}`" if kind != "joined" else "joined, no weights", *map(_rank_cell, scores.values())]
+    for head in heads[1:]:
+        model = head["settings"]["model"]
+        yield [f"`rewrite` by {model}", *map(_rank_cell, head["summary"]["queries"]["rewrite"].values())]
+
+
+def _rank_cell(score: Head) -> str:
+    return f"{_short(score['reciprocal_rank'], 3)}, {_short(score['hit@5'], 2)}"
+
+
+def _short(number: float, digits: int) -> str:
+    return f"{number:.{digits}f}".removeprefix("0")
+
+
+def conversation_weights(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per half: the weight that it chooses, and reciprocal ranks on the other half."""
+    halves = heads[0]["summary"]["chosen_on_half"]
+    kinds = {"chosen": "chosen weight", "history": f"weight {_short(heads[0]['summary']['default_weight'], 1)}"}
+    kinds |= {"joined": "joined", "last": "last"}
+    yield ["chosen on half", "weight", "retriever", *(f"{title}, other half" for title in kinds.values())]
+    for half, result in halves.items():
+        for retriever in (key for key in result if key != "weight"):
+            cells = (_short(result[retriever][kind], 3) for kind in kinds)
+            yield ["AB"[int(half)], _short(result["weight"], 1), retriever, *cells]
+
+
+def conversation_answers(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per reader, method and condition: accuracy, and what the default condition adds to it."""
+    yield [
+        "reader",
+        "method",
+        "condition",
+        "accuracy",
+        "gold among the passages",
+        "cached tokens",
+        "default - this, p",
+    ]
+    for head in heads:
+        settings, summary = head["settings"], head["summary"]
+        for name, result in summary["conditions"].items():
+            low, high = result["ci95"]
+            versus = f"{result['default_minus_this']:+.2f} [{low:+.2f}, {high:+.2f}], {result['mcnemar_p']:.2f}"
+            yield [
+                settings["model"],
+                f"`{summary['mitigation']}`",
+                f"`{name}`" if "," not in name else "`history`, history first",
+                _short(result["accuracy"], 2),
+                f"{result['has_gold']:.0%}".replace("%", " %"),
+                f"{result['cached_share']:.0%}".replace("%", " %"),
+                "-" if name == "history" else versus,
+            ]
+
+
+def conversation_cache(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method, layout, user and turn: cached tokens, bytes of the store, and times to first tokens."""
+    times = ("first_token_seconds", "again_seconds", "single_question_seconds")
+    yield [
+        "method", "layout", "user", "turn", "prompt tokens", "cached", "store, MB", "first token, s", "asked again",
+        "without history",
+    ]  # fmt: skip
+    for head in heads:
+        for turn in head["summary"]["turns"]:
+            yield [
+                f"`{head['summary']['mitigation']}`", turn["layout"], "ABC"[turn["user"]], str(turn["turn"]),
+                str(turn["prompt_tokens"]), str(turn["cached_tokens"]), f"{turn['store_bytes'] / 1e6:.1f}",
+                *(_short(turn[key], 2) if key in turn else "-" for key in times),
+            ]  # fmt: skip
+
+
+def end_to_end(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per measure of the end-to-end gate, a column per arrangement; several records as "before, after"."""
+    names = list(heads[-1]["summary"])
+    yield ["", *(f"`{name}`" for name in names)]
+    counts = {"right passage among the first five": ("retrieved", "questions"),
+              "right passage retrieved, not read": ("lost", "retrieved"),
+              "right answers": ("right", "questions"),
+              "off-topic questions answered as grounded": ("off_topic_answered", "off_topic")}  # fmt: skip
+    for text, (count, of) in counts.items():
+        yield [text, *(_each_record(heads, name, partial(_share, count=count, of=of)) for name in names)]
+    yield ["citations of a right passage", *(_each_record(heads, name, _precision) for name in names)]
+    yield ["passages that the filter leaves out", *(_each_record(heads, name, _leaked) for name in names)]
+
+
+def _share(measured: Mapping[str, Any], count: str, of: str) -> str:
+    return f"{measured[count]} of {measured[of]}" if measured[of] else ""
+
+
+def _leaked(measured: Mapping[str, Any]) -> str:
+    return str(measured["leaked"])
+
+
+def _precision(measured: Mapping[str, Any]) -> str:
+    precision = measured["citation_precision"]
+    return "" if precision is None else f"{precision:.2f}".lstrip("0")
+
+
+def _each_record(heads: Sequence[Head], name: str, show: Callable[[Mapping[str, Any]], str]) -> str:
+    """Return what is shown of an arrangement in each record; once if all are equal."""
+    return ", ".join(dict.fromkeys(filter(None, (show(head["summary"][name]) for head in heads))))
+
+
 STUDY_LAYOUTS = {
+    "conversation-ranks": conversation_ranks,
+    "conversation-weights": conversation_weights,
+    "conversation-answers": conversation_answers,
+    "conversation-cache": conversation_cache,
+    "end-to-end": end_to_end,
+    "against-default": against_default,
     "clients": clients,
     "first-answer": first_answer,
     "service-load": service_load,

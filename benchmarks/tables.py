@@ -124,6 +124,23 @@ POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
+def capture(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method: accuracy in each record at its worst position, and the share of planted answers."""
+    if any(head.get("data") != heads[0].get("data") for head in heads):
+        raise EvaluationError("records differ in their data; give runs on the same file, with and without --hostile")
+    yield ["method", *(head["settings"].get("hostile", "no hostile passage") for head in heads)]
+    for name in heads[0]["summary"]["mitigations"]:
+        results = [head["summary"]["mitigations"][name] for head in heads]
+        yield [
+            label(name),
+            *(
+                scores(result["worst_log_probability"], result["worst"])
+                + (f"; planted {percent(result['planted'])}" if result.get("planted") is not None else "")
+                for result in results
+            ),
+        ]
+
+
 def bounds(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per order-invariant method: accuracy where its scorer finds the gold passage, and elsewhere."""
     first = "scorer finds the gold passage"
@@ -318,6 +335,7 @@ LAYOUTS: dict[str, Layout] = {
     "settings": partial(positions, columns=()),
     "arrangements": partial(positions, columns=ARRANGEMENT_COLUMNS),
     "bounds": bounds,
+    "capture": capture,
     "permutations": permutations,
     "rerank": rerank,
     "rerank-positions": rerank_positions,

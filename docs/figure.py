@@ -11,49 +11,60 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.keep_record import RESULTS
-from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, new_row, svg_of
+from docs.charts import NAMES, charts
+from docs.first_screen import draw_first_screen
+from docs.themes import themed
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, finish_axes, new_column, svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.laboratory.contextual_maps import draw_maps
 from rag_posfix.laboratory.experiment import draw_laboratory
-from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.probing import PROBES, Probe
+from rag_posfix.probing.intervals import whiskers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
-LABORATORY = Path(__file__).with_name("laboratory.md")
+LABORATORY = Path(__file__).with_name("laboratory-results.md")
 TASKS = {"litm": "Lost in the Middle, 10 passages", "key_value": "key-value retrieval, 16 passages"}
-NAMES = {"none": "unmodified model", DEFAULT: "rag_posfix (default)"}
+RESULTS_PAGE = Path(__file__).with_name("results.md")
 
 
 def pictures(results: Path = RESULTS) -> dict[str, str]:
     """Return the text of each picture by its name in docs/images."""
-    return {
+    drawn = {
         "positions.svg": curve(results / "positions-litm-10-default.json", "Lost-in-the-Middle questions"),
-        "first-screen.svg": curve(
-            results / "positions-xquad-5-default.json", "XQuAD questions", (5.2, 3.6), bounds=False
-        ),
+        "first-screen.svg": draw_first_screen(results),
         "fine-tuning.svg": svg_of(draw_fine_tuning(read_head(results / "fine-tuning.json"))),
-        **{f"probe-{name}.svg": svg_of(probe.draw(head)) for name, probe, head in _probed(results)},
+        **{f"{name}.svg": svg_of(probe.draw(head)) for name, probe, head in _probed(results)},
         **{f"{name}.svg": svg_of(figure) for name, figure in _laboratory(results)},
+        **dict(charts(RESULTS_PAGE, results)),
     }
+    return {name: themed(svg) for name, svg in drawn.items()}
 
 
 def draw_fine_tuning(head: Mapping[str, Any]) -> Figure:
-    """Return the log-probability of the plain model by place, before and after each training."""
-    figure, row = new_row(len(TASKS), (8.4, 3.6))
-    for axes, (task, title) in zip(row, TASKS.items(), strict=True):
-        for number, (model, found) in enumerate(head["summary"]["models"].items()):
-            scores = [one["log_probability"] for one in found[task]["none"].values()]
-            axes.plot(range(len(scores)), scores, marker="o", color=OTHER_COLORS[number], label=model)
-        axes.set_xticks(range(3), ("first", "middle", "last"))
-        axes.set_xlabel("place of the gold passage")
-        axes.set_title(title, fontsize=10, loc="left")
-    row[0].set_ylabel("log-probability per token")
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    """Return the log-probability of the plain model at each measured place, before and after each training.
+
+    Whiskers are the 95 % interval of the paired difference to the model before training.
+    """
+    summary = head["summary"]
+    figure, column = new_column(len(TASKS), 3.1)
+    for axes, (task, title) in zip(column, TASKS.items(), strict=True):
+        for number, (model, tasks) in enumerate(summary["models"].items()):
+            values = {int(place): scores["log_probability"] for place, scores in tasks[task]["none"].items()}
+            gains = summary["gains"].get(model, {}).get(task, {}).get("none", {})
+            ends = [gains[str(place)]["ci95"] if gains else (0.0, 0.0) for place in values]
+            before = [scores["log_probability"] for scores in summary["models"]["before"][task]["none"].values()]
+            points = [
+                {"value": value, "ci95": [first + low, first + high]}
+                for value, first, (low, high) in zip(values.values(), before, ends, strict=True)
+            ]
+            style = {"fmt": "o-", "markersize": 4, "capsize": 3 if gains else 0, "color": OTHER_COLORS[number]}
+            at = [place + 0.12 * number for place in values]
+            axes.errorbar(at, list(values.values()), yerr=whiskers(points), label=model, **style)
+        axes.set_xticks(list(values))
+        title += f", {head['settings']['questions']} questions\n95 % intervals of the difference to before"
+        finish_axes(axes, title, "place of the gold passage, from 0", "log-probability\nper token", columns=4)
     return figure
 
 
@@ -65,24 +76,21 @@ def _laboratory(results: Path) -> Iterator[tuple[str, Figure]]:
 
 
 def _probed(results: Path) -> Iterator[tuple[str, Probe, dict[str, Any]]]:
-    """Yield each probe that needs no data and has a record, with the record's head."""
+    """Yield the name, the probe and the head of each record of a probe that needs no data, of any model."""
     for name, cls in PROBES.items():
-        path = results / f"probe-{name}.json"
-        if path.exists():
-            yield name, cls(), read_head(path)
+        for path in sorted(results.glob(f"probe-{name}*.json")):
+            yield path.stem, cls(), read_head(path)
 
 
-def curve(record: Path, data_name: str, size: tuple[float, float] = (7.2, 3.4), *, bounds: bool = True) -> str:
+def curve(record: Path, data_name: str) -> str:
     """Return the curves of the unmodified model and of the default method, as SVG.
 
     Args:
         record: The head of a record of ``eval positions``.
         data_name: What the questions are called in the title.
-        size: Width and height in inches.
-        bounds: Draw the gold passage alone and the model without passages too.
     """
     head = read_head(record)
-    methods = {name: found for name, found in head["summary"]["mitigations"].items() if name in NAMES}
+    methods = {name: result for name, result in head["summary"]["mitigations"].items() if name in NAMES}
     head = {**head, "summary": {**head["summary"], "mitigations": methods}}
     title = f"{head['model']}, {head['summary']['n']} {data_name}"
-    return svg_of(draw_positions(head, title=title, names=NAMES, size=size, bounds=bounds))
+    return svg_of(draw_positions(head, title=title, names=NAMES, size=(7.2, 3.4)))

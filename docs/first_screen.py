@@ -1,24 +1,37 @@
-"""The question on the first screen of the README: two orders, two answers of the unmodified model, one of a method.
-
-Question and answers are rows of the demo's record, ``benchmarks/results/demo-24.json``. Nothing is typed in.
-"""
+"""The first screen of the README: one question in two orders, and what was measured, all from records."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from benchmarks.keep_record import RESULTS
+from benchmarks.tables import short
 from rag_posfix.cli.demo import PASSAGES
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.record import read_record
+from rag_posfix.evaluation.record import read_head, read_record
 
 FIRST, MIDDLE = "first", "middle"
+DATA_SETS = {
+    "XQuAD": "positions-xquad-5-default",
+    "Lost in the Middle": "positions-litm-10-default",
+    "HotpotQA": "positions-hotpotqa-10-default",
+}
+DEFAULT = "context_experts:contrast=0.3:relevance=both"
+FOR_WHOM = (
+    "**Use it** if the order of the passages is arbitrary. **Not** if the method must change how a model behind an "
+    "API reads: there it judges passages and reads the best few."
+)
+LINE_WIDTH = 119
+WIDTH, MARGIN, LINE, SQUARE = 500, 4, 21, 22
+INK, RIGHT, WRONG, FAINT = "#222222", "#1f6f54", "#b3382c", "#999999"
 
 
-def first_screen(results: Path = RESULTS) -> str:
-    """Return question and answers as Markdown.
+def question_of_the_demo(results: Path = RESULTS) -> tuple[str, dict[str, Mapping[str, Any]], Mapping[str, Any]]:
+    """Return a question, the answers of the unmodified model by position, and the answer of the method.
 
     The question is the first one of the record that shows what the bias is: the unmodified model is right with the
     right passage first and wrong with it in the middle, and the method is right with one answer for both.
@@ -32,25 +45,108 @@ def first_screen(results: Path = RESULTS) -> str:
         questions.setdefault(row["question"], {})[row["mitigation"], row["gold"]] = row
     method = next(row["mitigation"] for row in record.rows if row["mitigation"] != "none")
     for question, rows in questions.items():
-        stock = [rows["none", place] for place in (FIRST, MIDDLE)]
-        ours = [rows[method, place] for place in (FIRST, MIDDLE)]
-        shows_the_bias = [row["right"] for row in stock] == [True, False]
-        if shows_the_bias and ours[0]["right"] and ours[0]["answer"] == ours[1]["answer"]:
-            return _shown(question, str(record.head["model"]), method, stock, ours[0])
+        unmodified = {position: rows["none", position] for position in (FIRST, MIDDLE)}
+        corrected = [rows[method, position] for position in (FIRST, MIDDLE)]
+        shows_the_bias = [row["right"] for row in unmodified.values()] == [True, False]
+        if shows_the_bias and corrected[0]["right"] and corrected[0]["answer"] == corrected[1]["answer"]:
+            return question, unmodified, corrected[0]
     raise EvaluationError("demo-24.json has no question whose answer changes under none alone; run the demo again")
 
 
-def _shown(question: str, model: str, method: str, stock: list[Mapping[str, Any]], ours: Mapping[str, Any]) -> str:
-    lines = [
-        f"**{question}** The same {PASSAGES} passages in two orders, asked to {model}:", "",
-        "| the right passage is | unmodified | with rag_posfix |", "|---|---|---|",
-    ]  # fmt: skip
-    for place, row in (("first", stock[0]), ("in the middle", stock[1])):
-        verdict = "right" if row["right"] else "wrong"
-        lines.append(f"| {place} | {_cell(row['answer'])} ({verdict}) | {_cell(ours['answer'])} (right) |")
-    lines += ["", f"The method `{method}` gives the same answer for every order of the passages."]
+def first_screen(results: Path = RESULTS) -> str:
+    """Return the figure, what was measured on the demo and on real questions, and what it costs, as Markdown."""
+    question, unmodified, corrected = question_of_the_demo(results)
+    answers = {position: _plain(row["answer"]) for position, row in unmodified.items()}
+    text = (
+        f"{question} Right passage first: the unmodified model answers {answers[FIRST]} In the middle: "
+        f"{answers[MIDDLE]} rag_posfix answers both times: {_plain(corrected['answer'])}"
+    )
+    lines = [f"![{text}](docs/images/first-screen.svg)", "", *_demo(results), ""]
+    for item in (_data_sets(results), FOR_WHOM, _cost(results)):
+        lines += textwrap.wrap(f"- {item}", LINE_WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def _cell(answer: str) -> str:
-    return " ".join(answer.split()).replace("|", "\\|")
+def _demo(results: Path) -> list[str]:
+    head = read_head(results / "demo-24.json")
+    count = head["summary"]["n"]
+    rows = [
+        f"| correct of {count}, right passage | first | in the middle | last | answers that change |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in head["summary"]["mitigations"].items():
+        correct = " | ".join(str(cell["right"]) for cell in result["positions"].values())
+        shown = "unmodified model" if name == "none" else "**rag_posfix**"
+        rows.append(f"| {shown} | {correct} | {result['answers_that_change']} |")
+    return rows
+
+
+def _data_sets(results: Path) -> str:
+    """Return the accuracy of the default method on each data set, and the range of the unmodified model."""
+    shares, count = {}, 0
+    for name, record in DATA_SETS.items():
+        summary = read_head(results / f"{record}.json")["summary"]
+        count = summary["n"]
+        unmodified, default = (
+            [cell["accuracy"] for cell in summary["mitigations"][method]["positions"].values()]
+            for method in ("none", DEFAULT)
+        )
+        low, high = (short(f"{value:.2f}") for value in (min(unmodified), max(unmodified)))
+        shares[name] = f"{name} {short(f'{max(default):.2f}')} ({low} to {high})"
+    *helped, combined = shares.values()
+    return (
+        f"**Right answers** to {count} real questions each (unmodified model, by position): {', '.join(helped)}. "
+        f"**It does not help** if answers combine passages: {combined}."
+    )
+
+
+def _cost(results: Path) -> str:
+    few, many = (
+        read_head(results / f"{name}.json")["summary"]["methods"]["context_experts"]
+        for name in ("bench-5x150", "bench-50x150")
+    )
+    cold = [1 / summary["ttft_cold_ratio"] for summary in (few, many)]
+    warm = [1 / summary["ttft_warm_memory_ratio"] for summary in (few, many)]
+    memory = max(summary["memory_extra_ratio"] for summary in (few, many))
+    return (
+        f"**Cost:** a sequence per passage, plus one; up to {memory:.1f} times the memory in addition to the weights; "
+        f"first token {cold[0]:.1f} (5 passages) to {cold[1]:.1f} times (50) as fast, {warm[0]:.0f} to {warm[1]:.0f} "
+        "times if cached. CPU; no GPU was measured."
+    )
+
+
+def draw_first_screen(results: Path = RESULTS) -> str:
+    """Return the question, both orders and their answers, as SVG."""
+    question, unmodified, corrected = question_of_the_demo(results)
+    body = [_text(MARGIN, 30, question, INK, "bold")]
+    y = 62
+    for position, caption in ((FIRST, "Right passage first"), (MIDDLE, "The same passages, right one in the middle")):
+        gold = 0 if position == FIRST else PASSAGES // 2 - 1
+        body.append(_text(MARGIN, y, caption, INK))
+        body += [_square(MARGIN + SQUARE * i, y + 11, i == gold) for i in range(PASSAGES)]
+        for name, row in (("unmodified model", unmodified[position]), ("rag_posfix", corrected)):
+            verdict, colour = ("✓", RIGHT) if row["right"] else ("✗", WRONG)
+            y += LINE + (SQUARE + 6 if name == "unmodified model" else 3)
+            body.append(_text(MARGIN, y, f"{name}:", INK, "bold" if name == "rag_posfix" else ""))
+            body.append(_text(MARGIN + 142, y, f"{verdict} {_plain(row['answer'])}", colour))
+        y += 44
+    height = y - 22
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="16" role="img">'
+    )
+    return "\n".join([opening, f"<title>{escape(question)}</title>", *body, "</svg>", ""])
+
+
+def _text(x: int, y: int, text: str, colour: str, weight: str = "") -> str:
+    bold = ' font-weight="bold"' if weight else ""
+    return f'<text x="{x}" y="{y}" fill="{colour}"{bold}>{escape(text)}</text>'
+
+
+def _square(x: int, y: int, is_gold: bool) -> str:
+    fill = f'fill="{RIGHT}"' if is_gold else f'fill="none" stroke="{FAINT}"'
+    return f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{SQUARE - 6}" height="{SQUARE - 8}" rx="2" {fill}/>'
+
+
+def _plain(answer: str) -> str:
+    return " ".join(answer.split())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.families import FAMILIES, UNSUPPORTED
 
 PROMPT, EXPERTS_PROMPT = 3064, 4344
 """Tokens of 20 passages of 150 tokens with prefix and suffix of 32: read once, and by ``context_experts``."""
@@ -34,14 +35,31 @@ MODELS = (
 )
 
 
-def families_table() -> str:
-    """Return the supported model types, and the refused ones with the reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in UNSUPPORTED.items():
-        reasons.setdefault(reason, []).append(name)
-    rows = [f"| {', '.join(f'`{name}`' for name in sorted(FAMILIES))} | supported |"]
-    rows += [f"| {', '.join(f'`{name}`' for name in sorted(names))} | {reason} |" for reason, names in reasons.items()]
+def families_table(results: Path) -> str:
+    """Return how a tiny model of each type loads, from the record of ``python -m benchmarks.models``."""
+    models = json.loads((results / "models.json").read_text("utf-8"))["summary"]["models"]
+    kinds: dict[tuple[int, str], list[str]] = {}
+    for name, model in models.items():
+        kinds.setdefault(_loading(model), []).append(f"`{name}`")
+    rows = [
+        f"| {', '.join(sorted(names, key=lambda name: name.strip('`')))} | {how} |"
+        for (_, how), names in sorted(kinds.items())
+    ]
     return "\n".join(["| `model_type` in config.json | |", "|---|---|", *rows])
+
+
+def _loading(model: dict[str, Any]) -> tuple[int, str]:
+    """Return the place of a row and its text; reasons are cut after their first part and name no class."""
+    reason = re.split(r"[:(,]", model["reason"])[0].strip().replace("|", "\\|")
+    reason = re.sub(r"^\w+(ForCausalLM|LMHeadModel|Decoder) ", "it ", re.sub(r"by \d\S* ", "", reason))
+    texts = {
+        "listed": (0, "attention hook, in the table of families"),
+        "proved": (1, "attention hook, proved at load"),
+        "plain": (2, f"plain prompts: {reason}"),
+        "refused": (3, f"not supported: {reason}"),
+        "not built": (4, "not examined: no tiny model could be built"),
+    }
+    return texts[model["reading"]]
 
 
 def memory_table() -> str:
@@ -58,13 +76,13 @@ def memory_table() -> str:
 
 
 def needs_table() -> str:
-    """Return what each method needs of the model, whether it is order-free, and its cost."""
+    """Return what each method needs of the model, whether it is order-invariant, and its cost."""
     rows = []
     for name, kind in MITIGATIONS.items():
         needs = ", ".join(f"`{need.value}`" for need in sorted(kind.requires)) or "-"
         free = "yes" if kind.order_invariant else "no"
         rows.append(f"| [`{name}`](methods/{name}.md) | {free} | {needs} | {_cost(kind)} |")
-    return "\n".join(["| method | order-free | needs | cost |", "|---|---|---|---|", *rows])
+    return "\n".join(["| method | order-invariant | needs | cost |", "|---|---|---|---|", *rows])
 
 
 def _cost(kind: type) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from docs.themes import themed
 from rag_posfix.attention.masks import materialize, segment_ids
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.mitigations import MITIGATIONS, create
@@ -103,7 +104,6 @@ def render(name: str, plan: Plan) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="11" fill="{INK}" role="img">',
         f"<title>{escape(name)}: who sees whom, and positions</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     x = MARGIN
     for panel in panels:
@@ -112,7 +112,7 @@ def render(name: str, plan: Plan) -> str:
         x += panel.width + GAP
     parts += _draw_legend(x, MARGIN + TITLE)
     parts += [_text(MARGIN, below + LINE * i, note) for i, note in enumerate(notes)]
-    return "\n".join([*parts, "</svg>", ""])
+    return themed("\n".join([*parts, "</svg>", ""]))
 
 
 def _panel(row: RowPlan, index: int, count: int) -> Panel:
@@ -190,7 +190,7 @@ def _draw_panel(panel: Panel, x: int, y: int) -> Iterator[str]:
         yield _rect(left - STRIP - 2, top + CELL * i, STRIP, CELL - 1, COLOURS[segment])
     for q in range(count):
         for k in range(count):
-            fill = COLOURS[panel.segments[k]] if panel.visible[q, k] else "#ffffff"
+            fill = COLOURS[panel.segments[k]] if panel.visible[q, k] else "none"
             yield _rect(left + CELL * k, top + CELL * q, CELL - 1, CELL - 1, fill, outlined=not panel.visible[q, k])
 
 
@@ -209,7 +209,7 @@ def _draw_positions(panel: Panel, left: int, top: int, highest: float) -> Iterat
 
 
 def _draw_legend(x: int, y: int) -> Iterator[str]:
-    for colour, name in zip((*COLOURS, "#ffffff"), (*NAMES, "not seen"), strict=True):
+    for colour, name in zip((*COLOURS, "none"), (*NAMES, "not seen"), strict=True):
         yield _rect(x, y, 11, 11, colour, outlined=name == "not seen")
         yield _text(x + 17, y + 10, name)
         y += LINE

@@ -29,7 +29,7 @@ UNREAD = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"(?<![\w./:=])[-+]?\d*\.\d+(?![\w/]|\.\d)")
-VERSION = re.compile(r"\b(?:Python|torch|transformers|Apache|buildah)[\s-]\d+\.\d+")
+VERSION = re.compile(r"\b(?:Python|torch|transformers|Apache|buildah|[Uu]ntil)[\s-]\d+\.\d+")
 
 
 def digest(names: Sequence[str], results: Path = RESULTS) -> str:

@@ -1,20 +1,58 @@
-"""What the site does with links that leave docs/: the target is checked, and its path is written in place of a link.
+"""What the site does beyond Markdown.
 
-The pages are read in the repository too, where such links work. On the site there is nothing to link to.
+Pages link to files outside of docs/, which works in the repository; on the site the path replaces the link.
+CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages too. Addresses that pages had before lead to the new ones.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("mkdocs.hooks.links")
 
+ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
+MOVED = {
+    "add-an-order": "add-a-reranker.html#an-order",
+    "default-method": "settings.html#the-default-method",
+    "haystack": "frameworks.html#haystack",
+    "llama_index": "frameworks.html#llamaindex",
+    "production-cache": "passages.html",
+    "results-discussion": "settings.html#discussion-of-the-results",
+}
+"""Former pages, and the addresses of what they had."""
+
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\.?/[^)\s#]*)(?:#[^)\s]*)?\)")
+_RELATIVE = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
+
+
+def on_files(files: Files, *, config: Any, **_: Any) -> Files:
+    """Add the pages whose text is in the root of the repository."""
+    for page, name in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=root_page((ROOT / name).read_text("utf-8"))))
+    return files
+
+
+def root_page(markdown: str) -> str:
+    """Return the text of a file in the root of the repository as a page, with links to where pages are now."""
+
+    def linked(found: re.Match[str]) -> str:
+        target = found[1]
+        if not target.startswith("docs/"):
+            by_file = {name: page for page, name in ROOT_PAGES.items()}
+            return f"]({by_file.get(target, f'../{target}')})"
+        page = target.removeprefix("docs/")
+        moved = MOVED.get(page.partition(".md")[0])
+        return f"]({moved.replace('.html', '.md') if moved else page})"
+
+    return _RELATIVE.sub(linked, markdown)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -41,3 +79,17 @@ def without_links_to_files(markdown: str, page: str) -> str:
         return text if plain in path else f"{text} (`{path}`)"
 
     return _LINK.sub(shown, markdown)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Write a page at each former address that leads to the new one, and keeps the anchor of the address."""
+    for page, target in MOVED.items():
+        path = Path(config["site_dir"]) / f"{page}.html"
+        path.write_text(
+            f'<!doctype html><meta charset="utf-8"><title>Moved</title><link rel="canonical" href="{target}">'
+            f'<meta http-equiv="refresh" content="1; url={target}">'
+            f"<script>location.replace(location.hash ? {json.dumps(target.partition('#')[0])} + location.hash : "
+            f"{json.dumps(target)})</script>"
+            f'<p>This page is now <a href="{target}">here</a>.</p>\n',
+            encoding="utf-8",
+        )

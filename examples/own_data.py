@@ -2,10 +2,14 @@
 
 data/passages.jsonl has one passage per line (id, text); data/questions.jsonl one question per line with its accepted
 answers and the id of the passage that holds them, the gold passage. Replace both files by your own. The model is that
-of RAG_POSFIX_MODEL.
+of RAG_POSFIX_MODEL. Answers are kept in the folder own_data_results: the same program continues after an interruption,
+and asks only what is new.
 """
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from rag_posfix.evaluation import PositionExample, evaluate_positions
 
 DATA = Path(__file__).parent / "data"
 PASSAGES_PER_PROMPT = 3
+METHODS = ["none", "default"]
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -25,31 +30,39 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def examples() -> list[PositionExample]:
     """Return the questions, each with its gold passage and the others as distractors."""
-    passages = {one["id"]: Document(page_content=one["text"], id=one["id"]) for one in read("passages.jsonl")}
+    passages = {row["id"]: Document(page_content=row["text"], id=row["id"]) for row in read("passages.jsonl")}
     return [
         PositionExample(
             id=str(number),
-            question=one["question"],
-            answers=tuple(one["answers"]),
-            gold=(passages[one["passage"]],),
-            distractors=tuple(passage for name, passage in passages.items() if name != one["passage"]),
+            question=row["question"],
+            answers=tuple(row["answers"]),
+            gold=(passages[row["passage"]],),
+            distractors=tuple(passage for name, passage in passages.items() if name != row["passage"]),
         )
-        for number, one in enumerate(read("questions.jsonl"))
+        for number, row in enumerate(read("questions.jsonl"))
     ]
 
 
+@contextmanager
+def progress(step: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many answers of a step there are."""
+    yield lambda done, total: print(f"{step}: {done} of {total}", file=sys.stderr)
+
+
 def main() -> None:
-    """Print the accuracy by the position of the gold passage, for the unmodified model and a corrected one."""
+    """Print the accuracy by the position of the gold passage, for the unmodified model and the default method."""
     record = evaluate_positions(
         examples(),
-        [MitigationChoice("none"), MitigationChoice("context_experts")],
+        [MitigationChoice(method) for method in METHODS],
         gold_positions=range(PASSAGES_PER_PROMPT),
         documents=PASSAGES_PER_PROMPT,
         max_tokens=16,
+        out=Path("own_data_results"),
+        progress=progress,
     )
-    for method, found in record.summary["mitigations"].items():
-        by_position = [f"{scores['accuracy']:.0%}" for scores in found["positions"].values()]
-        print(f"{method:16} gold passage first to last: {', '.join(by_position)}")
+    for method, results in zip(METHODS, record.summary["mitigations"].values(), strict=True):
+        by_position = [f"{scores['accuracy']:.0%}" for scores in results["positions"].values()]
+        print(f"{method:8} gold passage first to last: {', '.join(by_position)}")
 
 
 if __name__ == "__main__":

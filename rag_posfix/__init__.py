@@ -1,11 +1,14 @@
 """Retrieval-augmented generation whose answers do not depend on the order of the passages.
 
 The public names, and nothing else: each is imported from its module when it is first used, so that importing
-rag_posfix loads no model library, patches nothing and reads no environment.
+rag_posfix loads no model library, patches nothing and reads no environment. The first use prepares the process for
+torch (``process.prepare_process``).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from rag_posfix.extras import missing_package
 
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembler
@@ -89,7 +92,11 @@ def __getattr__(name: str) -> object:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(module), name)
+    try:
+        import_module("rag_posfix.process").prepare_process()  # before the first of them imports torch
+        value: object = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from error
     globals()[name] = value
     return value
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from math import inf
 
 _CHECK: ContextVar[Callable[[], None] | None] = ContextVar("rag_posfix_cancel_check", default=None)
+_REMAINING: ContextVar[Callable[[], float]] = ContextVar("rag_posfix_remaining", default=lambda: inf)
 
 
 def check_cancelled() -> None:
@@ -18,6 +20,15 @@ def check_cancelled() -> None:
         check()
 
 
-def set_cancel_check(check: Callable[[], None]) -> None:
-    """Set the check of the running context: quick, callable from any thread; raises if the request has ended."""
+def remaining_seconds() -> float:
+    """Return the seconds until the time limit of the current request; infinity without a limit."""
+    return _REMAINING.get()()
+
+
+def set_cancel_check(check: Callable[[], None], remaining: Callable[[], float] = lambda: inf) -> None:
+    """Set the check of the running context: quick, callable from any thread; raises if the request has ended.
+
+    ``remaining`` returns the seconds until the time limit of the request.
+    """
     _CHECK.set(check)
+    _REMAINING.set(remaining)

@@ -14,6 +14,7 @@
     ├── GenerationError            the generator failed
     │   ├── GenerationCancelled    the caller went away
     │   └── UpstreamError          a server that generates for us failed, refused, or answered what cannot be read
+    │       ├── NoAnswerError      its model called a tool, refused, or sent no text
     │       └── UpstreamTimeoutError  it took longer than it may
     ├── CacheError                 a cache was configured wrongly (a failing cache never raises)
     ├── EvaluationError            data to evaluate on is missing or malformed
@@ -31,6 +32,7 @@ __all__ = [
     "GenerationCancelled",
     "GenerationError",
     "IndexBusyError",
+    "NoAnswerError",
     "NotTextError",
     "OverloadedError",
     "PlanConflictError",
@@ -45,6 +47,10 @@ __all__ = [
     "UpstreamTimeoutError",
     "missing_extra",
 ]
+
+INSTALL_FROM = "."
+"""What pip installs: the folder of a copy of the repository, and the name of the package once it is on PyPI."""
+TORCH_FOR_CPUS = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 
 class RagPosfixError(Exception):
@@ -100,7 +106,19 @@ class GenerationCancelled(GenerationError):
 
 
 class UpstreamError(GenerationError):
-    """A server that generates for us failed, refused the request, or gave an answer that cannot be read."""
+    """A server that generates for us failed, refused the request, or gave an answer that cannot be read.
+
+    Attributes:
+        status: The HTTP status that it answered with; None if it gave none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NoAnswerError(UpstreamError):
+    """The model of another server called a tool, refused, or sent no text. The message is for its users."""
 
 
 class UpstreamTimeoutError(UpstreamError):
@@ -134,4 +152,11 @@ def missing_extra(package: str, extra: str) -> ConfigError:
         package: The import name that failed.
         extra: The extra of rag-posfix that installs it.
     """
-    return ConfigError(f"{package} is not installed; install it with: pip install 'rag-posfix[{extra}]'")
+    hint = f"; without an NVIDIA GPU first: {TORCH_FOR_CPUS}" if package == "torch" else ""
+    return ConfigError(f"{package} is not installed; {install_command(extra)}{hint}")
+
+
+def install_command(extra: str) -> str:
+    """Return the instruction that installs an extra, for messages."""
+    folder = "in a copy of the repository run" if INSTALL_FROM == "." else "run"
+    return f"{folder}: pip install '{INSTALL_FROM}[{extra}]'"

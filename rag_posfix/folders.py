@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+ANSWERS_FOLDER = "answers"
+"""Folder of the disk tier of the answer cache, in the folder of caches."""
+
 PASSAGES_FOLDER = "passages"
 """Folder of the disk tier of the passage KV store, in the folder of caches."""
 

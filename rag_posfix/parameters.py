@@ -235,8 +235,15 @@ def check_fields(model: Any, values: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def convert_pydantic_errors(label: str) -> Iterator[None]:
-    """Convert a validation error of pydantic to a ``ConfigError`` of one line about the first wrong value."""
+def convert_pydantic_errors(
+    label: str, describe: Callable[[tuple[int | str, ...], str], str] | None = None
+) -> Iterator[None]:
+    """Convert a validation error of pydantic to a ``ConfigError`` of one line about the first wrong value.
+
+    Args:
+        describe: Returns the text of field and value in place of ``label: field=value``, from the path to the field
+            and the value as it is quoted.
+    """
     try:
         yield
     except ConfigError:
@@ -245,9 +252,15 @@ def convert_pydantic_errors(label: str) -> Iterator[None]:
         errors = getattr(error, "errors", None)
         if not callable(errors):
             raise
-        first = errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(key) for key in first["loc"])
-        raise ConfigError(f"{label}: {where}={shown(first.get('input'))}: {first['msg']}") from error
+        first = errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # a validator's own; pydantic wraps every ValueError
+            raise cause from None
+        where, value = ".".join(str(key) for key in first["loc"]), shown(first.get("input"))
+        if first["type"] == "missing":
+            raise ConfigError(f"{label} needs {where}; pass {where}=...") from error
+        place = f"{label}: {where}={value}" if describe is None else describe(first["loc"], value)
+        raise ConfigError(f"{place}: {first['msg']}") from error
 
 
 def current_spelling(cls: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,64 +3,87 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rag_posfix.folders import PASSAGES_FOLDER, default_cache_dir, default_data_dir
+from rag_posfix.checked import Checked, check_method, checked_floor
+from rag_posfix.devices import checked_device
+from rag_posfix.errors import ConfigError
+from rag_posfix.folders import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
+from rag_posfix.parameters import shown
+from rag_posfix.text import NO_PASSAGE_TEXT
 
 __all__ = ["Settings"]
 
-SPINS_OF_A_WAITING_THREAD = "10000"
+
+class CheckedSettings(Checked, BaseSettings):
+    """Base of all settings: an error names the variable, or the argument, that is wrong."""
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except SettingsError as error:  # its message names the field
+                field = re.search(r'field "(\w+)"', str(error))
+                variable = f"{self.model_config['env_prefix']}{field[1] if field else '...'}".upper()
+                raise ConfigError(f"{variable}={shown(os.environ.get(variable))} must be JSON: {error}") from error
+
+        __init__.__pydantic_base_init__ = True
+
+    @classmethod
+    def describe_value(cls, values: dict[str, Any]) -> Any:
+        """Name a field by the variable that it was read from, and hide secrets."""
+
+        def describe(path: tuple[int | str, ...], value: str) -> str:
+            field, *keys = map(str, path)
+            variable = f"{cls.model_config['env_prefix']}{field}".upper()
+            name = f"setting {field}" if field in values or variable not in os.environ else variable
+            secret = field in cls.model_fields and "SecretStr" in str(cls.model_fields[field].annotation)
+            return ".".join([name, *keys]) + ("" if secret else f"={value}")
+
+        return describe
 
 
-def environment_with(**changes: str) -> dict[str, str]:
-    """Return the environment of this process with ``changes``, for a process that is started."""
-    return {**os.environ, **changes}
-
-
-def limit_openmp_spinning() -> None:
-    """Limit the spinning of OpenMP threads that wait for each other. Must be called before torch is imported.
-
-    The default of OpenMP spins so long that another busy program on the same cores makes the model many times slower.
-    The function does nothing if ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` is set in the environment.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_A_WAITING_THREAD)
-
-
-class CacheSettings(BaseSettings):
+class CacheSettings(CheckedSettings):
     """Settings of the answer cache, ``RAG_POSFIX_CACHE_...``.
 
     Attributes:
         enabled: Whether answers are cached.
         memory_entries: Maximum number of entries of the memory tier.
-        disk_bytes: Size limit of the disk tier in bytes, at least 131072; 0 turns it off.
+        disk_bytes: Size limit of the disk tier in bytes, at least 131072; 0 turns it off; None is 256 MiB with
+            ``RAG_POSFIX_KEEP_ON_DISK=true``, else off.
         redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``; None turns
             the Redis tier off.
         redis_timeout_seconds: Time limit of one Redis operation, including the connection, while Redis is fast. It
             grows with the measured latency, up to ten times.
         ttl_seconds: Lifetime of a cached answer.
         max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
+        lease_seconds: How long answers are served while Redis does not say which documents were deleted, and so how
+            long a deletion is pending; 0 for no limit: a process that cannot reach Redis then serves its own copies.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_CACHE_", frozen=True, extra="forbid")
 
     enabled: bool = True
     memory_entries: int = Field(default=1024, ge=0)
-    disk_bytes: int = Field(default=256 * 1024**2, ge=0)
+    disk_bytes: int | None = Field(default=None, ge=0)
     redis_url: SecretStr | None = None
     redis_timeout_seconds: float = Field(default=0.02, gt=0, le=5)
     ttl_seconds: float = Field(default=24 * 3600.0, gt=0)
     max_entry_bytes: int = Field(default=1024**2, ge=1)
+    lease_seconds: float = Field(default=2.0, ge=0, le=60)
 
 
-_PRECOMPUTED_BYTES = 4 * 1024**3
+_PASSAGE_DISK_BYTES = 4 * 1024**3
+_DISK_TIERS = (("cache", ANSWERS_FOLDER, 256 * 1024**2), ("passages", PASSAGES_FOLDER, _PASSAGE_DISK_BYTES))
 
 
-class PassageStoreSettings(BaseSettings):
+class PassageStoreSettings(CheckedSettings):
     """Settings of the passage KV store, the cache of keys and values of passages, ``RAG_POSFIX_PASSAGES_...``.
 
     The disk tier is off by default, because a passage takes megabytes (3.5 MB for 150 tokens of SmolLM2-135M) and its
@@ -69,8 +92,8 @@ class PassageStoreSettings(BaseSettings):
     Attributes:
         enabled: Whether keys and values are cached.
         memory_bytes: Size limit of the memory tier, on the device of the model, at least 4096; 0 turns it off.
-        disk_bytes: Size limit of the disk tier, at least 65536; 0 turns it off; None is 4 GiB if passages were
-            precomputed into ``cache_dir``, else off.
+        disk_bytes: Size limit of the disk tier, at least 65536; 0 turns it off; None is 4 GiB with
+            ``RAG_POSFIX_KEEP_ON_DISK=true`` or if passages were precomputed into ``cache_dir``, else off.
         redis_url: URL as for the answer cache; None turns the Redis tier off.
         redis_timeout_seconds: Time limit of one lookup in Redis, for any number of passages.
         redis_bytes: Size limit of all passages in Redis.
@@ -94,14 +117,14 @@ class PassageStoreSettings(BaseSettings):
         """Return the size limit of the disk tier in ``cache_dir``, 0 if there is no disk tier."""
         if self.disk_bytes is not None:
             return self.disk_bytes
-        return _PRECOMPUTED_BYTES if (cache_dir / PASSAGES_FOLDER).is_dir() else 0
+        return _PASSAGE_DISK_BYTES if (cache_dir / PASSAGES_FOLDER).is_dir() else 0
 
     def is_persistent(self, cache_dir: Path) -> bool:
         """Return whether the store has a tier that other processes can read: disk or Redis."""
         return self.enabled and (self.disk_bytes_in(cache_dir) > 0 or self.redis_url is not None)
 
 
-class TelemetrySettings(BaseSettings):
+class TelemetrySettings(CheckedSettings):
     """Settings of traces and metrics for OpenTelemetry, ``RAG_POSFIX_TELEMETRY_...``.
 
     Where they are sent, how they are sampled and the name of the service are OpenTelemetry's own variables
@@ -119,7 +142,7 @@ class TelemetrySettings(BaseSettings):
     content: bool = False
 
 
-class RemoteSettings(BaseSettings):
+class RemoteSettings(CheckedSettings):
     """Settings of a remote generator (``model=openai:NAME@URL``), ``RAG_POSFIX_REMOTE_...``.
 
     Attributes:
@@ -130,6 +153,8 @@ class RemoteSettings(BaseSettings):
         connect_timeout_seconds: Time limit for opening a connection.
         timeout_seconds: How long the server may be silent: before the first token, and between pieces of an answer.
         retries: Further attempts after status 429 or 503 or a failed connection.
+        concurrency: Requests about single passages (``yes_no``, ``likelihood``, rows that vote) that are sent to the
+            server at the same time, those of all questions together.
         max_tokens_field: The field of the request that bounds the answer; OpenAI's newer models take
             ``max_completion_tokens`` alone.
     """
@@ -141,17 +166,18 @@ class RemoteSettings(BaseSettings):
     connect_timeout_seconds: float = Field(default=10.0, gt=0)
     timeout_seconds: float = Field(default=120.0, gt=0)
     retries: int = Field(default=2, ge=0, le=10)
+    concurrency: int = Field(default=16, ge=1, le=1024)
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
 
 
-class Settings(BaseSettings):
+class Settings(CheckedSettings):
     """Settings of a process, ``RAG_POSFIX_...``.
 
     Attributes:
         model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, or ``openai:NAME@URL`` for a
             model of an OpenAI-compatible server.
         adapter: Folder of a LoRA adapter that is merged into the weights of ``model``; None for none.
-        embedding_model: ``minilm`` (packaged), a model id, or a folder.
+        embedding_model: ``minilm`` (packaged, English), ``multilingual``, a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
         device_map: How transformers distributes layers over several devices, in place of ``device``; None uses one.
@@ -162,7 +188,8 @@ class Settings(BaseSettings):
         indexes: Folders of further indexes by name, as JSON; requests choose one with ``posfix.index``.
         mitigation: Default method of requests.
         order: Default order of requests.
-        profile: File of the order ``profile``: a record of ``rag-posfix probe slot-attention``.
+        profile: What was measured of the model: a profile of ``rag-posfix measure``, which ``mitigation=auto`` (then
+            the default) uses, or the file of the order ``profile``, a record of ``rag-posfix probe slot-attention``.
         passage_tokens: Token limit of a passage, before ``passage_shrink``; None for no limit.
         passage_shrink: How much the token limit falls from the best to the worst passage, 0 to 1; needs
             ``passage_tokens``.
@@ -172,9 +199,26 @@ class Settings(BaseSettings):
             documents of a request that have no score. None scores only the latter, by their embeddings.
         reranker_deadline_seconds: Time limit of the reranker. If it is late or fails, documents stay in their order.
         candidates: Number of passages that are retrieved for the reranker, which chooses ``k`` of them.
-        retriever: ``dense`` (by embeddings), ``bm25`` (by words), or ``hybrid`` (both, their rankings fused).
+        retriever: ``dense`` (by embeddings), ``bm25`` (by words), or ``hybrid`` (both, their rankings fused); or
+            a vector store of another program instead of an index, ``KIND:key=value,...`` (docs/retrieval.md).
+        floor: Which retrieved passages are read: ``auto`` (those about the question: by similarity, and where that
+            does not decide by the model), ``off`` (all), or the lowest similarity, 0 to 1.
+        template: Prompt template: the name of a shipped one (``short``, ``full``, ``citations``, ``unknown``; with
+            ``-de``, ``-fr``, ``-es``, ``-zh`` or ``-ko`` for another language), or a file in TOML or Jinja2.
+        follow_language: Whether questions in these languages get the translation of a shipped English template, and
+            its text for no passage.
+        language_templates: Templates, named as ``template``, by the code of the question's language.
+        history_first: Whether passages follow system message and history of the caller in the prompt, so that they
+            are encoded anew in every turn; by default they precede both.
+        query: What is searched for in a conversation: ``last`` (the last question), ``history`` (the last messages of
+            the user with falling weight), or ``rewrite`` (a question that the model or ``writer`` writes).
+        writer: Model that writes the queries of ``rewrite``, named as ``model``; None for the served model.
         cache_dir: Folder of converted weights and of the disk tiers of the answer cache and the passage KV store.
+        keep_on_disk: Whether answers, and keys and values of passages, are also kept in ``cache_dir``, for later
+            processes. None keeps passages there only if they were precomputed into it, and no answers.
         max_tokens: Default maximum number of tokens of an answer.
+        allow_ungrounded: Whether the model answers from its memory if no passage was found.
+        no_passage_text: The answer if no passage was found and ``allow_ungrounded`` is off.
         tenant: Tenant of the process. Every cache key contains it, besides the tenant of the question.
         cache: Settings of the answer cache.
         passages: Settings of the passage KV store.
@@ -204,17 +248,63 @@ class Settings(BaseSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=30.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: Literal["dense", "bm25", "hybrid"] = "dense"
+    retriever: str = Field(default="dense", pattern=r"^(dense|bm25|hybrid|[a-z0-9_-]+:.*)$")
     max_tokens: int = Field(default=128, ge=1)
+    allow_ungrounded: bool = False
+    no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
+    floor: str = "auto"
+    template: str = Field(default="short", min_length=1)
+    follow_language: bool = True
+    language_templates: dict[str, str] = Field(default_factory=dict)
+    history_first: bool = False
+    query: Literal["last", "history", "rewrite"] = "history"
+    writer: str | None = Field(default=None, min_length=1)
     cache_dir: Path = Field(default_factory=default_cache_dir)
+    keep_on_disk: bool | None = None
     tenant: str = ""
     cache: CacheSettings = Field(default_factory=CacheSettings)
     passages: PassageStoreSettings = Field(default_factory=PassageStoreSettings)
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
     remote: RemoteSettings = Field(default_factory=RemoteSettings)
 
+    @field_validator("mitigation", "order", "reranker")
+    @classmethod
+    def _known_method(cls, method: str | None, info: ValidationInfo) -> str | None:
+        if method is not None:
+            check_method(str(info.field_name), method)
+        return method
 
-class ServiceSettings(BaseSettings):
+    @field_validator("floor", mode="before")
+    @classmethod
+    def _known_floor(cls, floor: object) -> str:
+        return str(checked_floor(floor))
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        return checked_device(device)
+
+    @model_validator(mode="after")
+    def _resolve_disk(self) -> Self:
+        """Give the tiers on disk that ``keep_on_disk`` is about their sizes, unless they have one."""
+        for name, _, size in _DISK_TIERS:
+            tiers = getattr(self, name)
+            if self.keep_on_disk is not None and tiers.disk_bytes is None:
+                resolved = tiers.model_copy(update={"disk_bytes": size if self.keep_on_disk else 0})
+                object.__setattr__(self, name, resolved)  # the settings are frozen
+        return self
+
+    def with_files(self) -> Self:
+        """Return these settings with the tiers on disk whose folders exist, to count or drop what is in them."""
+        changes = {
+            name: getattr(self, name).model_copy(update={"disk_bytes": size})
+            for name, folder, size in _DISK_TIERS
+            if not getattr(self, name).disk_bytes and (self.cache_dir / folder).is_dir()
+        }
+        return self.model_copy(update=changes)
+
+
+class ServiceSettings(CheckedSettings):
     """Settings of the HTTP service, ``RAG_POSFIX_SERVICE_...``.
 
     Attributes:
@@ -239,15 +329,32 @@ class ServiceSettings(BaseSettings):
             ``rag-posfix keys`` are asked for; without any key the service listens on loopback only.
         tls_cert: File of the certificate for TLS, with those of its issuers, in PEM format; None serves without TLS.
         tls_key: File of its private key, in PEM format and without a passphrase.
+        allow_anonymous: Serve other machines without any API key; without it that is refused.
+        metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
+            With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
         shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
             running: time for load balancers to notice.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
         read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
+        ungrounded: When the model answers without a passage. ``never``; ``chat``, if the request has no documents and
+            there is no index to search, so that its messages are all there is; or ``request``, also if the request
+            asks for it with ``posfix.allow_ungrounded``. ``RAG_POSFIX_ALLOW_UNGROUNDED`` is for every request.
         log_format: ``json`` logs one JSON object for each line, ``text`` a line for people.
+        source_text: Whether responses may have the text of passages from an index or a collection; titles, files and
+            pages they always have.
+        tenant_field: Metadata field that names the tenant of a passage, in an index or vector store that several
+            tenants share: a caller with a tenant reads passages of that tenant alone. None shares all passages.
+            Collections belong to one tenant anyway.
         data_dir: Folder of the API keys and of the collections of all tenants, on a local disk.
-        max_collections: Maximum number of collections of a tenant.
+        collection_passage_tokens: Tokens of the embedding model in a passage of a collection's document; None is 150
+            words or 1,000 characters. Documents that are stored keep their passages until they are sent again.
+        collection_overlap: Tokens (words without ``collection_passage_tokens``) that a passage repeats of the passage
+            before it.
+        max_collections: Maximum number of collections of a tenant; 0 refuses new ones.
+        request_templates: Prompt templates that requests may choose with ``posfix.template``: ``none``, ``shipped``
+            (by name), or ``any`` (also with fields of their own).
         max_collection_documents: Maximum number of documents in a collection.
     """
 
@@ -268,17 +375,25 @@ class ServiceSettings(BaseSettings):
     max_header_bytes: int = Field(default=32 * 1024, ge=1024)
     read_timeout_seconds: float = Field(default=60.0, gt=0)
     api_key: SecretStr | None = Field(default=None, min_length=1)
+    allow_anonymous: bool = False
+    metrics_address: str | None = Field(default=None, pattern=r"^.+:\d{1,5}$")
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)
     max_documents: int = Field(default=1000, ge=1)
+    ungrounded: Literal["never", "chat", "request"] = "chat"
     log_format: Literal["json", "text"] = "json"
+    source_text: bool = True
+    tenant_field: str | None = Field(default=None, min_length=1)
     data_dir: Path = Field(default_factory=default_data_dir)
-    max_collections: int = Field(default=100, ge=1)
+    max_collections: int = Field(default=100, ge=0)
+    collection_passage_tokens: int | None = Field(default=None, ge=1)
+    collection_overlap: int = Field(default=0, ge=0)
+    request_templates: Literal["none", "shipped", "any"] = "none"
     max_collection_documents: int = Field(default=100_000, ge=1)
 
 
-class TorchrunSettings(BaseSettings):
+class TorchrunSettings(CheckedSettings):
     """Environment variables of a process that torchrun started, ``RANK`` and ``WORLD_SIZE``, without prefix.
 
     Attributes:
@@ -292,7 +407,7 @@ class TorchrunSettings(BaseSettings):
     world_size: int | None = None
 
 
-class OpenTelemetrySettings(BaseSettings):
+class OpenTelemetrySettings(CheckedSettings):
     """The variables of OpenTelemetry that decide whether it is used, without prefix. It reads the others itself.
 
     Attributes:

@@ -9,10 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from rag_posfix.errors import ConfigError
 
+NO_PASSAGE_TEXT = "No passage was found that answers this question."
+"""The default answer to a question without a passage."""
+
+REPLACEMENT = "\ufffd"
+"""What decoders write for bytes that are no character, also for the first bytes of one that is cut."""
+
+_CHARACTERS_PER_TOKEN = 2
+_MOST_CHARACTERS_PER_TOKEN = 64
+_ALWAYS_READ = 2**18
+_MORE_TOKENS = 32
+_SPLIT_CHARACTERS = 2**16
+
+_SPACE = re.compile(r"\s")
 _UNENCODABLE = re.compile("[\ud800-\udfff\x00]")
 
 
@@ -21,10 +37,42 @@ def clean_text(text: str) -> str:
 
     Surrogate *pairs* that arrived as two code points (from JSON escapes) are joined first.
     """
-    if _UNENCODABLE.search(text) is None:
+    if (text.isascii() and "\x00" not in text) or _UNENCODABLE.search(text) is None:
         return text
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return _UNENCODABLE.sub("\ufffd", joined)
+
+
+def single_spaced(text: str) -> str:
+    """Return ``text`` with each run of white space as one space, and none around it. A long text is split in parts."""
+    parts: list[str] = []
+    start = 0
+    while start < len(text):
+        space = _SPACE.search(text, start + _SPLIT_CHARACTERS)
+        end = len(text) if space is None else space.start()
+        parts.append(" ".join(text[start:end].split()))
+        start = end
+    return " ".join(part for part in parts if part)
+
+
+def text_beginning(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
+    """Return a beginning of a long text that has the same first ``tokens`` tokens.
+
+    A tokenizer needs about 250 bytes and a microsecond for each character, also for those that it then cuts off. The
+    beginning ends before a space and has 32 tokens more, so that its last tokens, which the cut can change, are not
+    needed. A short text is returned as it is.
+
+    Limits: of a word or a run of spaces without end, 64 characters for each token are read, and at least 262,144.
+    """
+    needed = tokens + _MORE_TOKENS
+    size, most = _CHARACTERS_PER_TOKEN * needed, max(_MOST_CHARACTERS_PER_TOKEN * needed, _ALWAYS_READ)
+    while size < len(text):
+        space = text.rfind(" ", size // 2, size)
+        beginning = text[: size if space < 0 else space]
+        if size >= most or count_tokens(beginning) >= needed:
+            return beginning
+        size = min(4 * size, most)
+    return text
 
 
 def clean_json(value: Any) -> Any:
@@ -84,3 +132,37 @@ def content_hash(*texts: str) -> str:
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()
+
+
+WORDS_VERSION = 2
+"""What ``split_words`` does, as the files of an index note it. 1: each Han or Kana character is a word."""
+
+# Scripts without spaces between words, and Hangul, whose words end in particles: their words are pairs of characters.
+_PAIRED = ("\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff", "\uac00-\ud7a3", "\u0e01-\u0e4e\u0e80-\u0ecd")
+_WORD = re.compile("|".join(f"[{script}]+" for script in _PAIRED) + rf"|[^\W_{''.join(_PAIRED)}]+")
+_FIRST_PAIRED = re.compile(f"[{''.join(_PAIRED)}]")
+# Thai and Lao: a consonant with its vowels and tone marks counts as one character.
+_CHARACTER = re.compile("[\u0e40-\u0e44\u0ec0-\u0ec4]?.[\u0e30-\u0e3a\u0e45-\u0e4e\u0eb0-\u0ebd\u0ec8-\u0ecd]*")
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of ``text`` in order: runs of letters and digits, in lower case and Unicode's NFKC form.
+
+    A run of Chinese, Japanese, Korean, Thai or Lao characters is split into overlapping pairs of characters, as
+    Lucene's CJKAnalyzer does; a single character is a word. No stemming and no stop words. For ASCII this is
+    ``[a-z0-9]+`` of the lower-cased text.
+    """
+    if text.isascii():
+        return _WORD.findall(text.lower())
+    runs = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    return [word for run in runs for word in (_pairs(run) if _FIRST_PAIRED.match(run) else (run,))]
+
+
+def is_pair(word: str) -> bool:
+    """Return whether a word of ``split_words`` is a pair of characters of a script without spaces, or one of them."""
+    return _FIRST_PAIRED.match(word) is not None
+
+
+def _pairs(run: str) -> list[str]:
+    characters = _CHARACTER.findall(run)
+    return [first + second for first, second in pairwise(characters)] or characters

@@ -33,6 +33,7 @@ class Weights:
         versions: Version of each package.
         sha256: Of the files, one after the other.
         megabytes: Size of the files.
+        context_window: Number of tokens of a prompt and its answer; None for embeddings.
         default: Whether it is what settings name by default.
     """
 
@@ -41,6 +42,7 @@ class Weights:
     versions: str
     sha256: str
     megabytes: int
+    context_window: int | None = None
     default: bool = False
 
     @property
@@ -61,6 +63,7 @@ WEIGHTS: Mapping[str, Weights] = {
         versions="0.1.2",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=98,
+        context_window=8192,
         default=True,
     ),
     "minilm": Weights(
@@ -80,6 +83,7 @@ WEIGHTS: Mapping[str, Weights] = {
         versions="1.0.0",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         megabytes=253,
+        context_window=32_768,
     ),
 }
 """By the name that the settings ``model`` and ``embedding_model`` take."""

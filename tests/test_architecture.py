@@ -49,6 +49,7 @@ NEEDED_ON_DEMAND = {
     "rag_posfix/caching/redis_client.py": ("redis",),  # where passages are kept in Redis
     "rag_posfix/caching/redis.py": ("redis",),
     "rag_posfix/generation/remote/connection.py": ("httpx2", "anyio"),  # where the model is on a server
+    "rag_posfix/generation/model/json_grammar.py": ("llguidance",),  # where an answer follows a JSON schema
     "rag_posfix/generation/model/checkpoint.py": ("peft",),  # where a model has an adapter
     "rag_posfix/checkpoints.py": ("huggingface_hub",),  # a package that transformers needs itself
 }

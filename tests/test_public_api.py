@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rag_posfix
+from deployments.ci import release
 from rag_posfix import evaluation
 from tests.support.exports import seen_by_type_checkers
 
@@ -59,9 +60,11 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
     assert not hasattr(rag_posfix, "torch")
 
 
-def test_the_version_is_the_one_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert rag_posfix.__version__ == project["version"]
+def test_the_version_is_in_one_place_which_builds_read() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"]["path"] == "rag_posfix/__init__.py"
+    assert release.version() == rag_posfix.__version__
 
 
 def test_importing_loads_no_heavy_library_and_changes_no_environment() -> None:

@@ -8,21 +8,34 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import typer.main
+import yaml
 
-from docs.site_hooks import without_links_to_files
+from docs.generate import method_groups
+from docs.reference_pages import command_line, configuration
+from docs.site_hooks import MOVED, root_page, without_links_to_files
 from rag_posfix.cli.main import app
-from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings, TelemetrySettings
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.settings import (
+    CacheSettings,
+    PassageStoreSettings,
+    RemoteSettings,
+    ServiceSettings,
+    Settings,
+    TelemetrySettings,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OWN = (
-    "index.md", "choosing-a-model.md", "choosing-a-method.md", "production-cache.md", "concepts.md",
-    "troubleshooting.md", "tutorials/rag-app.md", "tutorials/measure-your-model.md", "tutorials/service.md",
+    "index.md", "choosing-a-model.md", "choosing-a-method.md", "passages.md", "concepts.md", "install.md",
+    "upgrade.md", "troubleshooting.md", "tutorials/rag-app.md", "tutorials/measure-your-model.md",
+    "tutorials/service.md",
 )  # fmt: skip
 
 
@@ -88,8 +101,67 @@ def test_the_reference_shows_signatures_and_meanings_of_the_public_names(site):
 
 def test_the_first_page_of_every_kind_is_in_the_navigation(site):
     start = (site / "index.html").read_text("utf-8")
-    for title in ("Tutorials", "How-to", "Reference", "Concepts", "Results", "Troubleshooting"):
+    for title in ("Start", "Guides", "Run", "Methods", "Research", "Reference", "Develop"):
         assert title in start
+
+
+def navigation():
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+
+
+def test_the_site_has_seven_tabs_of_at_most_eight_entries():
+    tabs = {title: entries for tab in navigation() for title, entries in tab.items()}
+    assert list(tabs) == ["Start", "Guides", "Run", "Methods", "Research", "Reference", "Develop"]
+    groups = [
+        pages for entries in tabs.values() for entry in entries for pages in entry.values() if isinstance(pages, list)
+    ]
+    assert {title: len(entries) for title, entries in tabs.items() if len(entries) > 8} == {}
+    assert [pages for pages in groups if len(pages) > 8] == []
+
+
+def test_every_method_is_in_one_of_the_five_groups():
+    groups = method_groups()
+    assert len(groups) == 5
+    assert sorted(name for names in groups.values() for name in names) == sorted(MITIGATIONS.names())
+
+
+def test_former_addresses_lead_to_pages_and_anchors_that_exist(site):
+    for page, target in MOVED.items():
+        path, _, anchor = target.partition("#")
+        assert f"url={target}" in (site / f"{page}.html").read_text("utf-8")
+        assert not anchor or anchor in Links(site / path).ids
+
+
+def test_files_of_the_root_are_pages_with_working_links(site):
+    assert "Unreleased" in (site / "changelog.html").read_text("utf-8")
+    assert "Report a vulnerability" in (site / "security.html").read_text("utf-8")
+    text = "[a](docs/haystack.md), [b](docs/serving.md#tls), [c](LICENSE), [d](CHANGELOG.md), [e](#f), [g](https://h)"
+    shown = "[a](frameworks.md#haystack), [b](serving.md#tls), [c](../LICENSE), [d](changelog.md)"
+    assert root_page(text) == f"{shown}, [e](#f), [g](https://h)"
+
+
+def test_defaults_of_the_reference_are_those_of_the_code():
+    settings = configuration()
+    assert "| `RAG_POSFIX_INDEXES` | `{}` |" in settings
+    assert "| `RAG_POSFIX_REMOTE` |" not in settings
+    assert "| `RAG_POSFIX_REMOTE_RETRIES` | `2` |" in settings
+    assert "| `RAG_POSFIX_SERVICE_DATA_DIR` | `~/.local/share/rag_posfix` |" in settings
+    rows = re.findall(r"^\| `-.*$", command_line(), re.MULTILINE)
+    assert len(rows) > 100
+    assert [row for row in rows if re.match(r"\|[^|]*\|\s*\|", row)] == []
+
+
+def test_every_extra_is_on_the_page_that_says_how_to_install():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    page = (DOCS / "install.md").read_text("utf-8")
+    assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in page] == []
+
+
+def test_no_page_installs_a_project_that_only_others_could_publish():
+    pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS.rglob("*.md")]
+    assert [
+        page.name for page in pages if re.search(r"pip install[^`\n&]*['\" ]rag.posfix", page.read_text("utf-8"))
+    ] == []
 
 
 def test_programs_that_pages_include_are_there_in_full(site):
@@ -130,12 +202,11 @@ def test_a_command_of_a_page_is_one_that_the_program_takes(line):
 
 def test_every_setting_is_on_the_page_of_the_configuration():
     text = (DOCS / "reference" / "configuration.md").read_text("utf-8")
-    groups = (CacheSettings, PassageStoreSettings, ServiceSettings, Settings, TelemetrySettings)
+    groups = (CacheSettings, PassageStoreSettings, RemoteSettings, ServiceSettings, Settings, TelemetrySettings)
     fields = {f"{kind.model_config['env_prefix']}{name}".upper() for kind in groups for name in kind.model_fields}
     missing = {name for name in fields if f"| `{name}` |" not in text}
-    assert missing == {"RAG_POSFIX_CACHE", "RAG_POSFIX_PASSAGES", "RAG_POSFIX_TELEMETRY"}, (
-        "groups with tables of their own"
-    )
+    groups_of_settings = {"RAG_POSFIX_CACHE", "RAG_POSFIX_PASSAGES", "RAG_POSFIX_REMOTE", "RAG_POSFIX_TELEMETRY"}
+    assert missing == groups_of_settings, "groups have tables of their own"
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
@@ -146,7 +217,7 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code():
     assert [message for message in messages if message not in source] == []
 
 
-@pytest.mark.parametrize("term", ["order-free", "row", "warm", "gold passage", "tenant", "stock"])
+@pytest.mark.parametrize("term", ["order-invariant", "row", "warm", "gold passage", "tenant"])
 def test_every_term_of_the_concepts_is_marked_where_it_is_first_used(term):
     text = (DOCS / "concepts.md").read_text("utf-8")
     pictures_and_tables = r"!\[[^\]]*\]\([^)]*\)|<!-- table.*?end of table -->"

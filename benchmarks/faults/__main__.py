@@ -1,11 +1,13 @@
 """Faults of the running service under load, as a table: what failed, what was wrong, what it cost.
 
     python -m benchmarks.faults [--json] [--out DIR] [--only NAME] [--seconds 5] [--requests 10000] [--long 20000]
+                                [--deleted 10000]
 
 A generator without weights answers, so that every correct answer is known. The service runs in a process of its own,
 real servers of Redis in others. ``failed`` counts requests without a whole answer, ``wrong`` those with a wrong one,
 ``undocumented`` statuses that the OpenAPI document does not have, ``lost`` stored answers that were not found again.
-``added`` is the median during the fault less the median before it, ``worst`` the longest request since it began.
+``served`` counts answers of deleted documents. ``added`` is the median during the fault less the median before it,
+``worst`` the longest request since it began.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.deletions import after_eviction, after_failover, cost
 from benchmarks.faults.fuzz import fuzz, growth
 from benchmarks.faults.scenarios import (
     FAILOVERS,
@@ -33,7 +36,7 @@ from benchmarks.faults.scenarios import (
 from benchmarks.faults.service import Host
 from rag_posfix.evaluation.record import environment, write_record
 
-COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s")
+COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s", "served")
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +45,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before, during and after each fault")
     parser.add_argument("--requests", type=int, default=10_000, help="of the fuzzed requests")
     parser.add_argument("--long", type=int, default=20_000, help="requests of the memory curve")
+    parser.add_argument("--deleted", type=int, default=10_000, help="deleted documents")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
@@ -57,6 +61,9 @@ def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[s
         "leaving clients": lambda: leaving_clients(host, chosen.seconds),
         "fuzzed": lambda: fuzz(host.serve(), chosen.requests),
         "memory": lambda: growth(host, chosen.long),
+        "deleted, evicted": lambda: after_eviction(chosen.deleted),
+        "deleted, failover": lambda: after_failover(chosen.deleted),
+        "deletions, cost": lambda: cost(9 * chosen.deleted),
     }
 
 

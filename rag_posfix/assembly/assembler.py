@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,9 +31,11 @@ from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.plan.layout import Layout
-from rag_posfix.text import clean_text
+from rag_posfix.text import clean_text, text_beginning
 
 __all__ = ["MOST_CHARACTERS", "Assembled", "Assembler"]
+
+_log = logging.getLogger(__name__)
 
 MOST_CHARACTERS = 64
 """Upper bound of the characters per token, on average over a prompt: words have 4 or 5, code fewer.
@@ -53,6 +57,7 @@ class Assembled:
             the budget.
         truncated: Ids of the documents whose text was cut to fit.
         order: Name of the order.
+        depends_on_recent: Whether recent prompts may have changed the order.
     """
 
     layout: Layout
@@ -61,11 +66,21 @@ class Assembled:
     dropped: tuple[Dropped, ...]
     truncated: tuple[str, ...]
     order: str
+    depends_on_recent: bool = False
 
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of the prompt."""
         return len(self.layout.token_ids)
+
+    def log_omissions(self) -> None:
+        """Log how many passages were cut to fit or left out because of the budget: numbers, no text and no ids."""
+        n_dropped = sum(dropped.reason == "budget" for dropped in self.dropped)
+        if self.truncated or n_dropped:
+            _log.warning(
+                "the context window holds no more: %d of %d passages in the prompt were cut to fit, %d were left out",
+                len(self.truncated), len(self.documents), n_dropped,
+            )  # fmt: skip
 
 
 class Assembler:
@@ -101,6 +116,12 @@ class Assembler:
         for name in self._order_parameters:  # errors are raised here, not at the first question
             create_order(name, self._order_parameters)
 
+    def with_template(self, template: PromptTemplate) -> Assembler:
+        """Return an assembler with another template; this one does not change."""
+        assembler = copy.copy(self)
+        assembler.template = template
+        return assembler
+
     def assemble(
         self,
         question: str,
@@ -111,6 +132,7 @@ class Assembler:
         max_new_tokens: int = 128,
         budget_tokens: int | None = None,
         history: Sequence[ChatMessage] = (),
+        tool_turns: Sequence[ChatMessage] = (),
         recent: Sequence[Sequence[str]] = (),
         order_free: bool = False,
     ) -> Assembled:
@@ -122,7 +144,9 @@ class Assembler:
             seed: For the order ``random``.
             budget_tokens: Token limit of all passages, headings and separators included; the rest of the context
                 window if None.
-            history: Earlier messages; system messages among them move to the front.
+            history: Earlier messages. They follow the passages, system messages among them first, unless the template
+                has ``history_first``.
+            tool_turns: Messages behind the question: calls of tools and their results, for an encoder with tools.
             recent: Content keys of the passages of recent prompts, the newest first; for the order ``cache_aware``.
             order_free: Whether the answer of the method that reads the prompt does not depend on the order.
 
@@ -132,13 +156,15 @@ class Assembler:
             PromptTooLongError: the question leaves no room, or the budget is too small for any passage.
         """
         _check(question, max_new_tokens, budget_tokens)
-        self._check_characters(question, history)
+        self.check_length(question, [*history, *tool_turns])
         chosen_order = create_order(order, self._order_parameters)
         checked = [checked_document(document, index) for index, document in enumerate(documents)]
         distinct, dropped = distinct_indices(checked)
         candidates = [checked[index] for index in distinct]
         has_passages = bool(candidates)
-        prompt = tokenize_prompt(self.encoder, self.template, question, history=history, has_passages=has_passages)
+        prompt = tokenize_prompt(
+            self.encoder, self.template, question, history=history, tool_turns=tool_turns, has_passages=has_passages
+        )
         free_tokens = self._count_free_tokens(prompt, max_new_tokens)
         budget = free_tokens if budget_tokens is None else min(budget_tokens, free_tokens)
         passages, truncated = self._fill(candidates, budget)
@@ -161,11 +187,15 @@ class Assembler:
             dropped=(*dropped, *over_budget),
             truncated=tuple(candidates[index].id for index in truncated),
             order=chosen_order.name,
+            depends_on_recent=chosen_order.reads_recent,
         )
 
-    def _check_characters(self, question: str, history: Sequence[ChatMessage]) -> None:
-        length = len(question) + sum(len(content) for m in history if isinstance(content := m.get("content"), str))
-        if length > MOST_CHARACTERS * self.context_window:
+    def check_length(self, question: str, history: Sequence[ChatMessage]) -> None:
+        """Raise PromptTooLongError for a conversation that cannot fit; reads no more of it than would fit."""
+        contents = (content for message in history if isinstance(content := message.get("content"), str))
+        text = "\n".join([*contents, question])
+        length = len(text)
+        if self._beginning(text) != text:
             raise PromptTooLongError(
                 f"question and history have {length} characters, which do not fit into the context window of "
                 f"{self.context_window} tokens; shorten the question or the conversation"
@@ -176,8 +206,8 @@ class Assembler:
         free_tokens = self.context_window - len(prompt) - max_new_tokens
         if free_tokens < 0:
             raise PromptTooLongError(
-                f"question, history and template take {len(prompt)} tokens and max_new_tokens={max_new_tokens} more, "
-                f"but the context window has {self.context_window}; shorten the question or lower max_new_tokens"
+                f"question, history and template take {len(prompt)} tokens and max_tokens={max_new_tokens} more, "
+                f"but the context window has {self.context_window}; shorten the question or lower max_tokens"
             )
         return free_tokens
 
@@ -213,18 +243,23 @@ class Assembler:
                 f"{allowed}; raise the budget, use fewer or shorter documents, or set overflow to drop or truncate"
             )
         passages = {ranked[rank]: tokenized[rank] for rank in selection.selected}
-        return passages, tuple(ranked[rank] for rank in selection.cut)
+        cut_before = {rank for rank in selection.selected if len(candidates[ranked[rank]].text) > self._max_characters}
+        return passages, tuple(ranked[rank] for rank in sorted(cut_before.union(selection.cut)))
+
+    @property
+    def _max_characters(self) -> int:
+        """Characters of a text that are tokenised at most."""
+        return MOST_CHARACTERS * self.context_window
+
+    def _beginning(self, text: str) -> str:
+        """Return as much of a text as the context window can hold, and more."""
+        beginning = text[: self._max_characters]
+        return text_beginning(beginning, self.context_window, lambda part: len(self.encoder.encode_text(part)))
 
     def _tokenize(self, document: CheckedDocument) -> TokenizedPassage:
-        max_characters = MOST_CHARACTERS * self.context_window
-        passage = tokenize_passage(
-            self.encoder,
-            self.template,
-            document.text[:max_characters],
-            title=document.title[:max_characters],
-            relevance=document.relevance,
-        )
-        return passage if len(document.text) <= max_characters else replace(passage, key=document.key)
+        text, title = self._beginning(document.text), self._beginning(document.title)
+        passage = tokenize_passage(self.encoder, self.template, text, title=title, relevance=document.relevance)
+        return passage if (text, title) == (document.text, document.title) else replace(passage, key=document.key)
 
     def _cut(self, passage: TokenizedPassage, budget: int, *, required: bool) -> TokenizedPassage | None:
         """Return the passage cut to ``budget`` tokens; None if too few are left for it and it is not required."""

@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.orders import best_first
 from rag_posfix.errors import ConfigError
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.text import clean_text, content_hash, single_spaced
 
 DropReason = Literal["duplicate", "empty", "budget"]
 
@@ -36,7 +36,6 @@ class CheckedDocument:
         title: ``metadata["title"]`` on one line; empty if it is missing or no string.
         text: The cleaned text.
         key: A content hash of title and text.
-        text_key: A content hash of the text with each run of white space as one space: equal for duplicates.
         relevance: ``metadata["relevance_score"]``, or None.
         document: The document itself.
     """
@@ -45,9 +44,13 @@ class CheckedDocument:
     title: str
     text: str
     key: str
-    text_key: str
     relevance: float | None
     document: Document
+
+    @property
+    def text_key(self) -> str:
+        """A content hash of the text with each run of white space as one space: equal for duplicates."""
+        return content_hash(single_spaced(self.text))
 
 
 def content_key(document: Document) -> str:
@@ -84,13 +87,12 @@ def checked_document(document: Document, index: int = 0, *, with_relevance: bool
     name = document_id(document)
     text = clean_text(document.page_content)
     title = document.metadata.get("title")
-    title = " ".join(clean_text(title).split()) if isinstance(title, str) else ""
+    title = single_spaced(clean_text(title)) if isinstance(title, str) else ""
     return CheckedDocument(
         id=name,
         title=title,
         text=text,
         key=content_hash(title, text),
-        text_key=content_hash(" ".join(text.split())),
         relevance=_relevance(document.metadata.get("relevance_score"), name) if with_relevance else None,
         document=document,
     )
@@ -126,14 +128,15 @@ def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, .
     Of documents whose text differs in white space only, the highest ranked is kept; of equal rank, the first.
     """
     best: dict[str, int] = {}
+    text_keys = [document.text_key for document in documents] if len(documents) > 1 else [""]
     for index in ranked_indices(documents):
-        best.setdefault(documents[index].text_key, index)
+        best.setdefault(text_keys[index], index)
     distinct: list[int] = []
     dropped: list[Dropped] = []
     for index, document in enumerate(documents):
         if not document.text.strip():
             dropped.append(Dropped(document.id, "empty"))
-        elif best[document.text_key] != index:
+        elif best[text_keys[index]] != index:
             dropped.append(Dropped(document.id, "duplicate"))
         else:
             distinct.append(index)

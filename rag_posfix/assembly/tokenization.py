@@ -8,15 +8,16 @@ equal the joined text's tokens wherever a token ends on either side of the passa
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
 from rag_posfix.cancellation import check_cancelled
-from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, takes_tool_messages
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.text import clean_text, content_hash
@@ -65,9 +66,11 @@ class TokenizedPrompt:
         prefix: Tokens before the first passage.
         suffix: Tokens after the last passage.
         question: The span of the question in ``suffix``.
-        earlier: The messages in ``prefix``; some chat templates write one behind the user's last, which is not listed.
-        content_start: Where the content of the user's last message begins in ``prefix``.
+        earlier: The messages in ``prefix``; some chat templates write one behind the message with the passages, which
+            is not listed.
+        content_start: Where the content of the user's message with the passages begins in ``prefix``.
         content_stop: Where it ends in ``suffix``.
+        later: The messages in ``suffix``, the last with the question; none if the passages are in its message.
     """
 
     prefix: tuple[int, ...]
@@ -76,6 +79,7 @@ class TokenizedPrompt:
     earlier: tuple[Turn, ...]
     content_start: int
     content_stop: int
+    later: tuple[Turn, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prefix) + len(self.suffix)
@@ -89,7 +93,7 @@ class TokenizedPrompt:
             start = len(ids)
             ids += passage.token_ids
             passage_spans.append(Span(start, len(ids)))
-            texts.append(Span(start + passage.text.start, start + passage.text.stop))
+            texts.append(passage.text.shifted(start))
         suffix_start = len(ids)
         ids += self.suffix
         return Layout(
@@ -98,10 +102,14 @@ class TokenizedPrompt:
             passages=tuple(passage_spans),
             texts=tuple(texts),
             suffix=Span(suffix_start, len(ids)),
-            question=Span(suffix_start + self.question.start, suffix_start + self.question.stop),
+            question=self.question.shifted(suffix_start),
             keys=tuple(passage.key for passage in passages),
             relevance=_clip_relevance([passage.relevance for passage in passages]),
-            turns=(*self.earlier, Turn("user", Span(self.content_start, suffix_start + self.content_stop))),
+            turns=(
+                *self.earlier,
+                Turn("user", Span(self.content_start, suffix_start + self.content_stop)),
+                *(Turn(turn.role, turn.content.shifted(suffix_start)) for turn in self.later),
+            ),
         )
 
 
@@ -181,7 +189,41 @@ def _encode_between(
     start, inner, end = spans[2].start if before else 0, spans[2:-2], spans[-2].start
     if after and inner[-1].stop != end:
         return _encode_between(encoder, segments, before)
-    return ids[start:end], [Span(span.start - start, span.stop - start) for span in inner]
+    return ids[start:end], [span.shifted(-start) for span in inner]
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of the prompt; its content is the joined pieces, ``fields`` are those of calls and their results."""
+
+    role: str
+    pieces: tuple[str, ...]
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The messages of a prompt: which message and piece the passages precede, and which are the question."""
+
+    messages: tuple[_Message, ...]
+    split: tuple[int, int]
+    question: tuple[int, int]
+    has_passages: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """Text of the chat template, alternating with pieces of contents: these are at odd indices.
+
+    Attributes:
+        segments: The texts.
+        starts: Index in ``segments`` of the first piece of each message, in the order of the chat template.
+        split: Index of the piece that the passages precede.
+    """
+
+    segments: list[str]
+    starts: dict[int, int]
+    split: int
 
 
 def tokenize_prompt(
@@ -190,52 +232,118 @@ def tokenize_prompt(
     question: str,
     *,
     history: Sequence[ChatMessage] = (),
+    tool_turns: Sequence[ChatMessage] = (),
     has_passages: bool = True,
 ) -> TokenizedPrompt:
     """Render the chat template and tokenise the prompt except its passages.
+
+    Passages are in the first turn of the user: the system messages and turns of ``history`` follow them, so that the
+    tokens before passages are the same in every turn and for every user. With ``template.history_first`` they are in
+    the last turn.
 
     Cost: linear in the characters and in the number of messages.
 
     Args:
         encoder: The generator's tokenizer.
-        template: The text of the user's turn.
+        template: The text of the user's turns.
         history: Earlier messages; if the last is by the user, it is joined to this turn.
+        tool_turns: Messages behind the question: calls of tools and their results.
         has_passages: False for a prompt without passages: the user's turn is the question alone.
 
     Raises:
         ConfigError: the chat template loses or repeats a message, or a message is malformed.
     """
     system: list[ChatMessage] = [{"role": "system", "content": template.system}] if template.system else []
-    earlier = list(merge_messages([*system, *history]))
-    lead = ""
+    question, with_tools = clean_text(question), takes_tool_messages(encoder)
+    after, _ = _split_lead(merge_messages(tool_turns, with_tools=with_tools))
+    if has_passages and not template.history_first:
+        merged = merge_messages(history, with_tools=with_tools)
+        return _tokenize(encoder, _passages_first(template, question, system, merged, after), template.separator)
+    earlier, lead = _split_lead(merge_messages([*system, *history], with_tools=with_tools))
+    pieces: tuple[str, ...] = (lead, question)
+    if has_passages:
+        pieces = (lead, template.opening, template.question_prefix, question, template.answer_cue)
+    place = len(earlier)
+    messages = (*earlier, _Message("user", pieces), *after)
+    asked = (place, 3 if has_passages else 1)
+    chat = _Conversation(messages, (place, 2 if has_passages else 1), asked, has_passages)
+    return _tokenize(encoder, chat, template.separator)
+
+
+def _split_lead(merged: Sequence[ChatMessage]) -> tuple[tuple[_Message, ...], str]:
+    """Return the messages before the user's turn, and the text of the user that is joined to it."""
+    earlier, lead = list(merged), ""
     if earlier and earlier[-1]["role"] == "user":
         lead = earlier.pop()["content"] + BLANK_LINE
-    before, after, order, trims = _render(encoder, earlier)
-    question = clean_text(question)
-    if not has_passages:
-        lead, question = _trimmed((lead, question), *trims)
-        ids, spans = encoder.encode_parts([*before, lead, "", question, *after])
-        question_span = spans[len(before) + 2]
-        return TokenizedPrompt(
-            prefix=tuple(ids[: question_span.start]),
-            suffix=tuple(ids[question_span.start :]),
-            question=Span(0, len(question_span)),
-            earlier=_turns(earlier, order, spans),
-            content_start=spans[len(before)].start,
-            content_stop=len(question_span),
-        )
-    lead, opening = _trimmed((lead, template.opening), trims[0], False)
-    ends = _trimmed((template.question_prefix, question, template.answer_cue), False, trims[1])
-    prefix, spans = _encode_between(encoder, [*before, lead, "", opening, ""], after=_FOLLOWER)
-    segments = ["", ends[0], "", ends[1], "", ends[2], *after]
-    suffix, end_spans = _encode_between(encoder, segments, before=template.separator or BLANK_LINE)
+    names = ("tool_calls", "tool_call_id", "name")
+    messages = (
+        _Message(message["role"], (message["content"],), {name: message[name] for name in names if name in message})
+        for message in earlier
+    )
+    return tuple(messages), lead
+
+
+def _passages_first(
+    template: PromptTemplate,
+    question: str,
+    system: Sequence[ChatMessage],
+    merged: Sequence[ChatMessage],
+    after: Sequence[_Message],
+) -> _Conversation:
+    """Return the conversation with the passages in its first turn of the user.
+
+    Behind the passages are the system message of ``merged``, and then all turns as they were asked: the prompt of a
+    turn continues the prompt of the turn before it.
+    """
+    first = [_Message("system", (message["content"],)) for message in system]
+    earlier, lead = _split_lead(merged)
+    caller = ""
+    if earlier and earlier[0].role == "system":
+        caller, earlier = earlier[0].pieces[0] + BLANK_LINE, earlier[1:]
+    prefix, cue = template.question_prefix, template.answer_cue
+    turns = [_Message("user", (prefix, *turn.pieces, cue)) if turn.role == "user" else turn for turn in earlier]
+    turns.append(_Message("user", (lead, prefix, question, cue)))
+    opening: tuple[str, ...] = (template.opening, caller)
+    if turns[0].role == "user":
+        opening = (*opening, *turns.pop(0).pieces)
+    messages = (*first, _Message("user", opening), *turns)
+    asked = (len(messages) - 1, len(messages[-1].pieces) - 2)
+    return _Conversation((*messages, *after), (len(first), 1), asked)
+
+
+def _tokenize(encoder: TokenEncoder, chat: _Conversation, separator: str) -> TokenizedPrompt:
+    rendered = _render(encoder, chat)
+    segments, split = rendered.segments, rendered.split
+    if chat.has_passages:
+        prefix, spans = _encode_between(encoder, segments[:split], after=_FOLLOWER)
+        suffix, spans_after = _encode_between(encoder, ["", *segments[split:]], before=separator or BLANK_LINE)
+        spans_after = spans_after[1:]
+    else:
+        ids, spans = encoder.encode_parts(segments)
+        start = spans[split].start
+        prefix, suffix = ids[:start], ids[start:]
+        spans, spans_after = spans[:split], [span.shifted(-start) for span in spans[split:]]
+
+    def span_of(number: int) -> Span:
+        """Return the span of a content in its part of the prompt; of that with the passages, what is in the suffix."""
+        start = rendered.starts[number]
+        indices = range(start, start + 2 * len(chat.messages[number].pieces), 2)
+        in_suffix = [spans_after[i - split] for i in indices if i >= split]
+        contents = in_suffix or [spans[i] for i in indices]
+        return Span(contents[0].start, max(span.stop for span in contents))
+
+    numbers, place = sorted(rendered.starts), chat.split[0]
+    asked, piece = chat.question
     return TokenizedPrompt(
         prefix=tuple(prefix),
         suffix=tuple(suffix),
-        question=end_spans[3],
-        earlier=_turns(earlier, order, spans),
-        content_start=spans[len(before)].start,
-        content_stop=max(end_spans[3].stop, end_spans[5].stop),
+        question=spans_after[rendered.starts[asked] + 2 * piece - split],
+        earlier=tuple(
+            Turn(chat.messages[n].role, span_of(n)) for n in numbers if n < place and rendered.starts[n] < split
+        ),
+        content_start=spans[rendered.starts[place]].start,
+        content_stop=span_of(place).stop,
+        later=tuple(Turn(chat.messages[n].role, span_of(n)) for n in numbers if n > place),
     )
 
 
@@ -253,39 +361,67 @@ def _trimmed(texts: Sequence[str], left: bool, right: bool) -> list[str]:
     return result
 
 
-def _turns(earlier: Sequence[ChatMessage], order: Sequence[int], spans: Sequence[Span]) -> tuple[Turn, ...]:
-    """Return the turns of the messages ``order``, from the spans of template text and contents in turn."""
-    contents = dict(zip(order, spans[1::2], strict=False))
-    return tuple(Turn(earlier[number]["role"], contents[number]) for number in sorted(contents))
+def _render(encoder: TokenEncoder, chat: _Conversation) -> _Rendered:
+    """Fill the chat template with the messages; contents that the template trims are trimmed.
 
-
-def _render(
-    encoder: TokenEncoder, earlier: Sequence[ChatMessage]
-) -> tuple[list[str], list[str], list[int], tuple[bool, bool]]:
-    """Return the segments before and after the content of the user's turn that follows ``earlier``.
-
-    Also return the indices of the messages before it, in the template's order, and whether the template trims the
-    content on the left and on the right.
+    The content with the passages is trimmed at its ends alone, not next to the passages.
     """
-    roles = [message["role"] for message in earlier] + ["user"]
-    placeholders = [{"role": role, "content": f"\x1f\ue000{index}\ue001\x1f"} for index, role in enumerate(roles)]
-    chunks = _PLACEHOLDER.split(encoder.render_chat(placeholders, open_answer=True))
+    messages, (place, piece) = chat.messages, chat.split
+    written, contents = _placeholders(messages)
+    rendered = encoder.render_chat(written, open_answer=True)
+
+    def unquoted(match: re.Match[str]) -> str:
+        """Return the arguments of a call without quotes; a result of a tool that is written in quotes is escaped."""
+        number = int(match[1])
+        if number >= len(messages):
+            return match[0][1:-1]
+        contents[number] = (json.dumps("".join(contents[number]), ensure_ascii=False)[1:-1],)
+        return match[0]
+
+    chunks = _PLACEHOLDER.split(re.sub('"\ue000([0-9]+)\ue001"', unquoted, rendered))
     order = [int(number) for number in chunks[2::4]]
     counts = Counter(order)
-    for index, role in enumerate(roles):
-        if counts[index] != 1:
+    for number in range(len(contents)):
+        needed = number >= len(messages) or bool(written[number]["content"])
+        if counts[number] != needed:
+            roles = _format_roles([message.role for message in messages])
+            what = f"message {number} ({messages[number].role})" if number < len(messages) else "arguments of a call"
             raise ConfigError(
-                f"the chat template wrote message {index} ({role}) {counts[index]} times, must be once; "
-                f"it was given the roles {_format_roles(roles)}: leave that message out or use another chat template"
+                f"the chat template wrote {what} {counts[number]} times, must be once; "
+                f"it was given the roles {roles}: leave that message out or use another chat template"
             )
     check_cancelled()
-    trims = [(not left, not right) for left, right in zip(chunks[1::4], chunks[3::4], strict=True)]
-    contents = [*(message["content"] for message in earlier), ""]
-    segments = [chunks[0]]
-    for number, trim, text in zip(order, trims, chunks[4::4], strict=True):
-        segments += [*_trimmed([contents[number]], *trim), text]
-    last = order.index(len(earlier))
-    return segments[: 2 * last + 1], segments[2 * last + 2 :], order[:last], trims[last]
+    segments, starts = [chunks[0]], {}
+    for number, left, right, text in zip(order, chunks[1::4], chunks[3::4], chunks[4::4], strict=True):
+        pieces = contents[number]
+        if number < len(messages):
+            starts[number] = len(segments)
+        if number == place and chat.has_passages:
+            trimmed = [*_trimmed(pieces[:piece], not left, False), *_trimmed(pieces[piece:], False, not right)]
+        else:
+            trimmed = _trimmed(pieces, not left, not right)
+        segments += [segment for content in trimmed for segment in (content, "")][:-1]
+        segments.append(text)
+    return _Rendered(segments, starts, starts[place] + 2 * piece)
+
+
+def _placeholders(messages: Sequence[_Message]) -> tuple[list[ChatMessage], list[tuple[str, ...]]]:
+    """Return the messages with placeholders, and the pieces of each: of the messages, then of arguments of calls."""
+    contents = [message.pieces for message in messages]
+    written: list[ChatMessage] = []
+    for index, message in enumerate(messages):
+        margin = "" if message.role == "tool" else "\x1f"  # JSON would escape it
+        content = f"{margin}\ue000{index}\ue001{margin}"
+        fields = dict(message.fields)
+        if "tool_calls" in fields:
+            content = content if any(message.pieces) else ""
+            calls = json.loads(fields["tool_calls"])
+            for call in calls:
+                contents.append((clean_text(call["function"]["arguments"]),))
+                call["function"]["arguments"] = f"\ue000{len(contents) - 1}\ue001"
+            fields["tool_calls"] = json.dumps(calls)
+        written.append({"role": message.role, "content": content, **fields})
+    return written, contents
 
 
 def _format_roles(roles: Sequence[str]) -> str:

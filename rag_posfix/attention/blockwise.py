@@ -36,6 +36,7 @@ def attend_with_lse(
     """
     n_query, n_key = query.shape[2], key.shape[2]
     key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast queries are rotated in float32
+    causal = causal and n_query > 1
     if causal and n_query < n_key:  # the fused kernel aligns its diagonal with the first key
         past = n_key - n_query
         return merge(
@@ -47,7 +48,7 @@ def attend_with_lse(
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
         return _attend_in_blocks(query, key, value, scaling, causal)
     kernel = LSE_KERNELS.get(query.device.type, _attend_in_blocks)
-    return kernel(query, key, value, scaling, causal and n_query > 1)
+    return kernel(query, key, value, scaling, causal)
 
 
 def has_lse_kernel(device: torch.device) -> bool:
@@ -120,6 +121,11 @@ def merge(segments: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if len(segments) == 1:
         return segments[0]
+    if len(segments) == 2:
+        (out, lse), (other_out, other_lse) = segments
+        weight = (other_lse - lse).sigmoid_().unsqueeze(-1)
+        merged = torch.lerp(out.to(weight.dtype), other_out.to(weight.dtype), weight)
+        return merged.to(out.dtype), torch.logaddexp(lse, other_lse)
     lses = torch.stack([lse for _, lse in segments])
     total = lses.logsumexp(dim=0)
     weights = (lses - total).exp().unsqueeze(-1).unbind()

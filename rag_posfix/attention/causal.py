@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -65,36 +66,39 @@ def runs(starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
 def attend_causal_fast(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Return softmax(QK^T scaling)V; query i sees keys 0..i + Tk - Tq.
 
-    In bfloat16 on CPUs the scores are computed tile by tile in that dtype, elsewhere by ``attend_with_lse``.
+    In bfloat16 on CPUs without matrix units the scores are computed tile by tile in that dtype, elsewhere by
+    ``attend_with_lse``.
 
     Shapes:
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D), Tk >= Tq. returns: (B, Hq, Tq, D).
     """
     if not query.shape[2]:
         return query
-    if _in_tiles(query):
+    if in_tiles(query):
         grouped = query.reshape(key.shape[0] * key.shape[1], -1, *query.shape[2:])
         return attend_causal_tiled(grouped, key.flatten(0, 1), value.flatten(0, 1), scaling).view(query.shape)
     return attend_with_lse(query, key, value, scaling, causal=True)[0]
 
 
 def attend_causal_each(segments: Iterable[tuple[Tensor, Tensor, Tensor]], scaling: float) -> Tensor:
-    """Return ``attend_causal_fast`` of several segments (query, key, value), the outputs end to end.
+    """Return ``attend_causal_fast`` of several segments (query, key, value), the outputs of all rows end to end.
 
     Attention to the keys before the queries and to the queries' own keys is merged once for all segments: fewer calls.
 
     Shapes:
         segments: as ``attend_causal_fast``; each has keys before its queries, or only one has tokens.
-        returns: (B, Hq, sum of Tq, D).
+        returns: (1, Hq, sum of B Tq, D).
     """
     outs, before, within = [], [], []
     for query, key, value in segments:
         past = key.shape[2] - query.shape[2]
-        if _in_tiles(query) or not past:
-            outs.append(attend_causal_fast(query, key, value, scaling))
+        if in_tiles(query) or not past:
+            outs.append(_end_to_end(attend_causal_fast(query, key, value, scaling)))
         elif query.shape[2]:
-            before.append(attend_with_lse(query, key[:, :, :past], value[:, :, :past], scaling))
-            within.append(attend_with_lse(query, key[:, :, past:], value[:, :, past:], scaling, causal=True))
+            past_key, own_key = torch.split(key, [past, query.shape[2]], dim=2)
+            past_value, own_value = torch.split(value, [past, query.shape[2]], dim=2)
+            before.append(attend_with_lse(query, past_key, past_value, scaling))
+            within.append(attend_with_lse(query, own_key, own_value, scaling, causal=True))
     if before:
         outs.append(merge([_concatenate(before), _concatenate(within)])[0])
     return torch.cat(outs, dim=2)
@@ -102,12 +106,28 @@ def attend_causal_each(segments: Iterable[tuple[Tensor, Tensor, Tensor]], scalin
 
 def _concatenate(outputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     outs, lses = zip(*outputs, strict=True)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    return torch.cat([_end_to_end(out) for out in outs], dim=2), torch.cat([_end_to_end(lse) for lse in lses], dim=2)
 
 
-def _in_tiles(query: Tensor) -> bool:
-    """Return whether plain products are faster than the fused kernel: on CPUs they are in bfloat16."""
-    return query.device.type == "cpu" and query.dtype is torch.bfloat16
+def _end_to_end(states: Tensor) -> Tensor:
+    """Return the tokens of all rows in one: (B, H, T, ...) -> (1, H, B T, ...)."""
+    return states if states.shape[0] == 1 else states.transpose(0, 1).flatten(1, 2)[None]
+
+
+def in_tiles(query: Tensor) -> bool:
+    """Return whether plain products are faster than the fused kernel: in bfloat16, on CPUs without matrix units."""
+    return query.dtype is torch.bfloat16 and products_are_faster(query)
+
+
+def products_are_faster(query: Tensor) -> bool:
+    """Return whether scores alone are faster as plain products: on CPUs, but for bfloat16 in matrix units."""
+    return query.device.type == "cpu" and not (query.dtype is torch.bfloat16 and has_matrix_units())
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Return whether the processor has units that multiply bfloat16 matrices (AMX), which fused kernels use."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def attend_causal_tiled(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

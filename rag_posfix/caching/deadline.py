@@ -39,6 +39,14 @@ class DeadlineRunner:
             TimeoutError: It did not finish within ``seconds``. It continues in its thread and its result is discarded;
                 if it has not begun, it never will.
         """
+        future = self.start(operation)
+        try:
+            return future.result(seconds)
+        finally:
+            future.cancel()
+
+    def start(self, operation: Callable[[], _T]) -> Future[_T]:
+        """Run ``operation`` without waiting for it."""
         future: Future[_T] = Future()
         with self._lock:
             if self._closed:
@@ -48,16 +56,18 @@ class DeadlineRunner:
             self._tasks.put((future, operation))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
                 self._start_thread()
-        try:
-            return future.result(seconds)
-        finally:
-            future.cancel()
+        return future
 
     @property
     def running(self) -> int:
         """How many operations are running, including those past their deadline."""
         with self._lock:
             return self._running
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all threads are running an operation: another one would wait."""
+        return self.running >= self._max_threads
 
     def close(self) -> None:
         """End the threads that are not hanging."""
@@ -113,13 +123,18 @@ class AdaptiveDeadline:
     """How long to wait for a store, between two limits; longer where the store, the network or this machine is busy.
 
     Formula: the retransmission timeout of TCP (RFC 6298, section 2): smoothed latency + 4 x smoothed deviation, with
-    weights 1/8 and 1/4. A store that never answers gives no latency, so that the deadline for a dead store stays
-    where it is.
+    weights 1/8 and 1/4, and at least twice the smoothed latency: the deviation of a constant latency goes to 0, and
+    the next answer that is a little late would miss its deadline. A store that never answers gives no latency, so that
+    the deadline for a dead store stays where it is.
+
+    Attributes:
+        usable_seconds: Latency up to which waiting for the store is worth it: 3/4 of ``longest_seconds``.
     """
 
     def __init__(self, shortest_seconds: float, longest_seconds: float) -> None:
         self._shortest = shortest_seconds
         self._longest = longest_seconds
+        self.usable_seconds = 0.75 * longest_seconds
         self._lock = threading.Lock()
         self._latency: float | None = None
         self._deviation = 0.0
@@ -127,7 +142,7 @@ class AdaptiveDeadline:
     @property
     def seconds(self) -> float:
         with self._lock:
-            timeout = 0.0 if self._latency is None else self._latency + 4 * self._deviation
+            timeout = 0.0 if self._latency is None else self._latency + max(4 * self._deviation, self._latency)
         return min(max(timeout, self._shortest), self._longest)
 
     def record(self, latency_seconds: float) -> None:

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any, Generic, TypeVar
 
 from rag_posfix.caching.deadline import AdaptiveDeadline, DeadlineRunner
 from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
-from rag_posfix.caching.redis_client import redis_target
+from rag_posfix.caching.redis_client import connection_pools, is_rejection, redis_target
+from rag_posfix.caching.redis_deletions import RedisDeletions
 from rag_posfix.caching.tier import Codec, TierStats, V, map_in
 from rag_posfix.errors import CacheError
 
@@ -30,8 +32,11 @@ _WRITE_SECONDS = 60.0  # an indexed key without an entry may still be written fo
 _CLOCK_SKEW_SECONDS = 60.0
 _SLOWER = 10
 _LONGEST_SECONDS = 1.0
+_WRITE_ROUND_TRIPS = 3  # tags, the lifetime of tags, entries
+_CONNECTIONS = 4
 _COOLDOWN_SECONDS = (0.5, 5.0)
 _DELETE_SECONDS = 10.0
+_LOG_SECONDS = 1.0
 _DELETE_ATTEMPTS = 3
 _T = TypeVar("_T")
 _Value = TypeVar("_Value")
@@ -42,10 +47,12 @@ class RedisTier(Generic[V]):
     """Stores entries in Redis.
 
     If Redis is down, full, locked or replies with garbage, an operation takes ``timeout_seconds`` at most and is a
-    miss. The circuit breaker then skips Redis, and tries it again after its cool-down: half a second at first, five at
-    most. If Redis answers, but late (a busy machine or network), the deadline follows the measured latency, up to ten
-    times ``timeout_seconds`` and to one second; and the late answer closes the breaker. A search takes no longer for
-    many entries; those that came before the deadline are used.
+    miss. The circuit breaker then skips Redis, and a probe tries it again after its cool-down: half a second at first,
+    five at most. A probe runs in a thread, on connections that stay open: no request waits for it. If Redis answers,
+    but late (a busy machine or network), the deadline follows the measured latency, up to ten times
+    ``timeout_seconds`` and to one second. The late answer closes the breaker if its latency is at most 3/4 of that
+    limit; a slower Redis is not waited for. A search takes no longer for many entries; those that came before the
+    deadline are used. A write to a slow Redis has three times as long: its tags take further round trips.
 
     Args:
         url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
@@ -90,12 +97,16 @@ class RedisTier(Generic[V]):
         self._clock = clock
         self._counters = Counters()
         self._breaker = breaker or CircuitBreaker(*_COOLDOWN_SECONDS)
-        self._guard = Guard(codec.cache, self._counters, self._breaker, is_rejection=_is_rejection)
+        self._guard = Guard(codec.cache, self._counters, self._breaker, is_rejection=is_rejection)
         self._reading, self._writing = f"reading {self._target.label}", f"writing {self._target.label}"
+        self._timeout = timeout_seconds
+        self._log_guard = Guard(codec.cache)
+        self.deletions = RedisDeletions(codec.redis_deletions, self)
         self._deadline = AdaptiveDeadline(timeout_seconds, longest)
-        self._runner = DeadlineRunner("rag-posfix-redis")
+        self._runner = DeadlineRunner("rag-posfix-redis", _CONNECTIONS)
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="rag-posfix-redis-reader")
         self._client: Any = None
+        self._last_probe: object = None
         self._client_lock = threading.Lock()
         self._unmeasured: int | None = None  # bytes written since the entries were measured; None: never measured
         self._closed = False
@@ -187,6 +198,25 @@ class RedisTier(Generic[V]):
             client, self._client = self._client, None
         if client is not None:
             client.close()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long to wait for Redis, by its measured latency."""
+        return self._deadline.seconds
+
+    def call_log(self, operation: Callable[[Any], _T]) -> _T | None:
+        """Call Redis for the log of deletions, in a second at most, also while the circuit breaker is open."""
+        if self._closed:
+            return None
+
+        def run() -> _T | None:
+            return self._runner.run(lambda: operation(self._connect()), _LOG_SECONDS)
+
+        return self._log_guard.call(f"the log of deletions in {self._target.label}", run, None)
 
     def _fetch(self, client: Any, keys: Sequence[str]) -> list[object]:
         """Return the reply for each key, in one round trip, and record that the keys were used."""
@@ -301,27 +331,63 @@ class RedisTier(Generic[V]):
         return 0
 
     def _try(self, use: str, operation: Callable[[Any], _T], default: _T) -> _T:
-        """Call Redis within the deadline of now, and record the latency, also after the deadline."""
-        seconds, started = self._deadline.seconds, time.monotonic()
+        """Call Redis within the deadline of now, and record the latency, also after the deadline.
+
+        While the breaker is open, Redis is not called: a probe is started if it is time for one.
+        """
+        if not self._breaker.closed:
+            if self._breaker.allow():
+                if self._runner.is_full:  # all wait for a server that never finishes its replies
+                    self._disconnect(in_use=True)
+                self._last_probe = probe = object()
+                self._runner.start(lambda: self._probe(probe))
+            self._counters.add("skipped" if use == self._reading else "skipped_writes")
+            return default
+        started, seconds, round_trips = time.monotonic(), self._deadline.seconds, 1
+        if use == self._writing and seconds > self._timeout:  # Redis is slow: its round trips count
+            round_trips = _WRITE_ROUND_TRIPS
+            seconds = min(round_trips * seconds, _LONGEST_SECONDS)
 
         def run(client: Any) -> _T:
             result = operation(client)
             latency = time.monotonic() - started
-            self._deadline.record(latency)
-            if latency > seconds:  # late, but Redis works
+            self._deadline.record(latency / round_trips)
+            if seconds < latency <= round_trips * self._deadline.usable_seconds:  # late, but Redis works
                 self._breaker.success()
             return result
 
         return self._call(use, run, default, seconds)
 
+    def _probe(self, probe: object) -> None:
+        """Search, open further connections, and close the breaker if Redis is fast enough to be waited for.
+
+        A probe that hung until a later one began reports nothing.
+        """
+        works = False
+        try:
+            client = self._connect()
+            for _ in range(2):  # the first search may connect
+                started = time.monotonic()
+                self._fetch(client, ["probe"])
+                latency = time.monotonic() - started
+                if works := latency <= self._deadline.usable_seconds:
+                    break
+            self._deadline.record(latency)
+            with suppress(Exception), ExitStack() as stack:
+                for pool in connection_pools(client):
+                    for _ in range(min(_CONNECTIONS, pool.max_connections)):
+                        stack.callback(pool.release, pool.get_connection())
+        except Exception as error:
+            works = is_rejection(error)
+            if not self._closed:
+                self._guard.failed(self._reading, error)
+        if probe is self._last_probe:
+            (self._breaker.success if works else self._breaker.failure)()
+
     def _call(
         self, use: str, operation: Callable[[Any], _T], default: _T, seconds: float, *, ignore_breaker: bool = False
     ) -> _T:
-        was_failing = not self._breaker.closed
-
         def run() -> _T:
-            if was_failing and self._runner.running:
-                self._disconnect(in_use=True)  # ends operations that wait for a server that never finishes its reply
             return self._runner.run(lambda: operation(self._connect()), seconds)
 
         return self._guard.call(use, run, default, ignore_breaker=ignore_breaker)
@@ -336,26 +402,10 @@ class RedisTier(Generic[V]):
         if not self._client_lock.acquire(blocking=False):
             return  # another thread is connecting right now: there is nothing to disconnect
         try:
-            for pool in _pools(self._client):
+            for pool in connection_pools(self._client):
                 pool.disconnect(inuse_connections=in_use)
         finally:
             self._client_lock.release()
-
-
-def _is_rejection(error: BaseException) -> bool:
-    """Whether Redis answered and rejected the command, for example because it is full or read-only."""
-    from redis.exceptions import ClusterError, ResponseError
-
-    return isinstance(error, ResponseError) and not isinstance(error, ClusterError)
-
-
-def _pools(client: Any) -> list[Any]:
-    if client is None:
-        return []
-    if hasattr(client, "connection_pool"):
-        return [client.connection_pool]
-    connections = [node.redis_connection for node in client.get_nodes()]  # a cluster has one pool per node, once used
-    return [connection.connection_pool for connection in connections if connection is not None]
 
 
 def _batches(items: Mapping[str, _Value]) -> Iterator[dict[str, _Value]]:

@@ -1,7 +1,8 @@
 """Makes a Redis client from a URL, with bounded waits and without retries. Its label shows no password.
 
-One server: ``redis://``, ``rediss://``, ``unix://``. Several: ``redis-cluster://``, ``redis-sentinel://``. Options in
-the URL cannot change the timeouts. The protocol is RESP 2, which Redis 5 understands and which needs no HELLO command.
+One server: ``redis://``, ``rediss://`` (TLS), ``unix://``. Several: ``redis-cluster://``, ``redis-sentinel://``, and
+with TLS ``rediss-cluster://``, ``rediss-sentinel://``. Options in the URL cannot change the timeouts. The protocol is
+RESP 2, which Redis 5 understands and which needs no HELLO command.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from rag_posfix.errors import CacheError, missing_extra
 
 _ALLOWED = (
     "redis://[[user]:password@]host[:port][/db], rediss:// (TLS), unix://[[user]:password@]/path, "
     "redis-cluster://[[user]:password@]host:port[,host:port...] or "
-    "redis-sentinel://[[user]:password@]host:port[,host:port...]/service[/db]"
+    "redis-sentinel://[[user]:password@]host:port[,host:port...]/service[/db]; with TLS rediss-cluster:// and "
+    "rediss-sentinel://; options: ?ssl_ca_certs=FILE and other ssl_ options, sentinel_username, sentinel_password"
 )
-_DEFAULT_PORTS = {"redis-cluster": 6379, "redis-sentinel": 26379}
+_DEFAULT_PORTS = {
+    "redis-cluster": 6379, "rediss-cluster": 6379, "redis-sentinel": 26379, "rediss-sentinel": 26379,
+}  # fmt: skip
+_TLS_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+_SENTINEL_LOGIN = ("sentinel_username", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
         if scheme in _DEFAULT_PORTS:
             return _multi_host_target(redis, url, scheme, options)
         return _single_server_target(redis, url, options)
-    except (ValueError, TypeError, redis.RedisError):
+    except (KeyError, ValueError, TypeError, redis.RedisError):
         is_known_scheme = scheme in {"redis", "rediss", "unix", *_DEFAULT_PORTS}
         url_description = f"the {scheme}:// URL" if is_known_scheme else "the URL"
         # Not chained: the cause may quote the password.
@@ -103,15 +109,18 @@ def _single_server_target(redis: Any, url: str, options: dict[str, Any]) -> Redi
 def _multi_host_target(redis: Any, url: str, scheme: str, options: dict[str, Any]) -> RedisTarget:
     # urlsplit does not parse URLs with several hosts.
     location, _, query = url.partition("://")[2].partition("?")
-    if query or "#" in location:
-        raise ValueError("no options are understood")
+    if "#" in location:
+        raise ValueError("no fragment is understood")
     authority, _, path = location.partition("/")
     credentials, _, hosts = authority.rpartition("@")
     user, _, password = credentials.partition(":")
     nodes = [_host_and_port(host, _DEFAULT_PORTS[scheme]) for host in hosts.split(",")]
     login = {name: unquote(text) for name, text in (("username", user), ("password", password)) if text}
-    options = {**options, **login}
-    if scheme == "redis-cluster":
+    chosen = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    is_cluster = scheme.endswith("-cluster")
+    sentinel = {} if is_cluster else {name: chosen.pop(name) for name in _SENTINEL_LOGIN if name in chosen}
+    options = {**options, **login, **_tls_options(chosen, scheme.startswith("rediss-"))}
+    if is_cluster:
         if path.strip("/"):
             raise ValueError("a cluster has no databases")
         return RedisTarget(f"{scheme}://{hosts}", lambda: _cluster(redis, nodes, options))
@@ -119,7 +128,18 @@ def _multi_host_target(redis: Any, url: str, scheme: str, options: dict[str, Any
     if not service:
         raise ValueError("no service")
     options["db"] = int(database or 0)
-    return RedisTarget(f"{scheme}://{hosts}/{path}", lambda: _sentinel(redis, nodes, service, options))
+    logins = {name.removeprefix("sentinel_"): text for name, text in sentinel.items()}
+    return RedisTarget(f"{scheme}://{hosts}/{path}", lambda: _sentinel(redis, nodes, service, options, logins))
+
+
+def _tls_options(chosen: dict[str, str], tls: bool) -> dict[str, Any]:
+    """Return the arguments of a connection with TLS; ValueError for an option that is unknown or without TLS."""
+    if not set(chosen) <= set(_TLS_OPTIONS if tls else ()):
+        raise ValueError("an option is not understood")
+    options: dict[str, Any] = {"ssl": True, **chosen} if tls else {}
+    if "ssl_check_hostname" in options:
+        options["ssl_check_hostname"] = {"true": True, "false": False}[chosen["ssl_check_hostname"].lower()]
+    return options
 
 
 def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
@@ -133,6 +153,27 @@ def _cluster(redis: Any, nodes: list[tuple[str, int]], options: dict[str, Any]) 
     return redis.RedisCluster(startup_nodes=[redis.cluster.ClusterNode(host, port) for host, port in nodes], **options)
 
 
-def _sentinel(redis: Any, nodes: list[tuple[str, int]], service: str, options: dict[str, Any]) -> Any:
-    timeouts = {name: options[name] for name in ("socket_connect_timeout", "socket_timeout", "retry", "protocol")}
-    return redis.Sentinel(nodes, sentinel_kwargs=timeouts, **options).master_for(service)
+def _sentinel(
+    redis: Any, nodes: list[tuple[str, int]], service: str, options: dict[str, Any], login: dict[str, str]
+) -> Any:
+    """Return a client of the master. The Sentinels have a login of their own, and TLS as the master has it."""
+    shared = ("socket_connect_timeout", "socket_timeout", "retry", "protocol", "ssl", *_TLS_OPTIONS)
+    connection = {name: options[name] for name in shared if name in options}
+    return redis.Sentinel(nodes, sentinel_kwargs=connection | login, **options).master_for(service)
+
+
+def is_rejection(error: BaseException) -> bool:
+    """Whether Redis answered and rejected the command, for example because it is full or read-only."""
+    from redis.exceptions import ClusterError, ResponseError
+
+    return isinstance(error, ResponseError) and not isinstance(error, ClusterError)
+
+
+def connection_pools(client: Any) -> list[Any]:
+    """Return the connection pools of a client: one, or one per node of a cluster that was used."""
+    if client is None:
+        return []
+    if hasattr(client, "connection_pool"):
+        return [client.connection_pool]
+    connections = [node.redis_connection for node in client.get_nodes()]
+    return [connection.connection_pool for connection in connections if connection is not None]

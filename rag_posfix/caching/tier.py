@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from rag_posfix.caching.deletions import DeletionLog, DeletionStore
 from rag_posfix.caching.guard import Counters, Guard
 from rag_posfix.errors import CacheError
 
@@ -32,6 +33,11 @@ class Entry(Protocol):
         """Seconds since 1970; infinity for no limit."""
         ...
 
+    @property
+    def position(self) -> int:
+        """How far the log of deletions was read before the entry was computed."""
+        ...
+
     def fits(self, expected: Any) -> bool:
         """Whether the entry has the ``expected`` shape and type."""
         ...
@@ -51,6 +57,8 @@ class Codec(Protocol[V]):
     redis_tag_prefix: str
     redis_index: str | None
     """Sorted set of the keys in Redis by their last use, for a size limit; None for no limit of our own."""
+    redis_deletions: str
+    """Stream of the deleted tags in Redis."""
 
     def encode(self, key: str, entry: V) -> Sequence[bytes | memoryview]:
         """Return the serialised entry in parts, one after the other."""
@@ -163,11 +171,28 @@ class TieredCache(Generic[V]):
         CacheError: ``tiers`` is empty.
     """
 
-    def __init__(self, tiers: Sequence[Tier[V]], cache: str) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier[V]],
+        cache: str,
+        *,
+        lease_seconds: float = 0.0,
+        lifetime_seconds: float | None = None,
+    ) -> None:
         if not tiers:
             raise CacheError(f"{cache}: needs at least one tier; pass None in place of the cache to have none")
         self._tiers = tuple(tiers)
         self._guard = Guard(cache)
+        logs = {tier.name: self._call(tier, lambda tier: getattr(tier, "deletions", None), None) for tier in tiers}
+        stores = {name: log for name, log in logs.items() if isinstance(log, DeletionStore)}
+        self._shared = frozenset(stores)
+        self._deletions_log = DeletionLog(
+            cache,
+            next(iter(stores.values()), None),
+            lease_seconds=lease_seconds,
+            lifetime_seconds=lifetime_seconds,
+            drop=self._drop_copies,
+        )
         self._delete_lock = threading.Lock()
         self._copy_lock = threading.Lock()
         self._deletions = 0  # increased at the start and at the end of each deletion, so odd during one
@@ -177,8 +202,18 @@ class TieredCache(Generic[V]):
         stats = [(tier.name, self._call(tier, lambda tier: tier.stats(), None)) for tier in self._tiers]
         return [{"name": name} if counts is None else asdict(counts) for name, counts in stats]
 
+    @property
+    def pending_deletions(self) -> int:
+        """Deleted tags that other processes may still serve, because the shared tier fails or had them just now."""
+        return self._deletions_log.pending
+
+    def flush_deletions(self, timeout_seconds: float) -> bool:
+        """Wait until no process serves what was deleted; return False after the timeout."""
+        return self._deletions_log.flush(timeout_seconds)
+
     def close(self) -> None:
         """Close every tier; later calls are misses."""
+        self._deletions_log.close()
         for tier in self._tiers:
             self._call(tier, lambda tier: tier.close(), None)
 
@@ -193,14 +228,23 @@ class TieredCache(Generic[V]):
         hits: dict[str, V] = {}
         deletions = self._deletions
         missing = dict(keys)
+        log = self._deletions_log
+        is_current = log.is_current()
         for index, tier in enumerate(self._tiers):
             if not missing:
                 break
+            if not is_current and tier.name not in self._shared:  # the shared tier may have the entry too
+                continue
             entries = accept(self._get(tier, missing))
+            if entries and not is_current and not log.is_current(wait=True):
+                continue
+            entries = log.surviving(entries)  # after the log was read
             if entries and index:
                 self._copy_hits(deletions, partial(self._put, entries, index))
             hits.update(entries)
             missing = {key: expected for key, expected in missing.items() if key not in entries}
+        if not is_current:
+            log.start()
         return hits
 
     def _put(self, entries: Mapping[str, V], n_tiers: int) -> None:
@@ -213,6 +257,19 @@ class TieredCache(Generic[V]):
         with self._copy_lock:
             if deletions == self._deletions and deletions % 2 == 0:
                 write()
+
+    def _delete_tags(self, tags: Sequence[str], prepare: Callable[[], object] = lambda: None) -> int:
+        def prepare_and_log() -> None:
+            prepare()
+            self._deletions_log.delete(tags)
+
+        return self._delete(lambda tier: tier.delete_tags(tags), prepare_and_log)
+
+    def _drop_copies(self, tags: Sequence[str], late: bool) -> None:
+        """Delete the entries of ``tags`` from memory; from every tier if the shared one failed before."""
+        for tier in self._tiers:
+            if late or tier.immediate:
+                self._call(tier, lambda tier: tier.delete_tags(tags), 0)
 
     def _delete(self, operation: Callable[[Tier[V]], int], prepare: Callable[[], object] = lambda: None) -> int:
         """Delete entries from every tier, the slowest first; return the largest count of a tier.

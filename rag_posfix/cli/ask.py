@@ -3,43 +3,72 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_posfix.cli.options import AsJson, check_index, follows, with_settings
-from rag_posfix.cli.output import emit_json, err, out, say, status
-from rag_posfix.errors import ConfigError
+from rag_posfix.cli.ask_many import AnswerFile, QuestionRow, answer_all, read_questions
+from rag_posfix.cli.options import AsJson, Filter, check_answer_fits, check_index, filter_of, follows, with_settings
+from rag_posfix.cli.output import emit, emit_json, err, out, say, status
+from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.settings import Settings
 from rag_posfix.text import checked_question
 
 if TYPE_CHECKING:
-    from rag_posfix.contracts.answer import Answer
+    from rag_posfix.contracts.answer import Answer, AnswerDocument
+    from rag_posfix.contracts.generator import ChatMessage
     from rag_posfix.pipeline.pipeline import Pipeline, Question
 
+NO_PASSAGE = 3
+"""Exit code if no passage was found."""
 _SHOWN_SOURCES = 5
-_SNIPPET_CHARACTERS = 120
+_CHAT_MESSAGES = 12
+"""Messages before a question of ``--chat`` that the model reads."""
+_SENTENCE_CHARACTERS = 240
 
 
-@with_settings("mitigation", "reranker", "order", "k", "retriever", "max_tokens", "model", "adapter", "device", "tp")
+@with_settings(
+    "mitigation", "reranker", "order", "k", "retriever", "query", "writer", "floor", "allow_ungrounded", "max_tokens",
+    "template", "model", "adapter", "device", "tp", "profile",
+)  # fmt: skip
 def ask(
     index: Annotated[Path, typer.Option("--index", help="Search this index folder, written by rag-posfix index.")],
     settings: Settings,
-    question: Annotated[str | None, typer.Argument(help="Ask this question; optional with --chat.")] = None,
+    question: Annotated[str | None, typer.Argument(help="Ask it; none with --chat or --questions.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
-    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the answer cache.")] = True,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Use the answer cache, in memory by default.")
+    ] = True,
+    filters: Filter = None,
     chat: Annotated[bool, typer.Option("--chat", help="Read questions from the terminal, one per line.")] = False,
+    questions: Annotated[
+        Path | None,
+        typer.Option("--questions", help="Ask the questions of this file of JSON lines.", show_default="none"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write the answers of --questions here, and resume there.", show_default="none"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question from an index, with sources.
 
-    With --chat the model is loaded once for all questions, until an empty line; each is answered by itself.
+    With --chat the model is loaded once for all questions, until an empty line; each continues the conversation. If
+    no passage is found, the answer says so and the exit code is 3. With --questions and --out many questions are
+    answered together; run again, the command continues where it was stopped. The exit code is 1 if some failed.
+
+    Answers and passages are kept in memory only; RAG_POSFIX_KEEP_ON_DISK=true keeps them in the cache folder.
     """
-    _check_usage(question, chat=chat, stream=stream, as_json=as_json)
+    _check_usage(question, chat=chat, stream=stream, as_json=as_json, questions=questions, output=output)
+    metadata_filter = filter_of(filters)
     check_index(index)
+    check_answer_fits(settings)
+    if questions is not None and output is not None:
+        _ask_many(settings, index, read_questions(questions, metadata_filter, cache), AnswerFile(output), as_json)
+        return
     from rag_posfix.pipeline.build import build_pipeline, resolve_methods
     from rag_posfix.pipeline.pipeline import Question
 
@@ -49,20 +78,56 @@ def ask(
     with status("loading the embeddings and the tokenizer"):
         pipeline = build_pipeline(settings, index=index, deferred=True, methods=methods)
     with closing(pipeline):
+        history: list[ChatMessage] = []
         for text in _questions(question, chat):
-            request = Question(text, use_cache=cache)
+            request = Question(text, history=tuple(history), use_cache=cache, filter=metadata_filter)
+            answer = _print_stream(pipeline, request) if stream else pipeline.ask(request)
             if as_json:
-                emit_json(pipeline.ask(request).to_dict())
-            elif stream:
-                _show_sources(_print_stream(pipeline, request), settings)
-            else:
-                answer = pipeline.ask(request)
+                emit_json(answer.to_dict())
+                continue
+            if not stream:
                 out().print(answer.text, markup=False, highlight=False)
-                _show_sources(answer, settings)
+            if answer.query != text:
+                say(f"searched for: {' / '.join(answer.query.splitlines())}")
+            _show_sources(answer, settings)
+            if answer.grounded or settings.allow_ungrounded:
+                history = [*history, {"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
+                history = history[-_CHAT_MESSAGES:]
+    if not (chat or answer.grounded or settings.allow_ungrounded):
+        raise typer.Exit(NO_PASSAGE)
 
 
-def _check_usage(question: str | None, *, chat: bool, stream: bool, as_json: bool) -> None:
+def _ask_many(
+    settings: Settings, index: Path, rows: Sequence[QuestionRow], answers: AnswerFile, as_json: bool
+) -> None:
+    from rag_posfix.pipeline.build import build_pipeline, resolve_methods
+
+    with closing(answers):
+        missing, n_failed = answers.missing(rows), 0
+        methods = resolve_methods(settings)
+        if follows(settings):
+            return
+        if missing:
+            with status("loading the embeddings and the tokenizer"):
+                pipeline = build_pipeline(settings, index=index, deferred=True, methods=methods)
+            with closing(pipeline):
+                n_failed = answer_all(pipeline, missing, answers)
+    counts = {"questions": len(rows), "skipped": len(rows) - len(missing), "failed": n_failed}
+    emit(counts, as_json, lambda _: say(", ".join(f"{count} {name}" for name, count in counts.items())))
+    if n_failed:
+        raise typer.Exit(1)
+
+
+def _check_usage(
+    question: str | None, *, chat: bool, stream: bool, as_json: bool, questions: Path | None, output: Path | None
+) -> None:
     """Raise for options that exclude each other, and for a question that is missing or empty."""
+    if (questions is None) != (output is None):
+        raise ConfigError("--questions and --out belong together; give both, or neither")
+    if questions is not None:
+        if question is not None or chat or stream:
+            raise ConfigError("--questions asks the questions of a file; leave out QUESTION, --chat and --stream")
+        return
     if chat and as_json:
         raise ConfigError("--chat and --json cannot be combined; --json prints one object at the end")
     if question is None and not chat:
@@ -86,46 +151,63 @@ def _questions(first: str | None, chat: bool) -> Iterator[str]:
         yield line
 
 
-def _print_stream(pipeline: Pipeline, question: Question) -> Answer | None:
+def _print_stream(pipeline: Pipeline, question: Question) -> Answer:
     answer = None
     for chunk in pipeline.stream(question):
         typer.echo(chunk.text, nl=False)
         answer = chunk.answer or answer
     typer.echo()
+    if answer is None:
+        raise GenerationError("the stream ended without an answer; please report this")
     return answer
 
 
-def _snippet(text: str) -> str:
-    """Return the beginning of a text on one line."""
-    words = " ".join(text[: 2 * _SNIPPET_CHARACTERS].split())
-    return words if len(words) <= _SNIPPET_CHARACTERS else words[: _SNIPPET_CHARACTERS - 1].rstrip() + "…"
+def _show_omissions(answer: Answer) -> None:
+    """Say which passages the model read in part, and how many not at all for want of room."""
+    names = [_source_name(document) for document in answer.documents if document.id in answer.truncated]
+    if names:
+        say(f"cut to fit: {'; '.join(names)}")
+    left_out = sum(reason == "budget" for _, reason in answer.dropped)
+    if left_out:
+        say(f"left out, because the prompt is full: {left_out} of the passages; --json lists them")
 
 
-def _show_sources(answer: Answer | None, settings: Settings) -> None:
-    from rag_posfix.retrieval.base import NOTHING_RELEVANT
+def _source_name(document: AnswerDocument) -> str:
+    """Return file, title and page of a passage; its id if it has neither file nor title."""
+    page = None if document.page is None else f"page {document.page}"
+    return ", ".join(filter(None, (document.source, document.title, page))) or document.id
 
-    if answer is None:
-        return
-    # The threshold is one for the scores of the packaged embedding model.
-    if (settings.embedding_model, settings.retriever, settings.reranker) == ("minilm", "dense", None):
-        best = max((document.score or 0.0 for document in answer.documents), default=0.0)
-        if best < NOTHING_RELEVANT:
-            say(
-                f"nothing relevant found: the best passage has score {best:.2f}, below {NOTHING_RELEVANT:.2f}; the "
-                "answer may not be in the index"
-            )
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SENTENCE_CHARACTERS else text[: _SENTENCE_CHARACTERS - 1].rstrip() + "…"
+
+
+def _show_sources(answer: Answer, settings: Settings) -> None:
+    from rag_posfix.pipeline.citations import source_sentence
+
+    _show_omissions(answer)
     if not answer.documents:
+        say(
+            ("no retrieved passage is about the question: " if answer.dropped else "no passage was found: ")
+            + (
+                "the answer is from the model's memory"
+                if settings.allow_ungrounded
+                else "the model was not asked; --allow-ungrounded answers from its memory"
+            )
+        )
         return
-    say(f"sources in the order of the prompt ({answer.mitigation}, order {answer.order}):")
+    quotes = [citation for citation in answer.citations if citation.origin == "quote"]
     for document in answer.documents[:_SHOWN_SOURCES]:
-        score = "no score" if document.score is None else f"score {document.score:.2f}"
-        page = "" if document.page is None else f", page {document.page}"
-        title = f" ({document.title})" if document.title else ""
-        source = f"{document.source or 'no file'}{page}, {score}, attention {document.attention:.0%}"
-        say(f"{document.position + 1}. {document.id}{title}: {source}", f"   {_snippet(document.text)}")
+        quoted = [citation.text for citation in quotes if document.id in citation.document_ids]
+        sentence = source_sentence(document.text, answer.text, quoted)
+        say(f"[{document.position + 1}] {_source_name(document)}", f"    {_shorten(sentence)}")
     n_hidden = len(answer.documents) - _SHOWN_SOURCES
     if n_hidden > 0:
         say(f"and {n_hidden} more; --json lists all")
     usage, seconds = answer.usage, sum(answer.timings.values())
     note = ", from the answer cache" if answer.cached else ""
-    say(f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens, {seconds:.1f} s{note}")
+    note += f"; kept in {settings.cache_dir}" if settings.cache.enabled and settings.cache.disk_bytes else ""
+    say(
+        f"{answer.mitigation}, order {answer.order}: {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} "
+        f"completion tokens, {seconds:.1f} s{note}"
+    )

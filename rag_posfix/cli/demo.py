@@ -31,7 +31,9 @@ Where to go next:
   rag-posfix index YOUR_FILES --out my.index         index text, HTML, PDF, JSON lines
   rag-posfix ask "Your question?" --index my.index   answers with sources
   rag-posfix serve --index my.index                  an OpenAI-compatible service
-  rag-posfix methods                                 every method and its paper"""
+  rag-posfix methods                                 every method and its paper
+Does your model have this problem, on your documents, and what should you use?
+  rag-posfix measure --index my.index --questions questions.txt --out report"""
 
 
 @dataclass(frozen=True, slots=True)

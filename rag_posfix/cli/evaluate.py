@@ -15,6 +15,7 @@ from rag_posfix.cli.options import (
     Documents,
     Fresh,
     GoldPositions,
+    Hostile,
     Limit,
     RayActors,
     Skip,
@@ -66,13 +67,11 @@ def positions(
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
-    hostile: Annotated[
-        str | None, typer.Option("--hostile", show_default="none", help="Plant a passage: echo, poison or injection.")
-    ] = None,
+    hostile: Hostile = None,
     baselines: Annotated[bool, typer.Option("--baselines", help="Add plain prompts, sorted by each scorer.")] = False,
     max_tokens: MaxTokens = 24,
     check_orders: Annotated[
-        bool, typer.Option("--check-orders", help="Run order-free methods at every gold position.")
+        bool, typer.Option("--check-orders", help="Run order-invariant methods at every gold position.")
     ] = False,
     fresh: Fresh = False,
     reuse: Annotated[
@@ -91,9 +90,9 @@ def positions(
     Each answer is appended to OUT/positions-journal.jsonl. The same command, or one with more questions, positions or
     methods, computes only missing answers; rows from the journal are marked "reused". The key of an answer in the
     journal consists of weights, method, prompt, question and passages, not of the version of this program: after a
-    change to the code of a method, use --fresh. An order-free method runs once per question, and its row is repeated
-    for the other positions and marked "reused"; with --check-orders it runs at every position. With --reuse, seconds
-    are those of a warm cache.
+    change to the code of a method, use --fresh. An order-invariant method runs once per question, and its row is
+    repeated for the other positions and marked "reused"; with --check-orders it runs at every position. With --reuse,
+    seconds come from a warm cache.
     """
     from rag_posfix.evaluation import evaluate_positions
 
@@ -126,8 +125,8 @@ def permutations(
     """Shuffle the passages and count the answers that change.
 
     Measures flip rate, difference of the first token and accuracy. The first order is the given one, with the gold
-    passage first. The other orders are random and the same for every method. Order-free methods run with every order
-    too.
+    passage first. The other orders are random and the same for every method. Order-invariant methods run with every
+    order too.
     """
     from rag_posfix.evaluation import evaluate_permutations
 
@@ -205,6 +204,7 @@ def rerank_positions(
     documents: Documents = 10,
     limit: Limit = None,
     skip: Skip = 0,
+    hostile: Hostile = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
@@ -217,7 +217,7 @@ def rerank_positions(
 
     record = evaluate_reranking_positions(
         data, _reranker_choices(reranker, at_least=1), gold_positions=gold_positions_of(gold_positions, documents),
-        documents=documents, limit=limit, skip=skip, fresh=fresh, settings=settings, out=output,
+        documents=documents, limit=limit, skip=skip, hostile=hostile, fresh=fresh, settings=settings, out=output,
         progress=experiment_step,
     )  # fmt: skip
     emit(record.to_json(), as_json, _show_rerank_positions)
@@ -304,12 +304,14 @@ def _show_runs(summary: dict[str, Any]) -> None:
 def _show_rerank_positions(summary: dict[str, Any]) -> None:
     input_positions = list(next(iter(summary["rerankers"].values()))["places"])
     headings = (f"at {position}" for position in input_positions)
-    rows = table("reranker", *headings, "spread", "changed", "seconds")
+    hostile = any("hostile_first" in scores for scores in summary["rerankers"].values())
+    rows = table("reranker", *headings, "spread", "changed", "seconds", *["hostile first"] * hostile)
     for label, scores in summary["rerankers"].items():
         cells = [f"{recall['recall@1']:.2f} ({recall['recall@3']:.2f})" for recall in scores["places"].values()]
         rows.add_row(
             escape(label), *cells, f"{scores['recall@1']['spread']:.2f} ({scores['recall@3']['spread']:.2f})",
             f"{scores['rankings_that_change']:.0%}", f"{scores['seconds']:.3f}",
+            *([f"{scores['hostile_first']:.0%}"] if hostile else []),
         )  # fmt: skip
     out().print(rows)
     say(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rag_posfix.cli.options import AsJson, checked_choice, load_engine, with_settings
-from rag_posfix.cli.output import emit, progress_bar, progress_bars, say, status
+from rag_posfix.cli.output import emit, err, progress_bar, progress_bars, say, status
 from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError
 from rag_posfix.folders import PASSAGES_FOLDER
 from rag_posfix.settings import Settings
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
     from rag_posfix.contracts.request import MitigationChoice
+    from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.indexing import IndexUpdate
+    from rag_posfix.retrieval.ingest.passages import PassageSize
 
 _SHOWN_FILES = 10
+_SHOWN_METADATA = frozenset({"source", "title", "page", "start", "end"})
 _SKIPPED = {
     "unreadable": "cannot be read",
     "binary": "not text",
@@ -35,20 +38,63 @@ _SKIPPED = {
 }
 """The kinds of skipped files in the order of the summary."""
 
+_NOTES = {
+    "fields": "fields of records",
+    "encoding": "encodings",
+    "rows": "records left out",
+    "cut": "too long for a passage",
+}
+"""The kinds of notes in the order of the summary."""
+
+
+_Output = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write or update this index folder.", show_default="none; needed to index"),
+]
+_PassageTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--passage-tokens",
+        min=1,
+        help="Split text into passages of up to N tokens.",
+        show_default="150 words or 1,000 characters",
+    ),
+]
+_Overlap = Annotated[
+    int,
+    typer.Option("--overlap", min=0, help="Repeat up to N tokens (or words) in the next passage.", show_default="0"),
+]
+_Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        help="Read these fields: text=NAME, title=NAME, id=NAME.",
+        show_default="by name and content",
+    ),
+]
+_Precompute = Annotated[
+    str | None,
+    typer.Option(
+        "--precompute",
+        help="Store keys and values of each passage for this method.",
+        show_default="no keys and values are computed",
+    ),
+]
+
 
 @with_settings("embedding_model", "model", "adapter", "device")
 def index(
     paths: Annotated[list[Path], typer.Argument(help="Read these files or folders.")],
-    output: Annotated[Path, typer.Option("--out", help="Write or update this index folder.")],
     settings: Settings,
-    precompute: Annotated[
-        str | None,
-        typer.Option(
-            "--precompute",
-            help="Store keys and values of each passage for this method.",
-            show_default="no keys and values are computed",
-        ),
-    ] = None,
+    output: _Output = None,
+    passage_tokens: _PassageTokens = None,
+    overlap: _Overlap = 0,
+    field: _Fields = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure how similar foreign questions are to it.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the passages; index nothing.")] = False,
+    precompute: _Precompute = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Ignore an existing index; embed everything again.")
     ] = False,
@@ -57,56 +103,126 @@ def index(
 ) -> None:
     """Build or update an index from files.
 
-    Reads .txt, .md, .html, .pdf, .docx, .csv, .jsonl and .jsonl.gz, splits files into passages and embeds new ones. An
-    existing index is updated: passages of files that no longer exist are removed. Files that cannot be read are
-    skipped and listed at the end. Vectors are kept while they are computed: the same command continues after it was
-    interrupted. With --precompute the first question is warm; it takes 3.5 MB per 150 tokens with the packaged model.
+    Reads .txt, .md, .html, .pdf, .docx, .csv, .tsv, .json, .jsonl and .jsonl.gz, and with the extra "office" .pptx,
+    .xlsx, .epub and .ipynb; splits files into passages at their headings and embeds new ones. An existing index is
+    updated: passages of files that no longer exist are removed. Files and rows that cannot be read are left out and
+    listed at the end. Vectors are kept while they are computed: the same command continues after it was interrupted.
+    --calibrate measures how similar foreign questions are, for embedding models other than the packaged one.
+    With --precompute the first question is warm; it takes 3.5 MB per 150 tokens with the packaged model.
     """
+    if explain:
+        _check_paths(paths, None)
+        size = _passage_size(passage_tokens, overlap, settings)
+        emit(_explain(paths, size, field or [], strict=strict), as_json, _show_passages)
+        return
+    if output is None:
+        raise typer.BadParameter("give a folder, or --explain", param_hint="--out")
     choice = None if precompute is None else checked_choice(precompute)
     if choice is not None:
         _check_store(settings)
     _check_paths(paths, output)
     started = time.perf_counter()
-    with status("loading the embeddings"):
-        from rag_posfix.generation.load import quiet_loading
-        from rag_posfix.pipeline.build import build_embeddings
-        from rag_posfix.retrieval.indexing import update_index
+    embeddings = _load_embeddings(settings)
+    size = _passage_size(passage_tokens, overlap, embeddings)
+    from rag_posfix.retrieval.indexing import update_index
 
-        embeddings = build_embeddings(settings, many=True)
-        with quiet_loading():
-            _ = embeddings.identity  # loads the weights
     try:
         with progress_bars("reading", "embedding") as (reading, progress):
             update = update_index(
-                paths, output, embeddings, rebuild=rebuild, progress=progress, reading=reading, strict=strict
-            )
+                paths, output, embeddings, rebuild=rebuild, progress=progress, reading=reading, size=size,
+                fields=field or [], strict=strict,
+            )  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"interrupted; the index {str(output)!r} is as it was, and computed vectors are kept: the same command "
             "continues"
         ) from None
     data = {"index": str(output), **_summarize_update(update, settings), "seconds": time.perf_counter() - started}
+    if calibrate:
+        from rag_posfix.retrieval.calibration import calibrate_index
+
+        data["similarity"] = asdict(calibrate_index(output, embeddings))
     if choice is not None:
         data["precomputed"] = _precompute(output, embeddings, choice, settings)
     emit(data, as_json, _show)
 
 
-def _check_paths(paths: list[Path], output: Path) -> None:
+def _load_embeddings(settings: Settings) -> SentenceEmbeddings:
+    with status("loading the embeddings"):
+        from rag_posfix.generation.load import quiet_loading
+        from rag_posfix.pipeline.build import build_embeddings
+
+        embeddings = build_embeddings(settings, many=True)
+        with quiet_loading():
+            _ = embeddings.identity  # loads the weights
+    return embeddings
+
+
+def _passage_size(tokens: int | None, overlap: int, embeddings: SentenceEmbeddings | Settings) -> PassageSize:
+    """Return the size of passages; warn of passages that are longer than what the embedding model reads.
+
+    With settings, the model is loaded if tokens have to be counted.
+    """
+    from rag_posfix.retrieval.ingest.passages import PassageSize
+
+    if tokens is None:
+        return PassageSize(overlap=overlap)
+    if isinstance(embeddings, Settings):
+        embeddings = _load_embeddings(embeddings)
+    if tokens > embeddings.max_tokens:
+        err().print(
+            f"--passage-tokens {tokens}: the embedding model reads {embeddings.max_tokens} tokens; what follows in a "
+            "passage is not searched by embeddings",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return PassageSize(tokens=tokens, overlap=overlap, count_tokens=embeddings.count_tokens)
+
+
+def _explain(paths: list[Path], size: PassageSize, fields: list[str], *, strict: bool) -> dict[str, Any]:
+    """Return the passages of files as they are embedded and put into a prompt."""
+    from rag_posfix.retrieval.ingest.ingest import read_files
+
+    read = read_files(paths, size=size, fields=fields, strict=strict)
+    passages = [
+        {"id": entry.document.id, "text": entry.document.page_content, "metadata": entry.document.metadata}
+        for entry in read.entries
+    ]
+    notes, skipped = [asdict(note) for note in read.notes], [asdict(file) for file in read.skipped]
+    return {"passages": passages, "notes": notes, "skipped": skipped}
+
+
+def _show_passages(data: dict[str, Any]) -> None:
+    for number, passage in enumerate(data["passages"], start=1):
+        metadata = passage["metadata"]
+        page = f", page {metadata['page']}" if "page" in metadata else ""
+        others = ", ".join(f"{name}={value}" for name, value in metadata.items() if name not in _SHOWN_METADATA)
+        say(f"[{number}] {metadata.get('source', '')}{page}" + (f" ({others})" if others else ""))
+        say(*([str(metadata["title"])] if metadata.get("title") else []), passage["text"], "")
+    say(*_note_lines(data["notes"]), *_skipped_lines(data["skipped"]))
+
+
+def _check_paths(paths: list[Path], output: Path | None) -> None:
     """Raise for paths that are missing and a folder that cannot be used, before anything is loaded."""
     from rag_posfix.retrieval.index.storage import check_writable
+    from rag_posfix.retrieval.ingest.ingest import has_readable_files, no_documents
 
     for path in paths:
         if not path.exists():
             raise RetrievalError(f"no such file or folder: {str(path)!r}")
-    check_writable(output)
+    if not has_readable_files(paths):
+        raise no_documents(paths)
+    if output is not None:
+        check_writable(output)
 
 
 def _summarize_update(update: IndexUpdate, settings: Settings) -> dict[str, Any]:
     """Drop cached answers and passages of removed documents, and return the numbers of the update."""
     from rag_posfix.pipeline.build import invalidate_stored
 
-    answers, passages = invalidate_stored(update.removed_documents, settings)
-    invalidated = {"answers": answers, "passages": passages}
+    answers, passages, pending = invalidate_stored(update.removed_documents, settings)
+    invalidated = {"answers": answers, "passages": passages, "pending": pending}
     return {
         "passages": update.manifest.count,
         "dimension": update.manifest.dimension,
@@ -116,6 +232,7 @@ def _summarize_update(update: IndexUpdate, settings: Settings) -> dict[str, Any]
         "unchanged": update.unchanged,
         "removed": update.removed,
         "continued": update.continued,
+        "notes": [asdict(note) for note in update.notes],
         "skipped": [asdict(file) for file in update.skipped],
         "invalidated": invalidated,
         "forgotten": invalidated,  # the former name, until 1.0
@@ -126,15 +243,40 @@ def _show(data: dict[str, Any]) -> None:
     say(f"indexed {data['passages']} passages in {data['seconds']:.1f} s: {data['index']}")
     if data["added"] < data["passages"] or data["removed"] or data["skipped"]:
         say(", ".join(f"{data[name]} {name}" for name in ("added", "changed", "unchanged", "removed")))
+    if data["invalidated"]["pending"]:
+        say(
+            f"{data['invalidated']['pending']} deletions did not reach Redis: running services may serve answers from "
+            "the removed passages; run `rag-posfix cache clear` when Redis works"
+        )
     if "precomputed" in data:
         stored = data["precomputed"]
         say(
             f"precomputed {stored['tokens']} tokens for {stored['mitigation']} in {stored['seconds']:.1f} s; the "
             f"passage KV store holds {stored['bytes'] / 1e6:.0f} MB"
         )
+    if "similarity" in data:
+        low, clear = data["similarity"]["low"], data["similarity"]["clear"]
+        say(f"similarity: passages below {low:g} are not read; with one of {clear:g} or more the model need not judge")
     if data["continued"]:
         say(f"{data['continued']} vectors were kept from a run that did not finish")
-    say(*_skipped_lines(data["skipped"]))
+    say(*_note_lines(data["notes"]), *_skipped_lines(data["skipped"]))
+
+
+def _note_lines(notes: list[dict[str, str]]) -> list[str]:
+    """Return one line per kind of note, and one per note up to a limit."""
+    lines = []
+    for kind, heading in _NOTES.items():
+        entries = [note for note in notes if note["kind"] == kind]
+        if entries:
+            lines += [f"{heading}:", *(f"  {_note_line(note)}" for note in entries[:_SHOWN_FILES])]
+        if len(entries) > _SHOWN_FILES:
+            lines.append(f"  and {len(entries) - _SHOWN_FILES} more; --json lists all")
+    return lines
+
+
+def _note_line(note: dict[str, str]) -> str:
+    names_file = note["message"].startswith(note["file"])  # as "tickets.jsonl:7: not JSON" does
+    return note["message"] if names_file else f"{note['file']}: {note['message']}"
 
 
 def _skipped_lines(skipped: list[dict[str, str]]) -> list[str]:

@@ -31,7 +31,7 @@ def list_laboratory(as_json: AsJson = False) -> None:
             "presets": {preset: dict(values) for preset, values in TASKS.presets(name).items()},
             "metric": cls.metric,
             "splits": dict(cls().splits),
-            "source": cls.source,
+            "source": cls.paper,
         }
         for name, cls in TASKS.items()
     ]

@@ -9,10 +9,27 @@ from collections.abc import Sequence
 import typer
 
 from rag_posfix import __version__
-from rag_posfix.cli import ask, bench, demo, evaluate, index, lab, methods, probe, serve, storage, train
+from rag_posfix.cli import (
+    ask,
+    bench,
+    data,
+    demo,
+    evaluate,
+    index,
+    lab,
+    measure,
+    methods,
+    probe,
+    prompt,
+    serve,
+    storage,
+    train,
+)
+from rag_posfix.cli.help import make_readable
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
-from rag_posfix.settings import limit_openmp_spinning
+from rag_posfix.extras import missing_package
+from rag_posfix.process import prepare_process
 from rag_posfix.text import clean_text
 
 _INTERRUPTED = 130
@@ -21,7 +38,6 @@ app = typer.Typer(
     name="rag-posfix",
     help="Answer questions from documents, whatever their order.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -29,17 +45,22 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)
+app.command("prompt")(prompt.prompt)
 app.command("methods")(methods.methods)
 app.command("verify")(methods.verify)
 app.command("serve")(serve.serve)
+app.command("measure")(measure.measure)
+app.command("report")(measure.report)
 app.command("bench")(bench.bench)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(data.app, name="data")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
 app.add_typer(train.app, name="train")
 app.add_typer(storage.cache, name="cache")
 app.add_typer(storage.models, name="models")
 app.add_typer(serve.keys, name="keys")
+make_readable(app)
 
 _FORMER_OPTIONS = {
     ("bench", "--together"): "--concurrent",
@@ -67,15 +88,15 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with 0 (success), 1 (error), 2 (wrong usage) or 130 (interrupted).
+    """Run a command and exit with 0 (success), 1 (error), 2 (wrong usage), 3 (no passage) or 130 (interrupted).
 
     A ``RagPosfixError`` is printed as one line on stderr, and with ``--json`` also as ``{"error": {"type",
     "message"}}`` on stdout. Other exceptions have a traceback.
     """
     words = _renamed_options(list(sys.argv[1:] if arguments is None else arguments))
-    limit_openmp_spinning()
+    prepare_process()
     try:
-        app(args=words)
+        _run(words)
     except RagPosfixError as error:
         message = clean_text(" ".join(str(error).split()))  # names of files need not be Unicode
         if "--json" in words:
@@ -86,6 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if exit_error.code == _INTERRUPTED:
             err().print(_escape(_interruption(exit_error)), highlight=False, soft_wrap=True)
         raise
+
+
+def _run(words: list[str]) -> None:
+    try:
+        app(args=words)
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from error
 
 
 def _renamed_options(words: list[str]) -> list[str]:

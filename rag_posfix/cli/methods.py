@@ -10,6 +10,7 @@ import typer
 
 from rag_posfix.cli.options import AsJson, load_engine, with_settings
 from rag_posfix.cli.output import emit, emit_json, out, say, table
+from rag_posfix.cli.verify_server import show_server, verify_server
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.settings import Settings
 
@@ -90,7 +91,7 @@ def _names(registry: Any) -> set[str]:
 
 
 def _show(mitigations: list[dict[str, Any]], registries: Mapping[str, Any]) -> None:
-    rows = table("mitigation (aliases)", "order-free", "what it does", "parameters", title="mitigations")
+    rows = table("mitigation (aliases)", "order-invariant", "what it does", "parameters", title="mitigations")
     for entry in mitigations:
         parameters = ", ".join(f"{key}={value['default']}" for key, value in entry["parameters"].items())
         order_free = "yes" if entry["order_invariant"] else "no"
@@ -113,19 +114,29 @@ def _with_aliases(name: str, aliases: Sequence[str], separator: str) -> str:
 def verify(settings: Settings, as_json: AsJson = False) -> None:
     """Check the attention hook on a model, and list its methods.
 
-    Compares the logits of the patched and the unmodified model.
+    Compares the logits of the patched and the unmodified model. A model on a server is asked what it gives.
     """
+    from rag_posfix.generation.remote.address import is_remote
+
+    if is_remote(settings.model):
+        emit(verify_server(settings), as_json, show_server)
+        return
     engine = load_engine(settings)
     from rag_posfix.generation.load import generation_config_of
     from rag_posfix.mitigations import MITIGATIONS
-    from rag_posfix.patching.verify import verify as compare
+    from rag_posfix.patching.prepare import check_again
 
-    loaded = engine.loaded
-    result = compare(loaded.model, loaded.spec, thorough=True)
+    loaded, within = engine.loaded, engine.loaded.spec.within
+    result = check_again(loaded.model, loaded.spec)
     reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
+    in_windows = [
+        name for name, cls in MITIGATIONS.items() if reasons[name] and within and cls().refusal(within.shape) is None
+    ]
     data = {
         "model": engine.model_id,
         "family": loaded.spec.family.model_type,
+        "reading": loaded.spec.reading,
+        "structure": loaded.spec.structure,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "max_logit_difference": result.max_logit_difference,
@@ -133,19 +144,24 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
         "eos_ids": sorted(engine.encoder.eos_ids),
         "generation_config_not_applied": generation_config_of(settings.model, settings.cache_dir).ignored,
         "supported": [name for name, reason in reasons.items() if reason is None],
-        "refused": {name: reason for name, reason in reasons.items() if reason is not None},
+        "supported_in_windows": in_windows,
+        "window": None if within is None else within.shape.context_window,
+        "refused": {name: reason for name, reason in reasons.items() if reason and name not in in_windows},
     }
     emit(data, as_json, _show_model)
 
 
 def _show_model(data: dict[str, Any]) -> None:
     say(
-        f"{data['model']} ({data['family']}, {data['dtype']})",
-        f"largest logit difference with the attention hook: {data['max_logit_difference']:g}",
+        f"{data['model']} ({data['family']}, {data['dtype']}), read with {data['reading']}",
+        f"largest logit difference from the unmodified model: {data['max_logit_difference']:g}",
         f"by check: {', '.join(f'{check} {value:g}' for check, value in data['differences'].items())}",
         f"tokens that end an answer: {data['eos_ids']}",
     )
     if data["generation_config_not_applied"]:
         say(f"not applied of its generation config: {dict(data['generation_config_not_applied'])}")
     say(f"supported: {', '.join(data['supported'])}")
+    if data["supported_in_windows"]:
+        names = ", ".join(data["supported_in_windows"])
+        say(f"supported for prompt and answer of up to {data['window']} tokens (sliding windows): {names}")
     say(*(f"not supported: {name}: {reason}" for name, reason in data["refused"].items()))

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic_settings import BaseSettings
 
 from rag_posfix.cli.output import status
+from rag_posfix.contracts.filters import combine_filters, read_filter
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.devices import check_device_is_here
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Integer, parameters_of
 from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.weight_packages import WEIGHTS
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.answers.experiment import Arrangement
     from rag_posfix.generation.engine import Engine
 
-S = TypeVar("S", Settings, ServiceSettings)
 Command = Callable[..., None]
 
 BASIC_METHODS = "none,default"
@@ -35,10 +38,16 @@ _SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
     "reranker": (str, "Choose the k passages with it: name or name:parameter=value."),
     "order": (str, "Order the passages by it: name or name:parameter=value."),
     "k": (int, "Put this number of passages into the prompt."),
-    "retriever": (str, "Retrieve with dense (embeddings), bm25 (words) or hybrid."),
+    "retriever": (str, "Retrieve with dense, bm25, hybrid or KIND:key=value,..."),
     "max_tokens": (int, "Stop the answer after this number of tokens."),
+    "allow_ungrounded": (bool, "Answer from the model's memory if nothing is found."),
+    "floor": (str, "Read what is about the question: auto, off, a similarity."),
+    "query": (str, "Search a follow-up by last, history or rewrite."),
+    "writer": (str, "Write queries of rewrite, or questions, with this model."),
+    "profile": (Path, "Use what rag-posfix measure chose: its profile.json."),
+    "template": (str, "Write prompts by a shipped name, a TOML or Jinja2 file."),
     "index": (Path, "Serve this index folder, written by rag-posfix index."),
-    "embedding_model": (str, "Embed with minilm, a model id, or a folder."),
+    "embedding_model": (str, "Embed with minilm, multilingual, a model id or a folder."),
     "model": (str, "Use smollm2, gemma3-270m, an id, folder, openai:NAME@URL."),
     "adapter": (Path, "Merge this folder of a LoRA adapter into the model."),
     "device": (str, "Run on cpu, cuda, cuda:1, ...; auto prefers a GPU."),
@@ -58,6 +67,10 @@ def out_option(help: str, **options: Any) -> Any:
     return typer.Option("--out", callback=checked_output, help=help, **options)
 
 
+Filter = Annotated[
+    list[str] | None,
+    typer.Option("--filter", help="Retrieve only matching passages: FIELD=VALUE or JSON.", show_default="none"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Data = Annotated[Path, typer.Option("--data", help="Read questions from this file; .gz or plain.")]
 GoldPositions = Annotated[
@@ -73,6 +86,10 @@ Limit = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use at most this many questions.", show_default="all")
 ]
 Skip = Annotated[int, typer.Option("--skip", min=0, help="Leave out this many questions at the start.")]
+Hostile = Annotated[
+    str | None,
+    typer.Option("--hostile", show_default="none", help="Plant a passage: echo, poison, injection or faq."),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute results that are in the journal.")]
 UseRay = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster at RAY_ADDRESS, or a local one.")]
 RayActors = Annotated[int, typer.Option("--ray-actors", min=1, help="Start this many processes per stage on Ray.")]
@@ -149,6 +166,11 @@ def _replace_parameter(
     return decorate
 
 
+def filter_of(texts: Sequence[str] | None) -> Mapping[str, Any] | None:
+    """Return the filter of all ``--filter`` options together; None without one."""
+    return combine_filters(*(read_filter(text) for text in texts or ()))
+
+
 def load_engine(settings: Settings) -> Engine:
     """Load the model of the settings into this process, with a status line."""
     with status("loading the model"):
@@ -217,6 +239,26 @@ def check_index(folder: Path) -> None:
     check_sizes(folder)
 
 
+def check_answer_fits(settings: Settings) -> None:
+    """Check that the longest answer leaves room for a prompt, before the model is loaded.
+
+    The context window is known of packaged models and of folders with a ``config.json``.
+    """
+    weights = WEIGHTS.get(settings.model)
+    config = Path(settings.model, "config.json")
+    window = weights.context_window if weights else None
+    if config.is_file():
+        try:
+            window = json.loads(config.read_text("utf-8")).get("max_position_embeddings")
+        except (OSError, ValueError, AttributeError):
+            return  # loading the model says what is wrong
+    if isinstance(window, int) and settings.max_tokens >= window:
+        raise ConfigError(
+            f"--max-tokens {settings.max_tokens} leaves no room for a prompt: the context window of "
+            f"{settings.model!r} has {window} tokens; use fewer"
+        )
+
+
 def checked_output(folder: Path | None) -> Path | None:
     """Check that results can be written to a folder: that the nearest existing parent is a writable folder."""
     if folder is None:
@@ -249,30 +291,26 @@ def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:
 
 
 def settings_from(**changes: Any) -> Settings:
-    """Return the settings of the environment, overridden by the options of the command line that are not None."""
-    return _read_settings(Settings, changes)
+    """Return the settings of the environment, overridden by the options of the command line that are not None.
+
+    Raises:
+        ConfigError: a value is not allowed, or this machine lacks the device.
+    """
+    settings = Settings(**_as_text(changes))
+    check_device_is_here(settings.device)
+    return settings
 
 
 def service_settings_from(**changes: Any) -> ServiceSettings:
     """Return the settings of the service, overridden by the options of the command line that are not None."""
-    return _read_settings(ServiceSettings, changes)
+    return ServiceSettings(**_as_text(changes))
 
 
-def _read_settings(kind: type[S], changes: Mapping[str, Any]) -> S:
-    from pydantic import ValidationError
-    from pydantic_settings import SettingsError
-
-    options: dict[str, Any] = {
+def _as_text(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not None, paths as text: it reads the same in an error."""
+    return {
         key: str(value) if isinstance(value, Path) else value for key, value in changes.items() if value is not None
     }
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(key) for key in first["loc"])
-        raise ConfigError(f"setting {where}: {first['msg']}, got {first.get('input')!r}") from error
-    except SettingsError as error:
-        raise ConfigError(f"an environment variable RAG_POSFIX_... cannot be read: {error}") from error
 
 
 def follows(settings: Settings) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from rag_posfix.cli.help import ReadableCommand, ReadableGroup
 from rag_posfix.cli.options import AsJson, out_option, with_options_of, with_settings
 from rag_posfix.cli.output import emit, experiment_step, out, say, say_files, table
 from rag_posfix.settings import Settings
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Out = Annotated[Path, out_option("Write the record and the figure here.")]
 
 
-class ProbeGroup(TyperGroup):
+class ProbeGroup(ReadableGroup):
     """The commands of this file, and one per probe, made when needed: probes import torch, which is slow."""
 
     @property
@@ -45,7 +45,7 @@ def list_probes(as_json: AsJson = False) -> None:
         {
             "name": name,
             "summary": _summary(cls),
-            "source": cls.source,
+            "source": cls.paper,
             "deviations": list(cls.deviations),
             "reads_text": cls.reads_text,
             "parameters": {
@@ -122,7 +122,7 @@ def _probe_commands() -> dict[str, Any]:
 
     commands = typer.Typer()
     for name, cls in PROBES.items():
-        commands.command(name, help=_summary(cls))(_probe_command(cls))
+        commands.command(name, help=_summary(cls), cls=ReadableCommand)(_probe_command(cls))
     group = typer.main.get_command(commands)
     return dict(getattr(group, "commands", {}))
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rag_posfix.cli.options import AsJson, check_index, follows, service_settings_from, setting_option, with_settings
+from rag_posfix.cli.options import (
+    AsJson,
+    check_index,
+    filter_of,
+    follows,
+    service_settings_from,
+    setting_option,
+    with_settings,
+)
 from rag_posfix.cli.output import emit, err, out, say, table
-from rag_posfix.errors import missing_extra
 from rag_posfix.settings import ServiceSettings, Settings
 
 if TYPE_CHECKING:
@@ -21,7 +29,10 @@ def _service_option(flag: str, help: str, **limits: Any) -> Any:
     return setting_option(flag, help, of=ServiceSettings, **limits)
 
 
-@with_settings("index", "model", "adapter", "device", "tp", "mitigation")
+@with_settings(
+    "index", "retriever", "floor", "model", "adapter", "device", "tp", "mitigation", "template", "query", "writer",
+    "profile",
+)  # fmt: skip
 def serve(
     settings: Settings,
     host: Annotated[str | None, _service_option("--host", "Listen on this address.")] = None,
@@ -44,19 +55,17 @@ def serve(
 
     Serves /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /.
     """
+    options = {"tls_cert": tls_cert, "tls_key": tls_key, "served_model_name": served_model_name}
+    service = service_settings_from(**options, host=host, port=port, log_format=log_format)
     if settings.index is not None:
         check_index(settings.index)
     from rag_posfix.pipeline.build import resolve_methods
 
     resolve_methods(settings)
-    try:
-        from rag_posfix_api.server import run
-    except ImportError as error:
-        raise missing_extra(error.name or "fastapi", "server") from error
-    options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "served_model_name": served_model_name}
-    service = ServiceSettings(**{name: value for name, value in options.items() if value is not None})
+    from rag_posfix_api.server import run
+
     if not follows(settings):
-        run(settings, host=host, port=port, service=service, log_format=log_format, opens_page=open_page)
+        run(settings, service=service, opens_page=open_page)
 
 
 keys = typer.Typer(help="Create, list and revoke API keys of the service.", no_args_is_help=True)
@@ -74,7 +83,7 @@ def create(
     tenant: Annotated[str, typer.Argument(help="Name its tenant: a-z, 0-9, - and _.")],
     name: Annotated[str, typer.Option("--name", help="Describe the key in free text.")] = "",
     scopes: Annotated[
-        str, typer.Option("--scopes", help="Allow read, write and admin, comma-separated.")
+        str, typer.Option("--scopes", help="Allow read, write, admin, metrics, comma-separated.")
     ] = "read,write",
     requests_per_minute: Annotated[
         int | None,
@@ -82,6 +91,10 @@ def create(
     ] = None,
     max_concurrent: Annotated[
         int | None, typer.Option("--max-concurrent", min=1, help="Limit concurrent requests.", show_default="none")
+    ] = None,
+    filters: Annotated[
+        list[str] | None,
+        typer.Option("--filter", help="Let it read matching passages alone.", show_default="none"),
     ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -93,6 +106,7 @@ def create(
         scopes=[scope.strip() for scope in scopes.split(",") if scope.strip()],
         requests_per_minute=requests_per_minute,
         max_concurrent=max_concurrent,
+        filter=filter_of(filters),
     )
 
     def show(_: dict[str, Any]) -> None:
@@ -111,11 +125,12 @@ def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     entries = list(_store(data_dir).table().keys.values())
 
     def show(_: dict[str, Any]) -> None:
-        rows = table("id", "tenant", "name", "scopes", "requests/min", "at once", "created", "revoked")
+        rows = table("id", "tenant", "name", "scopes", "requests/min", "at once", "filter", "created", "revoked")
         for key in entries:
             limits = ["-" if limit is None else str(limit) for limit in (key.requests_per_minute, key.max_concurrent)]
             days = _day(key.created_at), _day(key.revoked_at)
-            rows.add_row(key.id, key.tenant, key.name, ", ".join(key.scopes), *limits, *days)
+            shown_filter = "-" if key.filter is None else json.dumps(key.filter, ensure_ascii=False)
+            rows.add_row(key.id, key.tenant, key.name, ", ".join(key.scopes), *limits, shown_filter, *days)
         out().print(rows, markup=False)
 
     emit({"keys": [key.to_dict() for key in entries]}, as_json, show)
@@ -133,10 +148,8 @@ def revoke(
 
 
 def _store(data_dir: Path | None) -> KeyStore:
-    try:
-        from rag_posfix_api.keys.store import KeyStore
-    except ImportError as error:
-        raise missing_extra(error.name or "fastapi", "server") from error
+    from rag_posfix_api.keys.store import KeyStore
+
     return KeyStore(service_settings_from(data_dir=data_dir).data_dir)
 
 

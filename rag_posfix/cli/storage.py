@@ -30,7 +30,7 @@ Name = Annotated[str, typer.Argument(help=f"Choose one of {', '.join(WEIGHTS)}."
 def _persistent_caches() -> Iterator[tuple[TieredAnswerCache | None, PassageStore | None]]:
     from rag_posfix.pipeline.build import open_caches
 
-    settings = settings_from()
+    settings = settings_from().with_files()
     with open_caches(settings) as (answers, passages):
         if answers is None and (passages is None or not settings.passages.is_persistent(settings.cache_dir)):
             raise CacheError(

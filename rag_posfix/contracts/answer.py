@@ -5,24 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Literal
 
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.checked import FloorChoice, check_method, check_type, checked_floor
+from rag_posfix.contracts.answer_form import FormFault, find_form_fault
+from rag_posfix.contracts.filters import parse_filter
+from rag_posfix.contracts.method_spec import MethodSpec, named_method
+from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, ScoredToken, Usage
+from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import shown
+from rag_posfix.text import checked_question
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A question to a pipeline. A field that is None takes the pipeline's default.
 
+    Text and documents may be given by position, all other fields by name. Every field is checked here.
+
     Attributes:
         text: The question.
         documents: The passages to answer from; None retrieves passages, if the pipeline has a retriever.
         history: Earlier messages of the conversation, ``{"role", "content"}``.
-        mitigation: The mitigation and its parameters.
+        mitigation: ``name``, ``name:parameter=value``, or a ``MitigationChoice``, which a text becomes.
+            Parameters that the command line reads from a file are values here.
         order: The order of the passages: a name, or ``name:parameter=value``.
         seed: Seed of the order ``random``.
         k: Number of passages to retrieve.
@@ -30,13 +40,27 @@ class Question:
         tenant: Part of the cache key: tenants do not share cached answers.
         use_cache: Whether the answer cache may be read and written.
         index: Name of the index to retrieve from; None is the pipeline's own retriever.
-        reranker: What scores the passages, also those that have a score; None leaves it to the pipeline.
+        reranker: What scores the passages, also those that have a score: a name, ``name:parameter=value``, or a
+            ``MethodSpec``, which a text becomes. None leaves it to the pipeline.
+        allow_ungrounded: Whether the model answers from its memory if there is no passage; otherwise the answer says
+            that no passage was found.
+        template: The text of the prompt.
+        query: What is searched for: ``last`` (the question), ``history`` (the last messages of the user, weighted), or
+            ``rewrite`` (a question that a model writes).
+        floor: Which retrieved passages are read: ``auto`` (those about the question, by similarity and a judge),
+            ``off`` (all), or the lowest similarity, 0 to 1, with the judge.
+        filter: Only passages whose metadata matches are retrieved (see ``contracts.filters``); part of the cache key.
+            Cannot be given with ``documents``.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range, or a method is unknown.
     """
 
     text: str
     documents: Sequence[Document] | None = None
+    _: KW_ONLY
     history: Sequence[Mapping[str, str]] = ()
-    mitigation: MitigationChoice | None = None
+    mitigation: MitigationChoice | str | None = None
     order: str | None = None
     seed: int = 0
     k: int | None = None
@@ -44,7 +68,91 @@ class Question:
     tenant: str = ""
     use_cache: bool = True
     index: str | None = None
-    reranker: MethodSpec | None = None
+    reranker: MethodSpec | str | None = None
+    allow_ungrounded: bool | None = None
+    template: PromptTemplate | None = None
+    query: str | None = None
+    filter: Mapping[str, Any] | None = None
+    floor: FloorChoice | None = None
+
+    def __post_init__(self) -> None:
+        checked_question(self.text)
+        _check_documents(self.documents)
+        _check_history(self.history)
+        for kind in ("mitigation", "reranker"):
+            method = getattr(self, kind)
+            if method is not None:
+                method = named_method(method, kind)
+                check_method(kind, method)
+                object.__setattr__(self, kind, method)
+        if self.order is not None:
+            check_method("order", self.order)
+        check_type("k", self.k, int | None, "a whole number >= 1, or None for the default")
+        if self.k is not None and self.k < 1:
+            raise ConfigError(f"k={self.k} must be a whole number >= 1, or None for the default")
+        if self.floor is not None:
+            object.__setattr__(self, "floor", checked_floor(self.floor))
+        if self.filter is not None:
+            _check_filter(self.filter, self.documents)
+        for name, kind_of_value, allowed in (
+            ("seed", int, "a whole number"),
+            ("tenant", str, "a string"),
+            ("use_cache", bool, "True or False"),
+            ("index", str | None, "the name of an index, or None"),
+            ("allow_ungrounded", bool | None, "True, False or None"),
+            ("template", PromptTemplate | None, "a PromptTemplate, or None"),
+            ("query", str | None, "last, history or rewrite, or None"),
+            ("sampling", Sampling | None, "a Sampling, or None"),
+        ):
+            check_type(name, getattr(self, name), kind_of_value, allowed)
+
+
+def as_question(question: Question | str, documents: Sequence[Document] | None = None) -> Question:
+    """Return the question of a text and its documents, or a ``Question`` as it is.
+
+    Raises:
+        ConfigError: the text or the documents are wrong, or documents come next to a ``Question``.
+    """
+    if not isinstance(question, Question):
+        return Question(question, documents)
+    if documents is not None:
+        raise ConfigError("documents are given next to a Question; give them to it: Question(text, documents)")
+    return question
+
+
+def _check_documents(documents: Any) -> None:
+    if documents is None:
+        return
+    if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Sequence):
+        raise ConfigError(
+            f"documents is {type(documents).__name__}, must be a list of langchain_core Documents; wrap text in "
+            "[Document(page_content=...)]"
+        )
+    for index, document in enumerate(documents):
+        if not isinstance(document, Document):
+            raise ConfigError(
+                f"documents[{index}] is {type(document).__name__}, must be a langchain_core Document; "
+                "wrap text in Document(page_content=...)"
+            )
+
+
+def _check_filter(metadata_filter: object, documents: Sequence[Document] | None) -> None:
+    parse_filter(metadata_filter)
+    if documents is not None:
+        raise ConfigError(
+            "documents and a filter are given; a filter chooses among retrieved passages, so send only the documents "
+            "that may be read"
+        )
+
+
+def _check_history(history: Any) -> None:
+    if isinstance(history, str | bytes | Mapping) or not isinstance(history, Sequence):
+        raise ConfigError(f'history={shown(history)} must be a list of messages {{"role": ..., "content": ...}}')
+    for index, message in enumerate(history):
+        if not isinstance(message, Mapping):
+            raise ConfigError(
+                f'history[{index}] is {type(message).__name__}, must be {{"role": "user", "content": text}}'
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +163,13 @@ class AnswerDocument:
         id: The document's id.
         score: Its relevance, or None without a score.
         position: Its position in the prompt, from 0.
-        attention: Its share of the attention to passages, 0 to 1.
+        attention: Its share of the attention to passages, 0 to 1. Until 1.0 also its ``weight``, if it has one.
         title: Its title, or None.
         source: Its file, or None.
         text: Its text, complete even if the prompt holds a part of it.
         page: The page of its file on which it begins, or None.
+        weight: Its weight in the mixture of a method whose experts read one passage each, 0 to 1; None for methods
+            that attend to all passages.
     """
 
     id: str
@@ -70,6 +180,7 @@ class AnswerDocument:
     source: str | None = None
     text: str = ""
     page: int | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +192,9 @@ class Citation:
         end: Character after the last.
         text: The characters between.
         document_ids: Ids of the source documents.
-        origin: The evidence. ``quote``: the documents contain the text word for word. ``attention``: the document
-            dominated the attention while the sentence was generated. The JSON field is called ``from``.
+        origin: The evidence. ``quote``: the documents contain what the sentence adds to the question.
+            ``attention``: the document dominated the attention, or the weights, while the sentence was generated. The
+            JSON field is called ``from``.
     """
 
     start: int
@@ -99,17 +211,23 @@ class Answer:
     Attributes:
         text: The answer.
         documents: The passages in the prompt, in prompt order.
-        citations: Quotes of passages, and sentences with a dominant passage, sorted by start.
-        usage: Token counts.
+        citations: Sentences that passages contain, and sentences with a dominant passage, sorted by start.
+        usage: Token counts, those of a server's judgements of passages included.
         cached: Whether the answer came from the answer cache.
         mitigation: Name of the mitigation.
         order: Name of the order.
         finish_reason: ``stop`` or ``length``.
-        dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty`` or ``budget``.
+        dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty``,
+            ``budget``, or ``floor`` (retrieved, and not about the question).
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
+        query: What retriever and reranker searched for: the question, or what was made of it and the history.
         warnings: What failed without failing the question: a reranker that left the documents in their order.
+        grounded: Whether the model read a passage. False for an answer from its memory, and for the text that says
+            that no passage was found.
+        truncated: Ids of documents whose text was cut to fit into the prompt.
+        stop_string: The stop string that ended the answer, or None.
     """
 
     text: str
@@ -124,11 +242,27 @@ class Answer:
     timings: Mapping[str, float] = field(default_factory=dict)
     log_probs: tuple[ScoredToken, ...] = ()
     warnings: tuple[str, ...] = ()
+    query: str = ""
+    grounded: bool = True
+    truncated: tuple[str, ...] = ()
+    stop_string: str | None = None
+
+    @property
+    def form_fault(self) -> FormFault | None:
+        """What is wrong with the form of the text: ``empty``, ``repetition``, ``fragment``, ``endless``, or None."""
+        return find_form_fault(self.text, is_cut=self.finish_reason == "length")
+
+    @property
+    def well_formed(self) -> bool:
+        """Whether the form of the text has no fault; ``form_fault`` names the fault."""
+        return self.form_fault is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that ``rag-posfix ask --json`` prints."""
         data = asdict(self)
         data["answer"] = data.pop("text")
+        data["form_fault"] = self.form_fault
+        data["well_formed"] = data["form_fault"] is None
         del data["log_probs"]  # bytes, which JSON cannot hold
         for citation in data["citations"]:
             citation["from"] = citation.pop("origin")
@@ -138,11 +272,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """A piece of a streamed answer; the last one has the complete ``answer``. ``log_probs`` as in ``Chunk``."""
+    """A piece of a streamed answer; the last one has the complete ``answer``. ``log_probs`` as in ``Chunk``.
+
+    ``prompt_tokens`` are the tokens of the prompt; a remote generator may count others, which ``answer`` has.
+    """
 
     text: str
     answer: Answer | None = None
     log_probs: tuple[ScoredToken, ...] = ()
+    prompt_tokens: int = 0
 
 
 # langchain's interface of a reranker returns documents only, so that a reranker cannot return a warning with them.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
+from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.plan.layout import Layout, Span
 
 ChatMessage = Mapping[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": text}``."""
+"""``{"role": "system" | "user" | "assistant", "content": text}``.
+
+For models with tools an answer may have ``tool_calls``, the JSON text of OpenAI's field of this name, and the role
+``tool`` has the result of the call ``tool_call_id`` of the tool ``name``.
+"""
 
 
 class TokenEncoder(Protocol):
@@ -69,6 +74,29 @@ class PromptEncoder(TokenEncoder, Protocol):
 
 
 @runtime_checkable
+class ToolEncoder(TokenEncoder, Protocol):
+    """A tokenizer whose chat template may write tools, calls of tools and their results."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether messages may be calls of tools and their results: ``with_tools`` returned this tokenizer."""
+        ...
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]], opening: str = "") -> ToolEncoder:
+        """Return a tokenizer that renders ``tools``, in OpenAI's form, and begins the answer with ``opening``."""
+        ...
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated tokens without special tokens."""
+        ...
+
+
+def takes_tool_messages(encoder: TokenEncoder) -> bool:
+    """Return whether a tokenizer renders calls of tools and their results."""
+    return isinstance(encoder, ToolEncoder) and encoder.has_tools
+
+
+@runtime_checkable
 class Generator(Protocol):
     """Generates answers to prompts. The engine and the deterministic fake implement it."""
 
@@ -106,12 +134,39 @@ class Generator(Protocol):
 
 
 @runtime_checkable
-class PassageReader(Generator, Protocol):
-    """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
+class LikelihoodReader(Generator, Protocol):
+    """A generator that returns the likelihood of a question after a passage, for rerankers."""
 
-    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
-        """Return for each passage the mean log-probability of the question's tokens after that passage alone."""
+    def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
+        """Return for each passage the mean log-probability of the question's tokens after that passage alone.
+
+        With ``bare`` the last value is that of the question without a passage.
+        """
         ...
+
+
+@runtime_checkable
+class OddsReader(Generator, Protocol):
+    """A generator without a known vocabulary that compares two answers by their spellings. Servers are read so."""
+
+    def log_odds(
+        self,
+        layout: Layout,
+        yes: Sequence[str],
+        no: Sequence[str],
+        salt: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[float, ...]:
+        """Return log p(yes) - log p(no) as the beginning of the answer after each passage alone, and without any.
+
+        ``check`` is called while the answers are awaited; an exception of ``check`` ends the judgement.
+        """
+        ...
+
+
+@runtime_checkable
+class PassageReader(LikelihoodReader, Protocol):
+    """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
         """Return the log-probability of each token as the first of the answer, (N + 1, len(tokens)).
@@ -159,6 +214,31 @@ class ScoringGenerator(Generator, Protocol):
 def gives_scores(generator: Generator) -> bool:
     """Return whether a generator returns log-probabilities."""
     return isinstance(generator, ScoringGenerator) and generator.scores_tokens
+
+
+@runtime_checkable
+class StructuredGenerator(Generator, Protocol):
+    """A generator whose answers can follow a JSON schema, ``Sampling.json_schema``."""
+
+    def check_json_schema(self, schema: str) -> None:
+        """Raise if no answer can follow the schema: ConfigError or UnsupportedModelError. Runs no model."""
+        ...
+
+
+def check_json_schema(generator: Generator, schema: str) -> None:
+    """Raise unless the answers of a generator can follow a JSON schema."""
+    if not isinstance(generator, StructuredGenerator):
+        raise UnsupportedModelError(f"{shown_model(generator.model_id)} writes no JSON by a schema; ask without one")
+    generator.check_json_schema(schema)
+
+
+@runtime_checkable
+class CachingGenerator(Generator, Protocol):
+    """A generator with a passage KV store that says which segments of a prompt are stored."""
+
+    def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
+        """Return whether the prefix, and each passage, is stored. Runs no model."""
+        ...
 
 
 @runtime_checkable

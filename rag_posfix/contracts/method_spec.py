@@ -39,6 +39,12 @@ class MethodSpec:
     name: str = "none"
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ConfigError(f"the name of a method must be a string, got {shown(self.name)}")
+        if not isinstance(self.parameters, Mapping):
+            raise ConfigError(f"parameters={shown(self.parameters)} of {self.name} must be a mapping: {{name: value}}")
+
     @property
     def recorded_parameters(self) -> dict[str, Any]:
         """The parameters as records spell them: renamed ones by their first names and values."""
@@ -199,6 +205,24 @@ def read_reranker(text: str) -> MethodSpec:
     if "+" not in spec.name:
         return spec
     return MethodSpec("fused", {"scorers": spec.name.split("+"), **spec.parameters})
+
+
+def named_method(method: str | MethodSpec, kind: str) -> MethodSpec:
+    """Return the method that a text, or a ``MethodSpec``, names; the name is not looked up.
+
+    Args:
+        kind: ``mitigation``, ``order`` or ``reranker``.
+
+    Raises:
+        ConfigError: text that cannot be read, or a value that is neither.
+    """
+    if isinstance(method, MethodSpec):
+        return method
+    if not isinstance(method, str) or not method.strip():
+        raise ConfigError(f"{kind}={shown(method)} must be name or name:parameter=value")
+    if kind == "reranker":
+        return read_reranker(method)
+    return parse_method(method, kind, "base=reverse" if kind == "order" else "experts=5")
 
 
 def read_arrangement(text: str) -> tuple[MethodSpec | None, str, MethodSpec]:

@@ -5,12 +5,16 @@ Code below this interface has token spans only; code above it has only these typ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
+from rag_posfix.checked import check_type
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.parameters import shown
 from rag_posfix.plan.layout import Layout
 
 __all__ = ["MitigationChoice", "Sampling"]
@@ -71,9 +75,11 @@ class Sampling:
         top_p: Samples from the most likely tokens up to this total probability, in (0, 1].
         top_k: Samples from this many of the most likely tokens; 0 for all.
         seed: 64-bit seed; None draws a new one.
-        stop: Strings that end the answer; the answer ends before the first of them.
+        stop: Strings that end the answer; the answer ends before the first of them. One string may be given alone.
         top_logprobs: Number of likeliest tokens, 0 to 20, whose log-probabilities come with that of each token of the
             answer; None for no log-probabilities.
+        json_schema: A JSON schema that the answer follows, as an object or its text; None for free text. An answer
+            that ``max_tokens`` cuts is the beginning of such a JSON text.
     """
 
     max_tokens: int = 128
@@ -83,8 +89,23 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    json_schema: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        for name, kind, allowed in (
+            ("max_tokens", Integral, "a whole number"),
+            ("temperature", Real, "a number"),
+            ("top_p", Real, "a number"),
+            ("top_k", Integral, "a whole number"),
+            ("seed", Integral | None, "a whole number or None"),
+            ("top_logprobs", Integral | None, "a whole number or None"),
+        ):
+            check_type(name, getattr(self, name), kind, allowed)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
+            raise ConfigError(f"stop={shown(self.stop)} must be a string or a list of strings")
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens} must be >= 1")
         if not 0.0 <= self.temperature <= 5.0:
@@ -104,6 +125,19 @@ class Sampling:
     def deterministic(self) -> bool:
         """Whether the same prompt always gives the same answer."""
         return self.temperature == 0.0 or self.seed is not None
+
+
+def _schema_text(schema: object) -> str | None:
+    """Return a JSON schema as text, its properties in their order; they are written in this order."""
+    if schema is None:
+        return None
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, Mapping):
+            raise ConfigError(f"json_schema is {type(parsed).__name__}, must be a JSON schema: an object")
+        return json.dumps(dict(parsed), ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"json_schema is no JSON: {error}; give Model.model_json_schema() or its text") from error
 
 
 MitigationChoice = MethodSpec
@@ -182,12 +216,14 @@ class Generation:
         usage: Token counts.
         attention: Share of each passage (in the order of the layout) in the attention of the first generated token to
             passages; sums to 1, empty without passages.
+        weighted: Whether ``attention`` and ``sources`` are the weights of experts that read one passage each.
         sources: The shares of the passages in each token, if the request was traced and the generator supports it.
         timings: Seconds by stage: ``prefill``, ``decode``, and ``queue`` if requests wait for the model.
         log_probs: Every generated token with its log-probability, if the request asked for ``top_logprobs``: by the
             distribution that the plan combines its rows to.
         prompt_log_probs: Every token of the prompt with its log-probability, if the request asked for
             ``prompt_scored``; the first token has none.
+        stop_string: The stop string that ended the answer, or None.
     """
 
     text: str
@@ -199,6 +235,8 @@ class Generation:
     timings: Mapping[str, float] = field(default_factory=dict)
     log_probs: tuple[ScoredToken, ...] = ()
     prompt_log_probs: tuple[ScoredToken, ...] = ()
+    stop_string: str | None = None
+    weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol, runtime_checkable
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
+from rag_posfix.contracts.filters import Condition, matches, parse_filter
 from rag_posfix.errors import RerankingError
 
 _INDEX = "_rag_posfix_index"
 """Metadata of each document during reranking: ids may be missing or equal, and do not identify a document."""
+
+WIDEST_SEARCH = 4096
+"""Most documents that are fetched to find matching ones in a retriever that takes no filter."""
+
+_WEIGHTED_CANDIDATES = 100
+"""Passages that are searched for each message, at least; a passage that is not found has the score of the last one."""
+
+DETAILS = "reranking"
+"""Metadata key under which a reranker describes how it scored a document."""
+
+QUESTION_TOO_LONG = "question_too_long"
+"""Entry of ``DETAILS`` of documents that were not scored because the question leaves no room for them."""
 
 FAILING_AFTER = 3
 """Failures in a row after which a reranker counts as failing."""
@@ -30,6 +44,15 @@ class Retriever(Protocol):
 
 
 @runtime_checkable
+class QueryRetriever(Protocol):
+    """Finds candidates for a query of several texts in its own way."""
+
+    def retrieve_query(self, query: SearchQuery, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
+        """Return at most ``k`` documents for ``query`` that match a filter, best first."""
+        ...
+
+
+@runtime_checkable
 class Reranker(Protocol):
     """Scores documents for a question (a langchain ``BaseDocumentCompressor`` has this method)."""
 
@@ -38,6 +61,94 @@ class Reranker(Protocol):
     ) -> Sequence[Document]:
         """Return copies, best first, with ``metadata["relevance_score"]`` in [0, 1]; ties keep their order."""
         ...
+
+
+def retrieve_matching(
+    retriever: Retriever, question: str, k: int, metadata_filter: Mapping[str, Any] | None
+) -> list[Document]:
+    """Return at most ``k`` documents of ``retriever`` that match a filter, best first; all match without a filter.
+
+    A retriever whose ``retrieve`` takes ``filter`` gets it. Any other is asked for more documents until ``k`` of them
+    match. Either way, every document is checked here: one without the metadata that the filter needs is left out.
+
+    Raises:
+        ConfigError: it is no filter.
+    """
+    if not metadata_filter:
+        return retriever.retrieve(question, k)
+    condition = parse_filter(metadata_filter)
+    if "filter" in inspect.signature(retriever.retrieve).parameters:
+        filtering: Any = retriever
+        return [
+            document
+            for document in filtering.retrieve(question, k, filter=metadata_filter)
+            if matches(condition, document.metadata)
+        ]
+    return first_matching(lambda width: retriever.retrieve(question, width), k, condition)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchQuery:
+    """What is searched for.
+
+    Attributes:
+        text: For rerankers, and for retrievers that take one text.
+        weighted: Texts with weights, the question first: the score of a passage is the weighted mean of its scores
+            for the texts. Empty if ``text`` is searched for.
+    """
+
+    text: str
+    weighted: tuple[tuple[str, float], ...] = ()
+
+
+def retrieve_query(
+    retriever: Retriever, query: SearchQuery, k: int, metadata_filter: Mapping[str, Any] | None
+) -> list[Document]:
+    """Return at most ``k`` documents for a query, best first.
+
+    Retrievers with ``weighs_texts`` search for each text of ``query.weighted``. Formula: score(d) = sum_i w_i s_i(d) /
+    sum_i w_i. Cosines are linear in the query's embedding and BM25 is a sum over words, so this is the score of the
+    weighted sum of the embeddings, or of words with the weights of their messages. A retriever with a method
+    ``retrieve_query`` is asked by it. Other retrievers get ``query.text``.
+    """
+    if isinstance(retriever, QueryRetriever):
+        return retriever.retrieve_query(query, k, metadata_filter)
+    if len(query.weighted) < 2 or not getattr(retriever, "weighs_texts", False):
+        return retrieve_matching(retriever, query.text, k, metadata_filter)
+    width = max(k, _WEIGHTED_CANDIDATES)
+    documents: dict[str, Document] = {}
+    searches: list[tuple[float, dict[str, float], float]] = []  # weight, scores, score of what is not among them
+    for text, weight in query.weighted:
+        hits = retrieve_matching(retriever, text, width, metadata_filter)
+        scores = {str(hit.id): float(hit.metadata["relevance_score"]) for hit in hits}
+        searches.append((weight, scores, min(scores.values()) if len(hits) == width else 0.0))
+        documents = {str(hit.id): hit for hit in hits} | documents
+    total = sum(weight for weight, _, _ in searches)
+    relevance = {
+        name: sum(weight * scores.get(name, other) for weight, scores, other in searches) / total for name in documents
+    }
+    best = sorted(documents, key=lambda name: (-relevance[name], name))[:k]
+    return [
+        documents[name].model_copy(
+            update={"metadata": {**documents[name].metadata, "relevance_score": min(relevance[name], 1.0)}}
+        )
+        for name in best
+    ]
+
+
+def first_matching(retrieve: Callable[[int], list[Document]], k: int, condition: Condition) -> list[Document]:
+    """Return the first ``k`` documents that meet a condition, of a search that takes a number of documents alone.
+
+    The search is repeated for four times as many, until ``k`` match, there are no more, or ``WIDEST_SEARCH`` were
+    searched: then fewer may be returned than there are.
+    """
+    width = k
+    while True:
+        documents = retrieve(width)
+        hits = [document for document in documents if matches(condition, document.metadata)]
+        if len(hits) >= k or len(documents) < width or width >= WIDEST_SEARCH:
+            return hits[:k]
+        width = min(4 * width, max(k, WIDEST_SEARCH))
 
 
 @dataclass(frozen=True, slots=True)

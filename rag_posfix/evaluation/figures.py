@@ -16,7 +16,7 @@ from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#2ca6a4", "#a23b72", "#5b4b2a")
+OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#a23b72", "#2ca6a4", "#5b4b2a")
 COLORS = {"none": "#b3382c"}
 NAMES = {"none": "unmodified model"}
 _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
@@ -76,17 +76,44 @@ def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def new_row(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
-    """Return a figure of a size in inches with axes side by side, of one scale of y with ``share_y``."""
+def new_row(
+    count: int, size: tuple[float, float], *, share_y: bool = False, column: bool = False
+) -> tuple[Figure, tuple[Any, ...]]:
+    """Return a figure of a size in inches with axes side by side, or in a column; ``share_y``: with one scale of y."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_extra("matplotlib", "eval") from error
     figure = Figure(figsize=size, layout="constrained")
-    row = tuple(figure.subplots(1, count, sharey=share_y, squeeze=False)[0])
+    shape = (count, 1) if column else (1, count)
+    row = tuple(figure.subplots(*shape, sharey=share_y, squeeze=False).flat)
     for axes in row:
         axes.spines[["top", "right"]].set_visible(False)
     return figure, row
+
+
+PANEL = 4.8
+"""Width of a panel in inches: at this width on a page its letters have the size of those around it, also on phones."""
+
+
+def new_column(count: int, height: float = 2.9) -> tuple[Figure, tuple[Any, ...]]:
+    """Return a figure with axes above each other, each ``PANEL`` wide and of a height in inches."""
+    return new_row(count, (PANEL, height * count), column=True)
+
+
+def finish_axes(
+    axes: Any, title: str, x: str, y: str, *, legend: bool = True, columns: int = 1, below: float = 36
+) -> None:
+    """Write the title, the labels of both axes and, with ``legend``, the legend ``below`` points under the axes."""
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if legend:
+        from matplotlib.transforms import ScaledTranslation
+
+        under = axes.transAxes + ScaledTranslation(-0.4, -below / 72, axes.figure.dpi_scale_trans)
+        style = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": under, "borderaxespad": 0}
+        axes.legend(frameon=False, fontsize=9, ncols=columns, columnspacing=1.2, **style)
 
 
 def draw_positions(

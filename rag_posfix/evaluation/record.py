@@ -15,13 +15,13 @@ import platform
 import secrets
 import subprocess
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import orjson
 
@@ -29,6 +29,8 @@ from rag_posfix.errors import EvaluationError
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
+
+T = TypeVar("T")
 
 __all__ = ["ExperimentRecord", "Progress", "read_record", "silent"]
 
@@ -41,6 +43,14 @@ _PACKAGES = ("rag-posfix", "torch", "transformers", "sentence-transformers", "la
 def silent(_step: str) -> AbstractContextManager[Callable[[int, int], None]]:
     """Report nothing."""
     return nullcontext(lambda done, total: None)
+
+
+def counted(items: Sequence[T], report: Callable[[int, int], None] | None) -> Iterator[T]:
+    """Yield items, and report after each how many are done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        if report is not None:
+            report(done, len(items))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,6 +38,10 @@ class DeferredGenerator:
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         return mitigation_info(choice)
 
+    def check_json_schema(self, schema: str) -> None:
+        """As ``Engine.check_json_schema``."""
+        self.encoder.json_grammars.check(schema)
+
     def generate(self, request: GenerationRequest) -> Generation:
         return self.loaded().generate(request)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from rag_posfix.contracts.generator import Generator, TokenEncoder, gives_scores
+from rag_posfix.contracts.generator import Generator, TokenEncoder, check_json_schema, gives_scores
 from rag_posfix.contracts.request import (
     Chunk,
     Generation,
@@ -47,6 +47,10 @@ class DelegatingGenerator(ABC, Generic[Inner]):
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         return self._inner.describe(choice)
+
+    def check_json_schema(self, schema: str) -> None:
+        """Raise if no answer can follow a JSON schema: ConfigError or UnsupportedModelError."""
+        check_json_schema(self._inner, schema)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer. Errors as those of ``stream``."""

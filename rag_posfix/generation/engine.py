@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +20,7 @@ from rag_posfix.contracts.request import (
     ScoredToken,
     whole_answer,
 )
-from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
 from rag_posfix.generation.decode.candidate_answers import AnswerText
 from rag_posfix.generation.decode.question_scores import first_token_log_probs, question_attention, question_likelihood
@@ -27,10 +29,10 @@ from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.prefill.per_passage import can_share_batch, encode_passages
-from rag_posfix.generation.prefill.prefill import passage_attention
+from rag_posfix.generation.prefill.prefill import cached_segments, passage_attention
 from rag_posfix.generation.prefill.rows import ResolvedRow, passage_starts, resolve
 from rag_posfix.generation.prefill.segments import KVLookup
-from rag_posfix.mitigations import Mitigation, create
+from rag_posfix.mitigations import MITIGATIONS, Mitigation, create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
 
@@ -106,17 +108,16 @@ class Engine:
             ConfigError: the engine has no store, or the mitigation does not encode passages independently.
             UnsupportedModelError: the model cannot be served by the mitigation.
         """
-        method, shape = create(mitigation.name, mitigation.parameters), self.loaded.spec.shape
-        plan = method.checked_plan(layout, shape)
+        method = create(mitigation.name, mitigation.parameters)
         if self.passages is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
-        rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.all_passages]
-        if not (plan.independent_passages and self.loaded.keeps_all_keys and can_share_batch(rows)):
+        rows = self._independent_rows(layout, method)
+        if not rows:
+            methods = ", ".join(self._methods_to_precompute(layout))
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on "
-                f"{shown_model(self.model_id)}, so they cannot be precomputed; use parallel_windows, "
-                "set_prompting, parallel_encoding, context_experts or "
-                "passage_answers"
+                f"{shown_model(self.model_id)}, so they cannot be precomputed; "
+                + (f"use one of {methods}" if methods else "no method does on this model")
             )
         if not self._positions_independent(layout, method, rows):
             raise ConfigError(
@@ -127,6 +128,32 @@ class Engine:
         with torch.inference_mode():
             kv, cached = encode_passages(self.loaded, layout, rows, kv_lookup)
         return sum(segment.shape[3] for segment in kv.values()) - cached
+
+    def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
+        """Return whether the store has the keys and values of the prefix, and of each passage, of a prompt.
+
+        Runs no model. Errors as those of ``open``.
+        """
+        layout = request.layout
+        plan = self.plan(layout, request.mitigation, request.sampling.max_tokens)
+        loaded = self._loaded_by(layout, plan)
+        kv_lookup = self._lookup(loaded, request.salt, self.describe(request.mitigation).fingerprint)
+        if kv_lookup is None or loaded.spec.ranks.count > 1:
+            return (False,) * (layout.n_passages + 1)
+        return cached_segments(loaded, plan.layout or layout, plan, kv_lookup)
+
+    def _independent_rows(self, layout: Layout, method: Mitigation) -> list[ResolvedRow]:
+        """Return the rows of the passages, or none if the method on this model does not encode them independently."""
+        plan = method.checked_plan(layout, self.loaded.spec.shape)
+        rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.all_passages]
+        independent = plan.independent_passages and self.loaded.keeps_all_keys and can_share_batch(rows)
+        return rows if independent else []
+
+    def _methods_to_precompute(self, layout: Layout) -> Iterator[str]:
+        for name in MITIGATIONS.names():
+            with suppress(RagPosfixError):  # it needs parameters, or another model
+                if self._independent_rows(layout, create(name)):
+                    yield name
 
     def _positions_independent(self, layout: Layout, method: Mitigation, rows: Sequence[ResolvedRow]) -> bool:
         """Return whether the shortest passage has the positions that it has as the only passage."""
@@ -149,16 +176,17 @@ class Engine:
         """Return the mean log-probability per token of a given answer."""
         return sum(self.open(layout, mitigation, len(answer)).score(answer)) / len(answer)
 
-    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
+    def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
         """Return for each passage the mean log-probability of the question's tokens after that passage alone.
 
-        All passages are read together, each followed by the suffix. Salt as in ``GenerationRequest``.
+        All passages are read together, each followed by the suffix. With ``bare`` the last value is that of the
+        question without a passage. Salt as in ``GenerationRequest``.
 
         Raises:
             PromptTooLongError: a passage with prefix and suffix exceeds the context window.
         """
         loaded = self._loaded_alone(layout)
-        return question_likelihood(loaded, layout, self._lookup(loaded, salt))
+        return question_likelihood(loaded, layout, self._lookup(loaded, salt), bare=bare)
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
         """Return the log-probability of each of ``tokens`` as the first token of the answer, (N + 1, len(tokens)).
@@ -227,6 +255,11 @@ class Engine:
 
     def _loaded_for(self, layouts: Sequence[Layout]) -> LoadedModel:
         """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""
+        if (plain := self.loaded.spec.plain) is not None:
+            raise UnsupportedModelError(
+                f"{shown_model(self.model_id)} runs without the attention hook ({plain.reason}), so its attention "
+                "cannot be measured; use the likelihood, yes_no, embedding or cross_encoder reranker"
+            )
         longest = max((len(layout.token_ids) for layout in layouts), default=0)
         self._check_prompt(longest)
         return self.loaded.reading(longest)
@@ -249,6 +282,15 @@ class Engine:
                 f"a prompt of {n_tokens} tokens exceeds the context window of {self.context_window}; use fewer or "
                 "shorter passages"
             )
+
+    def check_json_schema(self, schema: str) -> None:
+        """Raise if no answer can follow a JSON schema; runs no model.
+
+        Raises:
+            ConfigError: the schema is wrong or has a part that cannot be enforced, or llguidance is not installed.
+            UnsupportedModelError: the tokenizer cannot be restricted.
+        """
+        self.encoder.json_grammars.check(schema)
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer. Errors as those of ``open``."""
@@ -286,7 +328,7 @@ class Engine:
         advance = advance or session.advance
         writer = AnswerWriter(self.encoder, session, request, prompt)
         while not writer.done:
-            if (chunk := writer.write(session.next_log_probs())).text:
+            if (chunk := writer.write(writer.next_log_probs())).text:
                 yield chunk
             if not writer.done:
                 advance(writer.last)
@@ -299,7 +341,7 @@ class Engine:
             choice: What the plan was made by; without it the passage KV store is neither read nor written.
             salt: As in ``GenerationRequest``.
         """
-        kv_lookup, loaded = None, self.loaded.reading(max(_lengths(layout, plan)))
+        kv_lookup, loaded = None, self._loaded_by(layout, plan)
         # Ranks of a split model store no passages: they would have to find the same, and each has its own heads.
         if choice is not None and self.loaded.spec.ranks.count == 1:
             kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint)
@@ -308,9 +350,25 @@ class Engine:
 
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
-        plan = create(choice.name, choice.parameters).checked_plan(layout, self.loaded.spec.shape)
+        method, spec = create(choice.name, choice.parameters), self.loaded.spec
+        if spec.within is not None and method.refusal(spec.shape) and not method.refusal(spec.within.shape):
+            plan = replace(method.checked_plan(layout, spec.within.shape), fits_windows=True)
+        else:
+            plan = method.checked_plan(layout, spec.shape)
+        if spec.plain is not None and not plan.reads_plain_prompts:
+            raise UnsupportedModelError(
+                f"{choice.name} changes more than the rows that are read, and {shown_model(self.model_id)} runs "
+                f"without the attention hook ({spec.plain.reason}); rag-posfix verify lists what it supports"
+            )
         self._check_length(layout, plan, max_tokens)
         return plan
+
+    def _loaded_by(self, layout: Layout, plan: Plan) -> LoadedModel:
+        """Return the model as it reads a plan: within its sliding windows, or by the length of the longest row."""
+        within = self.loaded.spec.within
+        if plan.fits_windows and within is not None:
+            return replace(self.loaded, spec=within)
+        return self.loaded.reading(max(_lengths(layout, plan)))
 
     def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
         """Reject a plan whose longest row would leave the positions that the model was trained for."""
@@ -318,6 +376,13 @@ class Engine:
         if plan.draft is not None:
             max_tokens = max(max_tokens, plan.draft.max_tokens)
         needed, original = max(_lengths(layout, plan)), self.loaded.spec.original_window
+        within = self.loaded.spec.within
+        if plan.fits_windows and within is not None and needed + max_tokens > within.shape.context_window:
+            raise PromptTooLongError(
+                f"the prompt takes {needed} positions and max_tokens={max_tokens} more, but the method needs all keys "
+                f"and the model's sliding windows keep {within.shape.context_window}; use fewer or shorter passages, "
+                "lower max_tokens, or a method that rag-posfix verify lists as supported at any length"
+            )
         if needed + max_tokens > window:
             raise PromptTooLongError(
                 f"the prompt takes {needed} tokens and max_tokens={max_tokens} more, but the context window is "

@@ -65,11 +65,13 @@ class FakeGenerator:
         text = f"No passages for: {question}" if chosen is None else passages[chosen].split(". ")[0]
         scored = _scored(text, sampling)
         finish: FinishReason = "stop"
+        stop_string: str | None = None
         for stop in sampling.stop:
-            text = text.split(stop)[0]
+            text, found, _ = text.partition(stop)
+            stop_string = found or stop_string
         words = _WORDS.findall(text)
         if len(words) > sampling.max_tokens:
-            text, finish = "".join(words[: sampling.max_tokens]), "length"
+            text, finish, stop_string = "".join(words[: sampling.max_tokens]), "length", None
         total = sum(shared) or len(shared)
         return Generation(
             text=text,
@@ -80,6 +82,7 @@ class FakeGenerator:
             timings={"prefill": 0.0, "decode": 0.0},
             log_probs=scored[: min(len(words), sampling.max_tokens)],
             prompt_log_probs=self._scored_prompt(request) if request.prompt_scored else (),
+            stop_string=stop_string,
         )
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:

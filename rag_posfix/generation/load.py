@@ -12,8 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rag_posfix.checked import check_type
 from rag_posfix.checkpoints import check_tensors, folder_of, refuse_adapter
-from rag_posfix.errors import ConfigError, RagPosfixError, missing_extra
+from rag_posfix.devices import checked_device
+from rag_posfix.errors import ConfigError, RagPosfixError, UnsupportedModelError, missing_extra
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.encode_texts import cpu_has_bfloat16
 from rag_posfix.generation.engine import Engine
@@ -29,11 +31,12 @@ from rag_posfix.generation.model.checkpoint import (
 from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, model_fingerprint
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.patching.families import family_of, shape_of
-from rag_posfix.patching.install import install
+from rag_posfix.patching.families import FAMILIES, family_of, shape_of
+from rag_posfix.patching.prepare import prepare
 from rag_posfix.patching.spec import Ranks
-from rag_posfix.patching.verify import verify
+from rag_posfix.patching.verify_plain import plain_shape
 from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.process import allowed_threads
 
 __all__ = [
     "convert",
@@ -91,9 +94,18 @@ def load_engine(
         ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
         UnsupportedModelError: its family is not supported, or the attention hook changes what it computes.
     """
+    for name, value, kind, allowed in (
+        ("model", model, str, "a packaged model, a model id, or a folder, as text"),
+        ("dtype", dtype, str, "auto, bfloat16, float16 or float32"),
+        ("ranks", ranks, Ranks | None, "the Ranks of a split model, or None"),
+        ("adapter", adapter, Path | str | None, "the path of a folder, or None"),
+    ):
+        check_type(name, value, kind, allowed)
     if adapter is not None:
+        adapter = Path(adapter)
         check_adapter(adapter)
     model_device = usable_device(device)
+    _respect_quota()
     torch_dtype = _dtype(dtype, model_device)
     options = _placement_options(device_map, ranks)
     packaged = PACKAGED.get(model)
@@ -110,16 +122,23 @@ def load_engine(
     with _as_config_error(
         source, f"run in {str(torch_dtype).removeprefix('torch.')} on {model_device}", "use another dtype or device"
     ):
-        spec = install(loaded, ranks)
-        spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
-        verify(loaded, spec)
-        rows = 1 if ranks is not None else rows_for(batch_invariant, loaded)
+        spec = prepare(loaded, ranks)
+        rows = 1 if ranks is not None or spec.plain is not None else rows_for(batch_invariant, loaded)
         encoder = Tokenizer(tokenizer, eos_ids=generation_config.eos_ids)
     name = _name_of(model, adapter)
     _log.info("loaded %s as %s on %s", name, torch_dtype, model_device)
     if generation_config.ignored:
         _log.info("settings of its generation config that are not applied: %s", generation_config.ignored)
     return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
+
+
+def _respect_quota() -> None:
+    """Use no more threads than a container may keep busy: the others would wait, and be waited for."""
+    import torch
+
+    threads = allowed_threads()
+    if threads is not None and threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def _placement_options(device_map: str | None, ranks: Ranks | None) -> dict[str, Any]:
@@ -192,9 +211,15 @@ def _name_of(model: str, adapter: Path | None) -> str:
     return base if adapter is None else f"{base}+{adapter.resolve().name}"
 
 
-def read_shape(source: str) -> ModelShape:
-    """Return the shape that a model's configuration states; errors as those of ``read_metadata``."""
-    config = _read_config(source).get_text_config()
+def read_shape(source: str, *, is_split: bool = False) -> ModelShape:
+    """Return the shape that a model's configuration states; errors as those of ``read_metadata``.
+
+    Args:
+        is_split: Whether the model is to be split over processes, which needs a listed family.
+    """
+    config = _read_config(source).get_text_config(decoder=True)
+    if config.model_type not in FAMILIES and not is_split:  # what its attention allows is read from the loaded model
+        return plain_shape(config, "its family is not listed")
     return shape_of(config, family_of(config))
 
 
@@ -202,6 +227,7 @@ def usable_device(device: str) -> str:
     """Return the device, ``cpu`` or ``cuda`` for ``auto``; ConfigError if it cannot be used."""
     import torch
 
+    checked_device(device)
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -249,9 +275,11 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
     with _as_config_error(source), quiet_loading():
+        is_listed = "gguf_file" in options
         if "gguf_file" not in options:  # an unsupported family raises before its weights are read
             config = _read_config(source)
-            family_of(config.get_text_config())
+            _check_decoder(config)
+            is_listed = config.get_text_config(decoder=True).model_type in FAMILIES
             if is_quantised(config) and not _PLACED & options.keys():
                 # Quantised weights are made where they stay: most kinds cannot be moved.
                 options["device_map"] = device
@@ -259,13 +287,22 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            attn_implementation="sdpa",
+            **({"attn_implementation": "sdpa"} if is_listed else {}),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
             **options,
         )
         check_tensors(source, model, report)
         return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
+
+
+def _check_decoder(config: Any) -> None:
+    """Raise for a model with an encoder, before its weights are read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} has an encoder, and passages would be read by it; use a decoder "
+            "(AutoModelForCausalLM)"
+        )
 
 
 def is_quantised(config: Any) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from langchain_core.documents import BaseDocumentCompressor
 
+from rag_posfix.contracts.filters import AllOf, matches, parse_filter
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.integrations.document_ordering import (
     DocumentOrderer,
@@ -43,9 +45,11 @@ class PosfixRanker:
             cannot be serialised. None keeps the scores.
         top_k: Number of documents to keep, the best; all if None.
         seed: For the order ``random``.
+        filters: Leave out documents whose ``meta`` does not match: Haystack's form (``{"field": "meta.year",
+            "operator": ">=", "value": 1999}``), or that of ``rag_posfix`` (``{"year": {"$gte": 1999}}``).
 
     Raises:
-        ConfigError: an unknown order, or a number out of range.
+        ConfigError: an unknown order, a number out of range, or filters that are none.
     """
 
     def __init__(
@@ -56,8 +60,11 @@ class PosfixRanker:
         seed: int = 0,
         embedding_model: str = "minilm",
         model: str = "smollm2",
+        filters: dict[str, Any] | None = None,
     ) -> None:
         checked_count("top_k", top_k)
+        self.filters = filters
+        self._condition = parse_filter({} if filters is None else _as_filter(filters))
         self.order = checked_order(order)
         self.reranker = reranker
         self.top_k = top_k
@@ -73,31 +80,42 @@ class PosfixRanker:
 
     @component.output_types(documents=list[Document])
     def run(
-        self, documents: list[Document], query: str | None = None, top_k: int | None = None
+        self,
+        documents: list[Document],
+        query: str | None = None,
+        top_k: int | None = None,
+        filters: dict[str, Any] | None = None,
     ) -> dict[str, list[Document]]:
         """Return copies of the documents in order, with their new scores.
 
         Args:
             query: The question; required with a reranker.
             top_k: Number of documents to keep, in place of the component's.
+            filters: Further filters, besides the component's.
 
         Raises:
-            ConfigError: a document without text, a score that is no finite number, or a missing question.
+            ConfigError: a document without text, a score that is no finite number, a missing question, or filters
+                that are none.
         """
-        orderer = self._orderer(top_k)
+        orderer, documents = self._orderer(top_k), self._matching(documents, filters)
         return _output(documents, orderer.run([_fields(document) for document in documents], query))
 
     @component.output_types(documents=list[Document])
     async def run_async(
-        self, documents: list[Document], query: str | None = None, top_k: int | None = None
+        self,
+        documents: list[Document],
+        query: str | None = None,
+        top_k: int | None = None,
+        filters: dict[str, Any] | None = None,
     ) -> dict[str, list[Document]]:
         """Do what ``run`` does with the reranker's asynchronous method.
 
         Args:
             query: The question; required with a reranker.
             top_k: Number of documents to keep, in place of the component's.
+            filters: Further filters, besides the component's.
         """
-        orderer = self._orderer(top_k)
+        orderer, documents = self._orderer(top_k), self._matching(documents, filters)
         return _output(documents, await orderer.arun([_fields(document) for document in documents], query))
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,6 +135,7 @@ class PosfixRanker:
             seed=self.seed,
             embedding_model=self.embedding_model,
             model=self.model,
+            **({} if self.filters is None else {"filters": self.filters}),
         )
         return data
 
@@ -126,10 +145,38 @@ class PosfixRanker:
         component: PosfixRanker = default_from_dict(cls, data)
         return component
 
+    def _matching(self, documents: list[Document], filters: dict[str, Any] | None) -> list[Document]:
+        condition = AllOf((self._condition, parse_filter({} if filters is None else _as_filter(filters))))
+        return [document for document in documents if matches(condition, document.meta)]
+
     def _orderer(self, top_k: int | None) -> DocumentOrderer:
         checked_count("top_k", top_k)
         self.warm_up()
         return DocumentOrderer(self.order, self._loaded, self.top_k if top_k is None else top_k, self.seed)
+
+
+_COMPARISONS = {
+    "==": "$eq", "!=": "$ne", ">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte", "in": "$in", "not in": "$nin",
+}  # fmt: skip
+
+
+def _as_filter(filters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return filters in Haystack's form in that of ``contracts.filters``; others are returned unchanged."""
+    if {"operator", "conditions"} == set(filters):
+        members = [_as_filter(member) for member in filters["conditions"]]
+        combined: dict[str, dict[str, Any]] = {
+            "AND": {"$and": members},
+            "OR": {"$or": members},
+            "NOT": {"$not": {"$and": members}},
+        }
+        if filters["operator"] in combined:
+            return combined[filters["operator"]]
+        raise ConfigError(f"filters: operator {filters['operator']!r} must be AND, OR or NOT")
+    if {"field", "operator", "value"} != set(filters):
+        return filters
+    if filters["operator"] not in _COMPARISONS:
+        raise ConfigError(f"filters: operator {filters['operator']!r} must be one of {', '.join(_COMPARISONS)}")
+    return {filters["field"].removeprefix("meta."): {_COMPARISONS[filters["operator"]]: filters["value"]}}
 
 
 def _fields(document: Document) -> FrameworkDocument:

@@ -6,6 +6,7 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentCompressor
 
+from rag_posfix.checked import Checked
 from rag_posfix.errors import missing_extra
 from rag_posfix.integrations.document_ordering import (
     DocumentOrderer,
@@ -27,7 +28,7 @@ except ImportError as error:
 _dispatcher = get_dispatcher(__name__)
 
 
-class PosfixNodePostprocessor(BaseNodePostprocessor):
+class PosfixNodePostprocessor(Checked, BaseNodePostprocessor):
     """Orders nodes for the generator, after reranking them if a reranker is given.
 
     Replaces ``LongContextReorder``, which puts the best node last if the number of nodes is even; with

@@ -15,7 +15,7 @@ from rag_posfix.encodings.base import Positions
 from rag_posfix.encodings.cope import CopePositions, contextual_positions
 from rag_posfix.encodings.decoder import Decoder, load_decoder
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
 from rag_posfix.laboratory.tasks.language import KINDS, NAMES, WORDS, Language, sentences, token_ids_of
 
@@ -178,9 +178,8 @@ def _counter(decoder: Decoder, gates: Tensor, kind: str, token_ids: list[int]) -
 def draw_maps(head: Mapping[str, Any]) -> Figure:
     """Return what each head counts by kind of query, and for each counter its attention map with the ends as lines."""
     summary = head["summary"]
-    figure, only = new_axes((14.0, 7.6))
-    only.remove()
-    counters, maps = figure.subplots(2, len(COUNTERS), height_ratios=(1, 1.5))
+    figure, column = new_column(2 * len(COUNTERS), 3.6)
+    counters, maps = column[: len(COUNTERS)], column[len(COUNTERS) :]
     gates = torch.tensor(summary["gates"])
     n_heads = gates.shape[1]
     names = [f"layer {index // n_heads}, head {index % n_heads}" for index in range(gates.shape[0] * n_heads)]
@@ -189,20 +188,18 @@ def draw_maps(head: Mapping[str, Any]) -> Figure:
             above_others(gates, kind).flatten(0, 1).numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis"
         )
         figure.colorbar(image, ax=axes, shrink=0.85)
-        axes.set_xticks(range(len(summary["kinds"])), summary["kinds"], rotation=30, ha="right", fontsize=7)
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.set_xlabel("kind of the query")
-        axes.set_title(f"gate on a {kind} less the largest on another kind of word", fontsize=10, loc="left")
+        axes.set_xticks(range(len(summary["kinds"])), summary["kinds"], rotation=30, ha="right", fontsize=8)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        finish_axes(axes, f"gate on a {kind} less the largest other gate", "kind of the query", "", legend=False)
     for axes, (name, counter) in zip(maps, summary["counters"].items(), strict=True):
-        axes.imshow(counter["attention"], aspect="auto", cmap="Greys", vmax=0.3)
+        image = axes.imshow(counter["attention"], aspect="auto", cmap="viridis", vmax=0.3)
+        figure.colorbar(image, ax=axes, shrink=0.85, label="attention, up to .3")
         for position, word in enumerate(summary["text"]):
             if word in KINDS[COUNTERS[name]]:
-                axes.axvline(position, color=OTHER_COLORS[0], linewidth=0.8)
-                axes.axhline(position, color=OTHER_COLORS[0], linewidth=0.8)
-        title = f"counter of {name}: layer {counter['layer']}, head {counter['head']}, queries: {counter['query']}"
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel("key")
-        axes.set_ylabel("query")
+                axes.axvline(position, color=OTHER_COLORS[2], linewidth=0.6)
+                axes.axhline(position, color=OTHER_COLORS[2], linewidth=0.6)
+        title = f"{name}: layer {counter['layer']}, head {counter['head']}, queries: {counter['query']}"
+        finish_axes(axes, f"attention of the counter of\n{title}", "key (word)", "query (word)", legend=False)
     return figure
 
 

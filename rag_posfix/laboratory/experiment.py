@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rag_posfix.encodings.base import Encoding
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, new_row, with_figure
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_whole
 from rag_posfix.laboratory.measuring import Measured, TrainingSettings, digest_of
 from rag_posfix.laboratory.run_files import FinishedRun, RunFiles
@@ -27,74 +28,75 @@ if TYPE_CHECKING:
 
 
 def draw_laboratory(head: Mapping[str, Any]) -> Figure:
-    """Return the figure of a record of ``lab run``.
+    """Return the figure of a record of ``lab run``, which shows every seed.
 
-    Tasks that measure by place have curves over the places, with axes for each split; perplexity has a curve over the
-    splits; other tasks have bars by split. Bands and whiskers go from the lowest to the highest seed.
+    Tasks that measure by place have curves over the places, with axes for each split; perplexity has curves over the
+    splits; other tasks have a mark per seed by split, and a line at their mean.
     """
     summary = head["summary"]
+    splits = summary["splits"]
+    results = {re.sub("[:_=]", " ", label): result for label, result in summary["encodings"].items()}
     if summary["by_place"]:
-        return _draw_by_place(summary)
-    figure, axes = new_axes((7.2, 3.8))
-    results = summary["encodings"]
+        figure, column = new_column(len(splits), 3.2)
+        for axes, (split, text) in zip(column, splits.items(), strict=True):
+            for number, (label, result) in enumerate(results.items()):
+                _lines(axes, label, number, result["splits"][split]["by_place"])
+            axes.set_ylim(bottom=0)
+            x = "place of the pair that is asked for, from 0"
+            finish_axes(axes, f"{split}: {text}, {_seeds(head)}", x, "error in %", columns=3)
+        return figure
+    figure, (axes,) = new_column(1, 3.8)
     if summary["metric"] == "perplexity":
         for number, (label, result) in enumerate(results.items()):
-            _band(axes, label, number, list(result["splits"].values()))
-        axes.set_xticks(range(len(summary["splits"])), list(summary["splits"].values()))
+            _lines(axes, label, number, list(result["splits"].values()))
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
+        measure = "perplexity"
     else:
-        _bars(axes, results, summary["splits"])
-    axes.set_ylabel("error in %" if summary["metric"] == "error" else "perplexity")
-    axes.set_title(_title(summary), fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=8)
+        _marks(axes, results, splits)
+        measure = "error in %"
+    names = [f"{name}:\n{fill(text, 46 // len(splits))}" for name, text in splits.items()]
+    axes.set_xticks(range(len(splits)), names, fontsize=9)
+    below = 20 + 11 * max(name.count("\n") + 1 for name in names)
+    finish_axes(axes, f"{_words(summary)}, {_seeds(head)}", "", measure, columns=3, below=below)
     return figure
 
 
-def _draw_by_place(summary: Mapping[str, Any]) -> Figure:
-    """Draw the error by place, with axes for each split."""
-    splits = summary["splits"]
-    figure, row = new_row(len(splits), (9.6, 4.2), share_y=True)
-    for axes, (split, text) in zip(row, splits.items(), strict=True):
-        for number, (label, result) in enumerate(summary["encodings"].items()):
-            _band(axes, label, number, result["splits"][split]["by_place"])
-        axes.set_title(f"{split}: {text}", fontsize=10, loc="left")
-        axes.set_xlabel("place of the pair that is asked for, from 0")
-    row[0].set_ylabel("error in %")
-    row[0].set_ylim(bottom=0)
-    figure.suptitle(_title(summary), fontsize=10, x=0.02, ha="left")
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
-    return figure
+def _words(summary: Mapping[str, Any]) -> str:
+    """Return the task in words, without its parameters, which the names of the splits tell."""
+    return str(summary["task"]).partition(":")[0].replace("_", " ")
 
 
-def _title(summary: Mapping[str, Any]) -> str:
-    seeds = "one seed" if summary["seeds"] == 1 else f"{summary['seeds']} seeds, lowest to highest"
-    return f"{summary['task']}: {seeds}"
+def _seeds(head: Mapping[str, Any]) -> str:
+    seeds = head["summary"]["seeds"]
+    return f"{'one seed' if seeds == 1 else f'each of {seeds} seeds'}, n = {head['settings']['examples']:,}"
 
 
-def _band(axes: Any, label: str, number: int, spreads: list[Mapping[str, float]]) -> None:
-    """Draw means as a line, and the spread over seeds as a band."""
-    positions, colour = range(len(spreads)), _colour(number)
-    axes.plot(positions, [spread["mean"] for spread in spreads], marker="o", markersize=4, color=colour, label=label)
-    low, high = ([spread[key] for spread in spreads] for key in ("low", "high"))
-    axes.fill_between(positions, low, high, color=colour, alpha=0.18, linewidth=0)
+def _lines(axes: Any, label: str, number: int, spreads: list[Mapping[str, Any]]) -> None:
+    """Draw a line per seed."""
+    for seed, values in enumerate(zip(*(spread["values"] for spread in spreads), strict=True)):
+        style = {"marker": "o", "markersize": 3, "linewidth": 1, "color": _colour(number)}
+        axes.plot(range(len(values)), values, label=label if seed == 0 else None, **style)
 
 
-def _bars(axes: Any, results: Mapping[str, Any], splits: Mapping[str, str]) -> None:
-    """Draw a group of bars for each split, one bar per encoding."""
+def _marks(axes: Any, results: Mapping[str, Any], splits: Mapping[str, str]) -> None:
+    """Draw a mark per seed for each split and encoding, and a line at their mean."""
     width = 0.8 / len(results)
     for number, (label, result) in enumerate(results.items()):
-        spreads = [result["splits"][split] for split in splits]
-        centres = [index + (number - (len(results) - 1) / 2) * width for index in range(len(splits))]
-        means = [spread["mean"] for spread in spreads]
-        whiskers = [
-            [mean - spread["low"] for mean, spread in zip(means, spreads, strict=True)],
-            [spread["high"] - mean for mean, spread in zip(means, spreads, strict=True)],
-        ]
-        axes.bar(centres, means, width, yerr=whiskers, color=_colour(number), label=label, error_kw={"linewidth": 0.8})
-    axes.set_xticks(range(len(splits)), [f"{name}\n{text}" for name, text in splits.items()], fontsize=8)
+        for index, split in enumerate(splits):
+            spread = result["splits"][split]
+            centre = index + (number - (len(results) - 1) / 2) * width
+            at = [
+                centre + width * 0.18 * (seed - (len(spread["values"]) - 1) / 2)
+                for seed in range(len(spread["values"]))
+            ]
+            name = label if index == 0 else None
+            axes.plot(at, spread["values"], "o", markersize=4, color=_colour(number), label=name, clip_on=False)
+            axes.hlines(
+                spread["mean"], centre - width / 2.4, centre + width / 2.4, color=_colour(number), linewidth=1.5
+            )
+    axes.set_ylim(bottom=0)
 
 
 def _colour(number: int) -> str:

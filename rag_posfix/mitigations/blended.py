@@ -20,7 +20,7 @@ class Blended(Mitigation):
     """Reuse cached passages at new positions and recompute the tokens whose values deviate most.
 
     This method saves time; it does not correct position bias. It approximates what the unmodified model computes for
-    the prompt in the given order. Passages are encoded independently and cached, as under the order-free methods,
+    the prompt in the given order. Passages are encoded independently and cached, as under the order-invariant methods,
     which share the cache entries. Their keys are rotated to the new positions. Then the tokens whose values deviate
     most from a full computation are recomputed with attention to everything before them.
 

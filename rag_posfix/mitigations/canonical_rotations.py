@@ -32,7 +32,8 @@ class CanonicalRotations(Mitigation):
     Cost: N rows of the whole prompt, each read on its own: N times the prefill of the model. Each decode step runs N
         rows. ``rows`` bounds N. Leading passages are taken from the passage KV store where it holds them in this
         order.
-    Limits: every model.
+    Limits: every model. On a server (``model=openai:...``) the rows answer alone, and the answer that agrees most with
+        the others is returned, as in the paper: each row counts by the relevance of its last passage.
     Helps: where a passage has to be read next to others, and the model favours the end.
     Hurts: prefill is N times that of the model.
 
@@ -43,6 +44,7 @@ class CanonicalRotations(Mitigation):
 
     name = "canonical_rotations"
     order_invariant = True
+    rows_may_vote = True
     uses_last_prompt_token = True
 
     rows: Annotated[int | None, Integer(1)] = None

@@ -16,6 +16,7 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
+from rag_posfix.plan.question_copies import without_copies
 
 
 @MITIGATIONS.register("committee")
@@ -48,6 +49,7 @@ class Committee(Mitigation):
             scores that came with the passages; ``both``, their product. The all-passages row is sorted by the scores.
         contrast: How far to move away from the row without passages, 0 to 2.
         experts: Keep only this many passages, the most relevant; None keeps all.
+        question_copies: Whether copies of the question are read and count as evidence for their passages.
     """
 
     name = "committee"
@@ -61,9 +63,12 @@ class Committee(Mitigation):
     relevance: Relevance = "both"
     contrast: Annotated[float, Number(0, 2)] = 0.0
     experts: Annotated[int | None, Integer(1)] = None
+    question_copies: bool = False
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage, the row without passages, and the all-passages row."""
+        cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
+        layout = cut or layout
         ranked = layout.ranked()[: self.experts]
         if not ranked:
             return Plan()
@@ -78,6 +83,7 @@ class Committee(Mitigation):
             combine=self._combine(log_relevance(layout, experts)),
             independent_passages=True,
             score_question=self.relevance != "score",
+            layout=cut,
         )
 
     def _combine(self, score: Tensor) -> Combine:

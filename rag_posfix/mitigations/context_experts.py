@@ -17,6 +17,7 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
+from rag_posfix.plan.question_copies import without_copies
 
 
 def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
@@ -44,7 +45,12 @@ DIVERGENCE = "divergence"
 
 
 @MITIGATIONS.register(
-    "context_experts", aliases=("pced",), presets={"default": {"contrast": 0.3, "relevance": "both"}}
+    "context_experts",
+    aliases=("pced",),
+    presets={  # literals: the names are read without importing this module
+        "default": {"contrast": 0.3, "relevance": "both"},
+        "auto": {"contrast": 0.3, "relevance": "both"},  # without a measured profile
+    },
 )
 @dataclass(frozen=True)
 class ContextExperts(Mitigation):
@@ -62,6 +68,10 @@ class ContextExperts(Mitigation):
         Both are normalised over the vocabulary. With answer_weight=1 and contrast=0 the mixture is exactly the
         answer's probability under "one passage has the answer, which one is unknown": sum_k w_k p(answer | passage k),
         where w is the passage's weight before the answer.
+        plausible=alpha > 0: the contrast raises no token with p_k(t) < alpha max_t p_k(t) (adaptive plausibility, Li
+            et al. 2023, https://arxiv.org/abs/2210.15097, excludes these tokens; here they keep at most s_k(t)).
+        Words of a passage that copy the question are not read, and its score is at most the median of the others
+            (``plan.question_copies``), unless relevance="score".
         contrast="divergence": the contrast of expert k at this token is JSD(p_k, p_0), the Jensen-Shannon divergence
         in bits between the distributions of the expert and of the row without passages, 0 (equal) to 1 (disjoint).
     Differs from the paper: experts are pooled as a mixture whose weights follow the answer so far (``answer_weight``),
@@ -89,6 +99,10 @@ class ContextExperts(Mitigation):
         answer_weight: How much the weight of an expert grows with its likelihood of the answer so far, 0 (the expert
             may change at every token) to 1 (the exact posterior). Mixture only.
         experts: Use only this many passages, the most relevant; None uses all.
+        contrast_until: ``sentence`` ends the contrast with the first sentence of the answer, ``answer`` never.
+        plausible: Share of an expert's highest probability below which the contrast raises no token, 0 (every token
+            may rise) to 1.
+        question_copies: Whether copies of the question are read and count as evidence for their passages.
     """
 
     name = "context_experts"
@@ -102,9 +116,14 @@ class ContextExperts(Mitigation):
     pool: Literal["mixture", "max"] = "mixture"
     answer_weight: Annotated[float, Number(0, 1)] = 1.0
     experts: Annotated[int | None, Integer(1)] = None
+    contrast_until: Literal["sentence", "answer"] = "answer"
+    question_copies: bool = False
+    plausible: Annotated[float, Number(0, 1)] = 0.0
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
+        cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
+        layout = cut or layout
         chosen = self._chosen(layout)
         if not chosen:
             return Plan()
@@ -114,6 +133,8 @@ class ContextExperts(Mitigation):
             combine=self._combine(log_relevance(layout, chosen)),
             independent_passages=True,
             score_question=self.relevance != "score",
+            layout=cut,
+            tracks_sentence=bool(self.contrast) and self.contrast_until == "sentence",
         )
 
     def _chosen(self, layout: Layout) -> tuple[int, ...]:
@@ -137,11 +158,15 @@ class ContextExperts(Mitigation):
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, no_context = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)
             weights = self.relevance_weight * relevance(scores.question[:-1])  # (N,)
-            if self.contrast:
+            if self.contrast and (scores.first_sentence or self.contrast_until == "answer"):
                 contrast: Tensor | float = (
                     jensen_shannon(experts, no_context)[:, None] if isinstance(self.contrast, str) else self.contrast
                 )
-                experts = (1 + contrast) * experts - contrast * no_context
+                contrasted = (1 + contrast) * experts - contrast * no_context
+                if self.plausible:
+                    is_plausible = experts >= experts.amax(dim=-1, keepdim=True) + math.log(self.plausible)
+                    contrasted = torch.where(is_plausible, contrasted, torch.minimum(experts, contrasted))
+                experts = contrasted
             if self.pool == "max":
                 pooled, selected_row = (experts + weights[:, None]).max(dim=0)
                 share = torch.zeros(len(weights) + 1, device=pooled.device)

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
+from rag_posfix.attention.blockwise import attend_with_lse, last_row, merge
 from rag_posfix.attention.masks import window_positions, windows_mask, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
@@ -42,12 +42,12 @@ class TwoGroupAttention(AttentionOverride):
 
     def _two_groups(self, inputs: AttentionInput, query: Tensor) -> Tensor:
         key, value, scaling = inputs.key, inputs.value, inputs.scaling
-        start = key.shape[2] - query.shape[2]
-        between = (self._end, start)  # question and answer tokens of earlier passes
-        other = attend_segments(query, key, value, scaling, start, [(0, self._first), between])
+        runs = [slice(0, self._first)] if self._first else []
+        runs.append(slice(self._end, None))  # question and answer, causally
+        others = [attend_with_lse(query, key[:, :, run], value[:, :, run], scaling, run.stop is None) for run in runs]
         passages = slice(self._first, self._end)
         out, lse = attend_with_lse(query, key[:, :, passages], value[:, :, passages], scaling / self._temperature)
-        return merge([(out, self._scale * lse), other])[0]
+        return merge([(out, self._scale * lse), *others])[0]
 
     def _last_attention(self, inputs: AttentionInput) -> Tensor:
         """Return the attention of the last token, (B, Tk)."""

@@ -15,6 +15,7 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.plan.plan import CandidateAnswers, Choose, Draft, Plan, RowPlan, RowScores
 from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
+from rag_posfix.plan.question_copies import without_copies
 
 
 @MITIGATIONS.register("passage_answers")
@@ -57,6 +58,7 @@ class PassageAnswers(Mitigation):
         share_weight: Weight of the share, 0 to 5.
         answer_tokens: Maximum number of tokens of a short answer, which also ends after its first line.
         pool: ``chosen`` answers from one passage; ``mixture`` from all, weighted.
+        question_copies: Whether copies of the question are read and count as evidence for their passages.
     """
 
     name = "passage_answers"
@@ -69,9 +71,12 @@ class PassageAnswers(Mitigation):
     share_weight: Annotated[float, Number(0, 5)] = 1.0
     answer_tokens: Annotated[int, Integer(1)] = 24
     pool: Literal["chosen", "mixture"] = "chosen"
+    question_copies: bool = False
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
+        cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
+        layout = cut or layout
         order = layout.canonical_order()
         if not order:
             return Plan()
@@ -80,6 +85,7 @@ class PassageAnswers(Mitigation):
             combine=_posterior,
             independent_passages=True,
             score_question=self.relevance != "score",
+            layout=cut,
             draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order))),
         )
 

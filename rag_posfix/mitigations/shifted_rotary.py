@@ -113,7 +113,7 @@ class ShiftedRotary(Mitigation):
         distances repeat near ones, so the order between near and far passages becomes ambiguous.
     Cost: no T x T tensor; prefill as much attention as the unmodified model, in segments; decoding two attention calls
         per layer.
-    Limits: models whose rotary encoding is supported and in which every layer has all keys. Not order-free.
+    Limits: models whose rotary encoding is supported and in which every layer has all keys. Not order-invariant.
 
     Args:
         threshold: S in tokens, 2 or more; None = ``share`` of the model's context window.

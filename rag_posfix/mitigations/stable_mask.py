@@ -60,7 +60,7 @@ class StableMask(Mitigation):
     Hurts: every other model, since each softmax of its prompt loses a part of its attention. No automatic choice uses
         this method.
     Cost: one fused attention call per layer at prefill; decoding after the n-th token is that of the unmodified model.
-    Limits: models in which every layer has all keys. Not order-free.
+    Limits: models in which every layer has all keys. Not order-invariant.
 
     Args:
         gamma: How fast pseudo-scores fall from token to token, above 0 and up to 100: the value of the training.

@@ -17,7 +17,7 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.model_shape import Capability, ModelShape
 from rag_posfix.plan.plan import Plan, RowPlan
 
-EITHER = ("independent_passages", "score_question")
+EITHER = ("independent_passages", "score_question", "tracks_sentence", "fits_windows")
 """Fields of a plan that are true if either plan sets them."""
 
 CLASHES = (
@@ -109,7 +109,7 @@ class Stack(Mitigation):
     Source: this library; each method has its own.
     Formula: the union of the plans' fields; a plan with several rows gives each row the fields of the other plans.
     Differs from the paper: no paper combines them.
-    Helps: where two methods correct different causes: an order-free method whose far positions are also brought
+    Helps: where two methods correct different causes: an order-invariant method whose far positions are also brought
         nearer.
     Hurts: every method differs from the training of the model; two methods may differ too much.
     Cost: that of the methods together. Passages cannot be encoded once and reused if the stack contains a method that

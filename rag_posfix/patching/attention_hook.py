@@ -263,6 +263,7 @@ class _Layer:
             rotate,
             standard_attention,
             needs_weights=observer is not None,
+            kept=self.context.layer_state.kept,
         )
         out, last_attention = attend(inputs)  # (B, Hq, Tq, D)
         if observer is not None and last_attention is None:

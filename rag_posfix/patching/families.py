@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3", "half", linear=False),
         Family("phi3", "half", linear=True),
         Family("gemma", "half", linear=True),
-        Family("gemma3_text", "half", linear=False),
+        Family("gemma3_text", "half", linear=False, one_base=False),
         Family("granite", "half", linear=True),
         Family("smollm3", "half", linear=True),
         Family("olmo2", "half", linear=False),
@@ -47,12 +47,11 @@ UNSUPPORTED: Mapping[str, str] = {
         ("codegen", "gptj"), "it rotates inside of its attention modules, out of reach of the attention hook"
     ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "it rotates a part of each key that is kept apart from the rest"),
-    "cohere2": "its layers without sliding windows do not rotate",
     "gemma2": "its attention scores are soft-capped, which sdpa attention cannot do",
     "gpt_oss": "its softmax has sinks, which sdpa attention cannot do",
     "llama4_text": "its layers rotate or not, and attend in chunks or not, in turns",
 }
-"""Model types that cannot be served, and why. Types in neither table were not checked."""
+"""Why model types have no attention hook. Types in neither table are read from the model itself (``structure``)."""
 
 
 def family_of(config: Any) -> Family:
@@ -99,10 +98,16 @@ def keeps_all_keys(config: Any) -> bool:
     return keeping.issuperset(layer_types)
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the module with the layers: ``model.model``, or one level deeper in multimodal wrappers; None without."""
+    decoder = getattr(model, "model", None)
+    return getattr(decoder, "language_model", decoder)
+
+
 def shape_of(config: Any, family: Family) -> ModelShape:
     """Return sizes and capabilities of a model by its configuration."""
     heads = config.num_attention_heads
-    lacks = _lacks(config, family)
+    lacks = _lacks(config, family, keeps_all=keeps_all_keys(config))
     return ModelShape(
         n_layers=config.num_hidden_layers,
         n_heads=heads,
@@ -115,18 +120,37 @@ def shape_of(config: Any, family: Family) -> ModelShape:
     )
 
 
-def _lacks(config: Any, family: Family) -> dict[Capability, str]:
+LEAST_WINDOW = 16
+"""Sliding windows of fewer tokens hold no prompt."""
+
+
+def shape_within(config: Any, family: Family) -> ModelShape | None:
+    """Return the shape for calls that fit the sliding windows of a model, whose layers then keep all keys."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    if keeps_all_keys(config) or not window or window < LEAST_WINDOW:
+        return None
+    if not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        return None
+    lacks = _lacks(config, family, keeps_all=True)
+    return replace(
+        shape_of(config, family),
+        context_window=window,
+        capabilities=frozenset(Capability) - lacks.keys(),
+        lacks=lacks,
+    )
+
+
+def _lacks(config: Any, family: Family, *, keeps_all: bool) -> dict[Capability, str]:
     """Return what a plan may not change, and why."""
     name = family.model_type
     lacks: dict[Capability, str] = {}
-    if not keeps_all_keys(config):
+    if not keeps_all:
         lacks[Capability.FULL_CACHE] = f"{name} has sliding-window layers, whose caches drop keys"
         lacks[Capability.ROTATION] = lacks[Capability.FULL_CACHE]
-    if family.rotation == "interleaved":
-        lacks[Capability.ROTATION] = (
-            f"{name} pairs neighbouring channels when it rotates, the hook first with second half"
-        )
-    if name == "gemma3_text":
+    if family.rotation != "half":
+        pairs = "pairs neighbouring channels" if family.rotation == "interleaved" else "pairs channels in its own way"
+        lacks[Capability.ROTATION] = f"{name} {pairs} when it rotates, the hook first with second half"
+    if not family.one_base:
         lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"
         lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
     if Capability.ROTATION in lacks:

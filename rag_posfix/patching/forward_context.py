@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -95,14 +95,16 @@ class LayerState:
     Attributes:
         head_divisors: Layer -> position divisor of each key/value head, decided once.
         channel: Layer -> the scaled hidden channel of the tokens of this pass, (B, Tq).
+        kept: ``AttentionInput.kept``; tensors in it are never changed in place.
     """
 
     head_divisors: dict[int, Tensor | None] = field(default_factory=dict)
     channel: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def copy(self) -> LayerState:
         """Return an independent copy."""
-        return LayerState(dict(self.head_divisors), {})
+        return LayerState(dict(self.head_divisors), {}, dict(self.kept))
 
 
 class LastLayerRead(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -15,15 +15,24 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.attention_hook import before_attention, hooked_attention, hooked_mask
-from rag_posfix.patching.families import family_of, original_window_of, rope_type_of, shape_as_placed, shape_of
+from rag_posfix.patching.families import (
+    decoder_of,
+    family_of,
+    original_window_of,
+    rope_type_of,
+    shape_as_placed,
+    shape_of,
+    shape_within,
+)
 from rag_posfix.patching.forward_context import current
 from rag_posfix.patching.rotation import scaled_base_angles
 from rag_posfix.patching.spec import ModelSpec, Ranks
+from rag_posfix.patching.structure import Structure
 
 ATTENTION_NAME = "rag_posfix"
 
 
-def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
+def install(model: Any, ranks: Ranks | None = None, structure: Structure | None = None) -> ModelSpec:
     """Route a model's attention through the attention hook and return what is known of the model.
 
     Idle, the model computes bit for bit what it computed before with ``sdpa`` attention. No class is subclassed,
@@ -34,12 +43,15 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     position of each pass. Here the module keeps the frequencies of the original window, and ``ModelSpec.extended`` has
     those beyond it. Idle, the model computes what it computed before within the original window only.
 
+    Args:
+        structure: What was read from a model whose family is not in the table.
+
     Raises:
         UnsupportedModelError: the family is unknown, or the model is built in an unexpected way.
     """
-    config = model.config.get_text_config()
-    family = family_of(config)
-    decoder = getattr(model, "model", None)
+    config = model.config.get_text_config(decoder=True)
+    family = family_of(config) if structure is None else structure.family
+    decoder = decoder_of(model)
     rotary = getattr(decoder, "rotary_emb", None)
     modules: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     if rotary is None or not modules or None in modules:
@@ -61,9 +73,25 @@ def install(model: Any, ranks: Ranks | None = None) -> ModelSpec:
         angles=_angles_of(rotary),
         handles=tuple(module.register_forward_pre_hook(before_attention, with_kwargs=True) for module in modules),
         ranks=ranks or Ranks(),
+        unrotated=_unrotated(modules) if structure is None else structure.unrotated,
+        is_listed=structure is None,
     )
+    if (within := shape_within(config, family)) is not None:
+        spec = replace(spec, within=replace(spec, shape=shape_as_placed(within, model, modules)))
     window = original_window_of(config)
     return spec if window is None else _add_extended(spec, rotary, config, window)
+
+
+def uninstall(model: Any, spec: ModelSpec, implementation: str) -> None:
+    """Take the attention hook off a model and give it back its attention."""
+    for handle in spec.handles:
+        handle.remove()
+    model.set_attn_implementation(implementation)
+
+
+def _unrotated(modules: Sequence[Any]) -> frozenset[int]:
+    """Return the layers without RoPE of a listed family: SmolLM3 leaves every fourth layer unrotated."""
+    return frozenset(index for index, module in enumerate(modules) if not getattr(module, "use_rope", True))
 
 
 def _angles_of(rotary: Any) -> Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]:
@@ -120,7 +148,10 @@ def stock_copy(model: Any, spec: ModelSpec) -> Any:
     Its rotary module is made anew from the configuration.
     """
     stock = copy_over_weights(model)
-    stock.model.rotary_emb = new_rotary(stock.model.rotary_emb, stock.config.get_text_config())
+    if spec.plain is not None:
+        return stock
+    decoder = decoder_of(stock)
+    decoder.rotary_emb = new_rotary(decoder.rotary_emb, stock.config.get_text_config(decoder=True))
     handles = {handle.id for handle in spec.handles}
     for module in stock.modules():
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):

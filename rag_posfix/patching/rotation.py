@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,6 @@ from torch import Tensor
 from rag_posfix.attention.rope import add_rotation, rotate_half_split
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.spec import ModelSpec
-
-
-def uses_rope(module: Any) -> bool:
-    """Return whether an attention module rotates at all: SmolLM3 leaves every fourth layer unrotated."""
-    return bool(getattr(module, "use_rope", True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +38,12 @@ class LayerRotation:
             return states
         cos, sin = self._per_head(states, positions, states.shape[1])
         return rotate_half_split(states, cos, sin).to(states.dtype)
+
+    @property
+    def name(self) -> Hashable:
+        """Divisors of heads are those of one layer, which keeps them."""
+        ratios = None if self.ratios is None else id(self.ratios)
+        return (self.rotates, self.base_factor, None if self.scale is None else float(self.scale), ratios)
 
     def phases(self, positions: Tensor) -> Tensor:
         """Return cos + i sin of each pair of channels, (B | 1, h, T, pairs) complex64."""
@@ -75,7 +77,7 @@ def layer_rotation(overrides: Overrides, spec: ModelSpec, module: Any) -> LayerR
     scales = overrides.layer_scale
     return LayerRotation(
         spec=spec,
-        rotates=uses_rope(module),
+        rotates=module.layer_idx not in spec.unrotated,
         base_factor=overrides.rope_base_factor,
         scale=None if scales is None else scales[module.layer_idx],
     )
@@ -102,7 +104,7 @@ CHUNK = 2**22
 """Numbers that are rotated at a time, in float32: few operations for short passages, little memory for long ones."""
 
 
-def rerotate(model: Any, spec: ModelSpec, keys: Tensor, offset: float) -> Tensor:
+def rerotate(spec: ModelSpec, keys: Tensor, offset: float) -> Tensor:
     """Return keys of all layers as if each token stood ``offset`` positions further on.
 
     Formula: R_(m + offset) x = R_offset R_m x in each layer that rotates; what YaRN scales stays scaled once.
@@ -115,7 +117,6 @@ def rerotate(model: Any, spec: ModelSpec, keys: Tensor, offset: float) -> Tensor
     phases = LayerRotation(spec).phases(torch.full((1, 1), float(offset), device=keys.device))
     n_layers = max(1, CHUNK // keys[0].numel())
     moved = torch.cat([add_rotation(chunk, phases) for chunk in torch.split(keys, n_layers)])
-    for number, layer in enumerate(model.model.layers):
-        if not uses_rope(layer.self_attn):
-            moved[number] = keys[number]
+    for layer in spec.unrotated.intersection(range(len(keys))):
+        moved[layer] = keys[layer]
     return moved

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rag_posfix.patching.plain import PlainForward
 from rag_posfix.plan.model_shape import ModelShape
 
 
@@ -88,7 +89,7 @@ class Ranks:
             work.wait(self.patience)
 
 
-Rotation = Literal["half", "interleaved"]
+Rotation = Literal["half", "interleaved", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +100,32 @@ class Family:
         model_type: ``config.model_type``.
         rotation: How it pairs channels when it rotates queries and keys.
         linear: Whether queries and keys are linear in the normalised hidden state: no norm of their own.
+        one_base: Whether all layers rotate by the same angles.
     """
 
     model_type: str
     rotation: Rotation
     linear: bool
+    one_base: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSpec:
-    """A model with the attention hook.
+    """A model as it was loaded, in most cases with the attention hook.
 
     Attributes:
-        family: Its row in the table of families.
+        family: Its row in the table of families, or what was read from the model itself.
         shape: Sizes and capabilities of the whole model, however many ranks it is split over.
         angles: (states, (B, T) positions, factor of the RoPE base or None) -> (cos, sin), each (B, T, rotated), from
             the model's own rotary module, in the dtype of ``states``.
         handles: The module hooks that were put on the model.
         ranks: The processes that the model is split over.
         original_window: The most positions that a call may have under ``angles``; None: as many as the context window.
+        unrotated: Layers whose queries and keys are not rotated.
+        plain: How the model is called without the attention hook; None where it has the hook.
+        within: The same model for calls that fit its sliding windows, ``within.shape.context_window`` tokens: it keeps
+            all keys. None where there are no windows, or others.
+        is_listed: Whether the family is in the table; else the model itself passed every check at load.
         extended: The same model for calls with more positions: LongRoPE then rotates all of them by other
             frequencies.
     """
@@ -128,4 +136,27 @@ class ModelSpec:
     handles: tuple[Any, ...]
     ranks: Ranks = field(default_factory=Ranks)
     original_window: int | None = None
+    unrotated: frozenset[int] = frozenset()
+    plain: PlainForward | None = None
+    within: ModelSpec | None = None
     extended: ModelSpec | None = None
+    is_listed: bool = True
+
+    @property
+    def reading(self) -> str:
+        """How prompts are read: with the attention hook, listed or proved at load, or as plain prompts."""
+        if self.plain is not None:
+            return f"plain prompts: {self.plain.reason}"
+        return "the attention hook (listed family)" if self.is_listed else "the attention hook (proved at load)"
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """What is known of attention: how channels are paired, which layers do not rotate, whether keys are linear."""
+        if self.plain is not None:
+            return {}
+        return {
+            "rotation": self.family.rotation,
+            "unrotated_layers": sorted(self.unrotated),
+            "linear_in_hidden_state": self.family.linear,
+            "one_set_of_angles": self.family.one_base,
+        }

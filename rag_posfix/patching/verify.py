@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.families import main_device
+from rag_posfix.patching.families import decoder_of, main_device
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
 from rag_posfix.patching.install import copy_over_weights, stock_copy
-from rag_posfix.patching.rotation import uses_rope
+from rag_posfix.patching.rotation import rerotate
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
@@ -30,7 +30,7 @@ def check_computed(model: Any) -> None:
     Raises:
         UnsupportedModelError: they differ.
     """
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    rotary = getattr(decoder_of(model), "rotary_emb", None)
     if rotary is not None:
         loaded = dict(rotary.named_buffers())
         for name, expected in type(rotary)(config=rotary.config).named_buffers():
@@ -53,6 +53,7 @@ def _uninitialised_error(model: Any, name: str) -> UnsupportedModelError:
 PROBE_TOKENS = 16
 IDLE_TOKENS = 4
 DECODE_STEPS = 2
+SHIFT = 5
 LOGITS = 4
 """Of how many last tokens logits are compared."""
 
@@ -63,7 +64,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2
 
 # Where the stock model computes the same numbers with matrices of other sizes, the last bits of each layer differ. In
 # a batch all matrices have other sizes: Qwen2.5-Coder-0.5B in float32 is off by 1.2e-4 of the spread.
-ROUNDING: Mapping[str, int] = {"prompt": 10, "decode": 10, "long_prompt": 10, "batch": 40}
+ROUNDING: Mapping[str, int] = {"prompt": 10, "decode": 10, "long_prompt": 10, "batch": 40, "plan": 10, "shifted": 40}
 
 LARGE = 10**9
 """Parameters above which, on the CPU, loading compares the first layers alone: one pass through all layers reads all
@@ -84,14 +85,16 @@ class Verification:
             ``long_prompt``: a prompt that crosses the model's windows, where that is cheap. ``batch``: prompts of two
             lengths in one batch, against each alone; missing where layers drop keys. ``threads``: three prompts at
             the same time, against each alone through the hook; missing where the model is split over processes.
+            If ``thorough``, where all keys are kept: ``shifted``, keys rotated further, against the stock model's at
+            these positions; ``plan``, two windows at equal positions, against the stock model under that mask.
     """
 
     differences: Mapping[str, float]
 
     @property
     def idle_difference(self) -> float:
-        """The difference of ``idle``."""
-        return self.differences["idle"]
+        """The difference of ``idle``; of the whole prompt for models without the attention hook."""
+        return self.differences["idle"] if "idle" in self.differences else self.differences["prompt"]
 
     @property
     def rotation_difference(self) -> float | None:
@@ -134,7 +137,8 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
     first = _Comparison(hooked, stock, spec, ids.to(main_device(model)))
     results = list(first.idle_in_all_layers(thorough=thorough))
     for each in (hooked, stock):
-        each.model.layers = each.model.layers[: _first_layers(model)]
+        decoder = decoder_of(each)
+        decoder.layers = decoder.layers[: _first_layers(model, spec)]
     results += first.results(thorough=thorough)
     differences: dict[str, float] = {}
     excess: dict[str, str] = {}
@@ -193,6 +197,9 @@ class _Comparison:
         if keeps_all and n // 2 > LOGITS:
             short = _logits(self.stock, self.ids[:, : n // 2])
             yield "batch", self._read_batch(prompt, [n, n // 2]), torch.cat((native, short))
+        if thorough and keeps_all:
+            yield from self._rerotated(prompt, cache)
+            yield ("plan", *self._windows(prompt))
         if self.spec.ranks.count == 1:  # threads of several processes would wait for each other's
             alone = {n // 2: self._read_first(n // 2), n: read, n_long: read_long}
             with ThreadPoolExecutor(len(alone)) as pool:
@@ -238,6 +245,32 @@ class _Comparison:
                 logits.append(_logits(self.hooked, tokens, cache, token_positions[:, start:]))
         return logits
 
+    def _rerotated(self, prompt: Tensor, cache: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield keys that were rotated further, and those that the stock model has at these positions."""
+        if Capability.ROTATION not in self.spec.shape.capabilities:
+            return
+        n, shifted = prompt.shape[1], DynamicCache(config=self.stock.config)
+        _logits(self.stock, prompt, shifted, torch.arange(SHIFT, SHIFT + n, device=prompt.device)[None])
+        keys = torch.cat([layer.keys[:, :, :n] for layer in cache.layers if layer.get_seq_length()])
+        moved = [layer.keys for layer in shifted.layers if layer.get_seq_length()]
+        yield "shifted", rerotate(self.spec, keys, SHIFT), torch.cat(moved)
+
+    def _windows(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of a plan of two windows at equal positions, through the hook and by a mask of its own."""
+        n, size = prompt.shape[1], max(1, prompt.shape[1] // 4)
+
+        def mask(query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & ((key < size) | (key // size == query // size) | (query >= 3 * size))
+
+        index = torch.arange(n, device=prompt.device)
+        positions = (index - size * (index >= 2 * size).long())[None]
+        with active(ForwardContext(Overrides(mask=mask), positions.float(), self.spec, starts=(0,))):
+            planned = _logits(self.hooked, prompt, None, positions)
+        visible = mask(index[:, None], index[None, :])[None, None]
+        blocked = torch.zeros(visible.shape, dtype=planned.dtype, device=prompt.device)
+        blocked.masked_fill_(~visible, torch.finfo(planned.dtype).min)
+        return planned, _logits(self.stock, prompt, None, positions, blocked)
+
     def _long_length(self, thorough: bool) -> int:
         """Return the length of the long prompt: just beyond the first window, as far as that may cost."""
         config = self.stock.config.get_text_config()
@@ -246,7 +279,7 @@ class _Comparison:
         length = min(first + PROBE_TOKENS, self.ids.shape[1])
         if thorough:
             return length
-        n_parameters = sum(map(Tensor.numel, self.stock.model.layers.parameters()))
+        n_parameters = sum(map(Tensor.numel, decoder_of(self.stock).layers.parameters()))
         affordable = LONG_PROMPT_OPERATIONS.get(self.ids.device.type, 1e13) / (2 * n_parameters)
         return min(length, max(2 * PROBE_TOKENS, int(affordable)))
 
@@ -277,11 +310,11 @@ class _Comparison:
             return _logits(self.hooked, rows, cache, positions[:, -LOGITS:])
 
 
-def _first_layers(model: Any) -> int:
+def _first_layers(model: Any, spec: ModelSpec) -> int:
     """Return how many first layers hold each kind of layer, and one more."""
-    layers = model.model.layers
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layers)
-    kinds = [(kind, uses_rope(layer.self_attn)) for kind, layer in zip(types, layers, strict=True)]
+    n_layers = len(decoder_of(model).layers)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * n_layers
+    kinds = [(kind, layer in spec.unrotated) for layer, kind in enumerate(types)]
     return max(kinds.index(kind) for kind in set(kinds)) + 2
 
 
@@ -289,8 +322,15 @@ def _no_divisors(layer: int, query: Tensor, key: Tensor) -> None:
     """Divide no head's positions: the hook rotates, as the model would."""
 
 
-def _logits(model: Any, ids: Tensor, cache: Any = None, positions: Tensor | None = None) -> Tensor:
+def _logits(
+    model: Any, ids: Tensor, cache: Any = None, positions: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     logits: Tensor = model(
-        input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=LOGITS
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=LOGITS,
     ).logits
     return logits

@@ -18,46 +18,49 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import ORDERS, create_order
+from rag_posfix.assembly.templates import read_template, templates_by_language
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache
 from rag_posfix.caching.kv.store import PassageStore, build_passage_store
 from rag_posfix.caching.memory import MemoryTier
-from rag_posfix.cancellation import check_cancelled
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.checked import check_type, checked_floor
+from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
+from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import MitigationChoice, Sampling
-from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched, unbatched
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, quiet_loading, read_metadata
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote, parse_remote
-from rag_posfix.generation.remote.connection import ServerLimits
-from rag_posfix.generation.remote.generator import RemoteGenerator, check_remote_mitigation, open_remote
+from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
+from rag_posfix.pipeline.measured_profile import AUTO, MeasuredProfile, read_measured
+from rag_posfix.pipeline.method_checks import check_loads_no_model
+from rag_posfix.pipeline.open_retrievers import open_retriever, open_served_retriever
+from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.pipeline.precompute import precompute
+from rag_posfix.pipeline.servers import connect_with, open_remote_generator
 from rag_posfix.pipeline.stores import invalidate
 from rag_posfix.pipeline.tracing import QuestionTracer
+from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.deadline import GuardedReranker
-from rag_posfix.retrieval.base import as_retriever
-from rag_posfix.retrieval.bm25 import BM25Retriever
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.reranking.passage_judge import PassageJudge
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
-from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.hybrid import HybridRetriever
-from rag_posfix.settings import Settings, TorchrunSettings, environment_with
+from rag_posfix.settings import Settings, TorchrunSettings
 
 __all__ = ["build_pipeline"]
 
 DEFAULT_RERANKER = "embedding"
+_FLUSH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Methods:
     mitigation: MitigationChoice
     order: str
     reranker: MethodSpec
+    measured: MeasuredProfile | None = None
 
 
 def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
@@ -79,16 +83,20 @@ def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
         ConfigError: an unknown name or parameter, a value out of range, or a file that cannot be read.
         UnsupportedModelError: the model is on a server, and the method needs the weights in this process.
     """
+    PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
     reranker = with_file_parameters(read_reranker(settings.reranker or DEFAULT_RERANKER), RERANKERS)
     RERANKERS.check(reranker)
     order = order_with_values(settings.order)
     create_order(order, _order_parameters(settings))
-    spec = parse_method(settings.mitigation, "mitigation", "experts=5")
+    measured = read_measured(settings.profile)
+    is_chosen = measured is None or "mitigation" in settings.model_fields_set
+    spec = parse_method(settings.mitigation if is_chosen else AUTO, "mitigation", "experts=5")
     mitigation = with_file_parameters(spec, MITIGATIONS)
     MITIGATIONS.check(mitigation)
     if loads_model and is_remote(settings.model):
-        check_remote_mitigation(parse_remote(settings.model).name, mitigation)
-    return Methods(mitigation if spec.parameters else spec, order, reranker)
+        used = measured.mitigation if measured is not None and spec.name == AUTO else mitigation
+        check_remote_mitigation(parse_remote(settings.model).name, used)
+    return Methods(mitigation if spec.parameters else spec, order, reranker, measured)
 
 
 def build_pipeline(
@@ -100,6 +108,7 @@ def build_pipeline(
     deferred: bool = False,
     tracer: QuestionTracer | None = None,
     methods: Methods | None = None,
+    template: object = None,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -115,25 +124,30 @@ def build_pipeline(
             model on several devices.
         tracer: Traces every question, for example ``rag_posfix.telemetry.build.question_tracer()``.
         methods: What ``resolve_methods(settings)`` returned; it is called here if None.
+        template: The prompt, instead of ``settings.template``: a ``PromptTemplate``, a mapping of its fields, the name
+            of a shipped one, a file in TOML or Jinja2, or a prompt of langchain (``ChatPromptTemplate``).
 
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
         RetrievalError: the index is damaged, is of another program, or was built with other embeddings.
-        UnsupportedModelError: the model cannot take the attention hook, or is remote and ``mitigation`` is not
-            ``none``.
+        UnsupportedModelError: the model cannot take the attention hook, or is remote and ``mitigation`` needs the
+            weights.
     """
-    settings = settings or Settings()
+    check_type("settings", settings, Settings | None, "Settings, or None for those of the environment")
+    check_type("index", index, str | Path | None, "the path of an index folder, or None")
+    settings = Settings() if settings is None else settings
     if methods is None:
         methods = resolve_methods(settings, loads_model=generator is None)  # before the model, as the indexes below
-    order_parameters = _order_parameters(settings)
-    budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
+    prompt = read_template(settings.template if template is None else template, history_first=settings.history_first)
     embeddings = build_embeddings(settings)
-    served_retriever, store = _served_retriever(settings, index, retriever, embeddings)
-    extra_indexes = {name: _retriever(settings, folder, embeddings) for name, folder in settings.indexes.items()}
+    served_retriever, store = open_served_retriever(settings, index, retriever, embeddings)
+    extra_indexes = {name: open_retriever(settings, folder, embeddings) for name, folder in settings.indexes.items()}
+    cache = build_answer_cache(settings.cache, settings.cache_dir) if settings.cache.enabled else None
     with ExitStack() as cleanup:  # closes the opened stores if a later step fails
-        engine = generator if generator is not None else _load(settings, cleanup, deferred)
+        engine = generator if generator is not None else _load(settings, cleanup, deferred, cache)
         engine, passages = _with_passages(engine, settings, cleanup)
-        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine))
+        writer = _load_writer(settings, cleanup)
+        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings))
         reranker = GuardedReranker(
             reranker=build_reranker(methods.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
         )
@@ -144,22 +158,16 @@ def build_pipeline(
         def choose_reranker(spec: MethodSpec) -> GuardedReranker:
             if spec == default_spec:
                 return reranker
-            _check_loads_no_model(spec)
+            check_loads_no_model(spec)
             return GuardedReranker(reranker=build_reranker(spec, models), health=reranker.health)
 
         pipeline = Pipeline(
-            engine,
-            Assembler(engine.encoder, engine.context_window, order_parameters=order_parameters, budget=budget),
+            batched(engine),
+            _assembler(engine, settings, prompt),
             retriever=served_retriever,
             reranker=reranker,
-            cache=build_answer_cache(settings.cache, settings.cache_dir) if settings.cache.enabled else None,
-            defaults=Defaults(
-                mitigation=methods.mitigation,
-                order=methods.order,
-                k=settings.k,
-                sampling=Sampling(max_tokens=settings.max_tokens),
-                tenant=settings.tenant,
-            ),
+            cache=cache,
+            defaults=_defaults(settings, methods, template, engine),
             passages=passages,
             on_close=cleanup.pop_all().close,
             candidates=settings.candidates if settings.reranker is not None else 0,
@@ -167,11 +175,49 @@ def build_pipeline(
             tracer=tracer,
             indexes={name: extra for name, (extra, _) in extra_indexes.items()},
             choose_reranker=choose_reranker,
+            writer=writer,
+            floor=PassageFloor(functools.cache(lambda: _judge(engine, prompt, settings))),
         )
     for index_store in (store, *(extra for _, extra in extra_indexes.values())):
         if index_store is not None:
             index_store.add_delete_listener(pipeline.invalidate)
     return pipeline
+
+
+def _load_writer(settings: Settings, cleanup: ExitStack) -> Generator | None:
+    """Return the generator that writes queries, if that is another model."""
+    if settings.writer is None:
+        return None
+    return _load(settings.model_copy(update={"model": settings.writer, "adapter": None, "tp": 1}), cleanup, True)
+
+
+def _defaults(settings: Settings, methods: Methods, template: object, engine: Generator) -> Defaults:
+    if methods.measured is not None:
+        methods.measured.check_model(engine)
+    followed = settings.template if settings.follow_language else ""
+    templates = templates_by_language(followed, settings.language_templates, history_first=settings.history_first)
+    return Defaults(
+        mitigation=methods.mitigation,
+        measured=methods.measured,
+        order=methods.order,
+        k=settings.k,
+        sampling=Sampling(max_tokens=settings.max_tokens),
+        tenant=settings.tenant,
+        allow_ungrounded=settings.allow_ungrounded,
+        no_passage_text=settings.no_passage_text,
+        templates=templates if template is None else {},
+        query=settings.query,
+        floor=checked_floor(settings.floor),
+    )
+
+
+def _judge(engine: Generator, template: PromptTemplate, settings: Settings) -> GuardedReranker | None:
+    """Return the judge of retrieved passages, which loads a deferred model; None for a generator that cannot."""
+    generator = _load_generator(engine)
+    if not isinstance(unbatched(generator), PassageReader):
+        return None
+    judge = PassageJudge(generator=generator, template=template)
+    return GuardedReranker(reranker=judge, deadline_seconds=settings.reranker_deadline_seconds)
 
 
 def _with_passages(
@@ -197,14 +243,14 @@ def _with_passages(
     return batching, passages
 
 
-def _check_loads_no_model(spec: MethodSpec) -> None:
-    """Raise for rerankers that load a model: clients of a service choose rerankers, and must not make it load one."""
-    scorers = [scorer.partition(":")[0] for scorer in spec.parameters.get("scorers", ()) if isinstance(scorer, str)]
-    for name in (spec.name, *scorers):
-        if name in RERANKERS and getattr(RERANKERS.get(name), "loads_own_model", False):
-            raise ConfigError(
-                f"a question cannot choose {name}, which loads a model of its own; set RAG_POSFIX_RERANKER"
-            )
+def _assembler(generator: Generator, settings: Settings, template: PromptTemplate) -> Assembler:
+    return Assembler(
+        generator.encoder,
+        generator.context_window,
+        template,
+        order_parameters=_order_parameters(settings),
+        budget=PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow),
+    )
 
 
 def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
@@ -222,14 +268,9 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
             "answer questions (ask, serve, build_pipeline, eval positions and permutations with mitigation none)"
         )
     engine = load_engine(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        device_map=settings.device_map,
-        cache_dir=settings.cache_dir,
-        adapter=settings.adapter,
-        batch_invariant=settings.batch_invariant,
-    )
+        settings.model, dtype=settings.dtype, device=settings.device, device_map=settings.device_map,
+        cache_dir=settings.cache_dir, adapter=settings.adapter, batch_invariant=settings.batch_invariant,
+    )  # fmt: skip
     if not passage_bytes:
         return engine
     return engine.with_passages(PassageStore([MemoryTier(passage_bytes)], device=engine.loaded.device))
@@ -240,24 +281,7 @@ def build_generator(settings: Settings, passage_bytes: int = 0) -> Generator:
 
     ``passage_bytes`` is as for ``build_engine``; a remote generator has no passage KV store.
     """
-    return _build_remote(settings) if is_remote(settings.model) else build_engine(settings, passage_bytes)
-
-
-def _build_remote(settings: Settings) -> RemoteGenerator:
-    if settings.adapter is not None:
-        raise ConfigError(f"an adapter changes weights in this process, and model={settings.model!r} is on a server")
-    for name, is_set in (("tp", settings.tp != 1), ("device_map", settings.device_map is not None)):
-        if is_set:
-            raise ConfigError(f"{name} splits weights in this process, and model={settings.model!r} is on a server")
-    remote = settings.remote
-    return open_remote(
-        settings.model,
-        api_key=None if remote.api_key is None else remote.api_key.get_secret_value(),
-        context_window=remote.context_window,
-        limits=ServerLimits(remote.connect_timeout_seconds, remote.timeout_seconds, remote.retries),
-        token_limit_field=remote.max_tokens_field,
-        check_cancelled=check_cancelled,
-    )
+    return open_remote_generator(settings) if is_remote(settings.model) else build_engine(settings, passage_bytes)
 
 
 def build_tokenizer(settings: Settings) -> Tokenizer:
@@ -296,22 +320,28 @@ def build_reranker_models(settings: Settings) -> RerankerModels:
             embedding_identity(model)  # loads the weights
         return model
 
-    return RerankerModels(embeddings=embeddings, generator=functools.cache(lambda: build_engine(settings)))
+    generator = functools.cache(lambda: build_generator(settings))
+    return RerankerModels(embeddings, generator, connect_with(settings))
 
 
-def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tuple[int, int]:
+def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tuple[int, int, int]:
     """Drop the cached answers, keys and values of ``documents`` from the tiers on disk and in Redis.
 
-    Running processes hold their copies in memory until these expire or are evicted. A tier that fails is skipped.
+    Processes that share a Redis drop their copies too; this waits up to 10 seconds until they have. Without Redis,
+    running processes hold their copies in memory until these expire or are evicted.
 
     Returns:
-        Number of dropped answers, and of dropped passages.
+        Number of dropped answers, of dropped passages, and of deletions that the processes may not have yet.
     """
     if not documents:
-        return 0, 0
-    with open_caches(settings) as (answers, passages):
+        return 0, 0, 0
+    with open_caches(settings := settings.with_files()) as (answers, passages):
         persistent = settings.passages.is_persistent(settings.cache_dir)
-        return invalidate(documents, answers, passages if persistent else None)
+        counts = invalidate(documents, answers, passages if persistent else None)
+        caches = [cache for cache in (answers, passages) if cache is not None]
+        for cache in caches:
+            cache.flush_deletions(_FLUSH_SECONDS)
+        return *counts, sum(cache.pending_deletions for cache in caches)
 
 
 @contextmanager
@@ -352,7 +382,8 @@ def precompute_stored(
         if store is not None:
             stack.callback(store.close)
         engine = engine.with_passages(store)
-        tokens = precompute(engine, documents, mitigation, salt=tenant_salt(settings.tenant, ""), progress=progress)
+        template, salt = read_template(settings.template), tenant_salt(settings.tenant, "")
+        tokens = precompute(engine, documents, mitigation, template=template, salt=salt, progress=progress)
         stored_bytes = 0 if store is None else max(tier.get("bytes") or 0 for tier in store.persistent_stats())
     return tokens, stored_bytes
 
@@ -361,52 +392,27 @@ def _load_generator(engine: Generator) -> Generator:
     return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
 
 
-def _served_retriever(
-    settings: Settings, index: str | Path | None, retriever: object, embeddings: SentenceEmbeddings
-) -> tuple[Retriever | None, FaissVectorStore | None]:
-    """Return the retriever of questions without a named index, and its vector store; None if there is none."""
-    if retriever is not None:
-        if index is not None:
-            raise ConfigError(f"index={str(index)!r} and a retriever are given; give one of them")
-        return as_retriever(retriever), None
-    folder = index if index is not None else settings.index
-    return (None, None) if folder is None else _retriever(settings, Path(folder), embeddings)
-
-
-def _retriever(
-    settings: Settings, folder: Path, embeddings: SentenceEmbeddings
-) -> tuple[Retriever, FaissVectorStore | None]:
-    """Return the retriever that the settings name, on an index, and its vector store if it has one."""
-    if settings.retriever == "bm25":
-        return BM25Retriever.load(folder, k=settings.k), None
-    with quiet_loading():
-        store = FaissVectorStore.load(folder, embeddings)
-    dense = PassageRetriever(store=store, k=settings.k)
-    if settings.retriever == "dense":
-        return dense, store
-    words = BM25Retriever.load(folder, table=store.table, k=settings.k)
-    return HybridRetriever(retrievers=[dense, words], k=settings.k), store
-
-
 def _order_parameters(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
     """Return the parameters of orders that are named without any."""
-    if settings.profile is None:
+    if settings.profile is None or read_measured(settings.profile) is not None:
         return {}
-    profile = MethodSpec("profile", {"file": str(settings.profile)})
-    return {"profile": with_file_parameters(profile, ORDERS).parameters}
+    return {"profile": with_file_parameters(MethodSpec("profile", {"file": str(settings.profile)}), ORDERS).parameters}
 
 
-def _load(settings: Settings, cleanup: ExitStack, deferred: bool) -> Generator:
-    """Return the generator of ``settings.model``: remote, deferred, in this process, or split over several."""
+def _load(settings: Settings, cleanup: ExitStack, deferred: bool, cache: TieredAnswerCache | None = None) -> Generator:
+    """Return the generator of ``settings.model``: remote, deferred, in this process, or split over several.
+
+    ``cache`` keeps the judgements of a remote generator.
+    """
     if is_remote(settings.model):
-        remote = _build_remote(settings)
+        remote = open_remote_generator(settings, cache)
         cleanup.callback(remote.close)
         return remote
     if settings.tp == 1 and deferred and settings.device_map is None:
         stack = cleanup.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
 
         def load() -> Generator:
-            return _with_passages(build_engine(settings), settings, stack)[0]
+            return batched(_with_passages(build_engine(settings), settings, stack)[0])
 
         return deferred_generator(
             settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir,
@@ -422,12 +428,8 @@ def _load(settings: Settings, cleanup: ExitStack, deferred: bool) -> Generator:
     if settings.adapter is not None:
         raise ConfigError(f"adapter={str(settings.adapter)!r} cannot be merged with tp={settings.tp}; use tp=1")
     split = load_parallel(
-        settings.model,
-        tp=settings.tp,
-        environment=launch_environment(),
-        dtype=settings.dtype,
-        device=settings.device,
-        cache_dir=settings.cache_dir,
-    )
+        settings.model, tp=settings.tp, environment=launch_environment(), dtype=settings.dtype,
+        device=settings.device, cache_dir=settings.cache_dir,
+    )  # fmt: skip
     cleanup.callback(split.close)
     return split

@@ -1,21 +1,32 @@
-"""Citations: spans of an answer that are quotes of passages, and sentences that one passage's attention dominates."""
+"""Citations: sentences of an answer whose evidence a passage contains, or that one passage's attention dominates."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rag_posfix.contracts.request import TokenSource
+from rag_posfix.pipeline.language import is_functional_pair, stop_words
+from rag_posfix.text import is_pair, split_words
 
-_WORD = re.compile(r"\w+")
-MIN_WORDS = 3
+COVERAGE = 0.75
+PAIR_COVERAGE = 0.6
+"""Shares of a sentence's evidence that a passage must contain; pairs of characters also cross the borders of words."""
+
+ENOUGH_EVIDENCE = 4
+QUESTION_SHARE = 0.4
+STEM = 6
 
 MOST_CHARACTERS = 1_000_000
 """Characters of a passage that are searched: more than any context window holds."""
 
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
+
+_WRAPPED = re.compile(r"\n(?=[^\W\d_A-Z\u00c0-\u00de])")
+"""A line break inside of a sentence: the next line begins with a letter that is no capital."""
 
 SHARE = 1 / 3
 """A passage dominates a sentence with at least this share of the attention to passages, ..."""
@@ -25,64 +36,74 @@ LEAD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A span of the answer, from ``start`` to before ``end``, that ``passages`` (indices) contain word for word."""
+    """A sentence of the answer, from ``start`` to before ``end``, whose evidence ``passages`` (indices) contain."""
 
     start: int
     end: int
     passages: tuple[int, ...]
 
 
-class PassageWords:
-    """The words of a passage, to find the characters of a quote in it. Cost: linear in the passage, once.
+def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> list[Quote]:
+    """Return the sentences of ``answer`` that ``passages`` contain, left to right; doubtful ones are left out.
+
+    The evidence of a sentence is its words (``split_words``: pairs of characters in scripts without spaces) that are
+    neither in the question nor function words. A passage contains it if at most two adjacent sentences of it have all
+    numbers and ``COVERAGE`` of the evidence (``PAIR_COVERAGE`` of pairs). Few words, below ``ENOUGH_EVIDENCE``, are
+    in a passage by chance: then only the passages with most words of the question count, and only if these are
+    ``QUESTION_SHARE`` of its words. "No." has no evidence.
+
+    Args:
+        passages: Texts, with their titles; of each, the first ``MOST_CHARACTERS`` are searched.
+        question: "" for a text that answers none: then its words are not needed either.
+
+    Cost: words of the answer's sentences times the sentences of the passages.
+    """
+    functional = stop_words(f"{question} {answer}")
+    asked = _content(question, functional)
+    searched = [PassageSentences(passage) for passage in passages]
+    relatedness = [_relatedness(asked, passage.words) for passage in searched]
+    quotes = []
+    for start, end in _sentences(answer):
+        evidence = _content(answer[start:end], functional) - set(split_words(question))
+        holders = [index for index, passage in enumerate(searched) if evidence and passage.holds(evidence)]
+        if asked and len(evidence) < ENOUGH_EVIDENCE:
+            most = max((relatedness[index] for index in holders), default=0.0)
+            holders = [index for index in holders if relatedness[index] == most >= QUESTION_SHARE]
+        if holders:
+            quotes.append(Quote(start, end, tuple(holders)))
+    return quotes
+
+
+class PassageSentences:
+    """The sentences of a passage and their words. Cost: linear in the passage, once.
 
     Args:
         passage: The text of the passage; the first ``MOST_CHARACTERS`` are searched.
     """
 
     def __init__(self, passage: str) -> None:
-        self._spans = [word.span() for word in _WORD.finditer(passage, 0, MOST_CHARACTERS)]
-        self._text = _join_words(passage[start:end] for start, end in self._spans)
+        self.spans = _sentences(_WRAPPED.sub(" ", passage[:MOST_CHARACTERS]))
+        self._own = [frozenset(split_words(passage[start:end])) for start, end in self.spans]
+        self._pairs = [first | second for first, second in pairwise(self._own)]
+        self.words = frozenset[str]().union(*self._own)
 
-    def find(self, quote: str) -> tuple[int, int] | None:
-        """Return the first characters of the passage with the words of ``quote``, as (start, end), or None.
+    def holds(self, evidence: Set[str]) -> bool:
+        """Return whether a sentence, or two adjacent ones, have all numbers and enough other words of the evidence."""
+        needed = (PAIR_COVERAGE if any(map(is_pair, evidence)) else COVERAGE) * len(evidence)
+        numbers = {word for word in evidence if any(map(str.isdigit, word))}
+        if not numbers <= self.words:
+            return False
+        return any(numbers <= words and len(evidence & words) >= needed for words in [*self._own, *self._pairs])
 
-        Case and punctuation are ignored, as by ``find_quotes``.
+    def find(self, text: str) -> tuple[int, int] | None:
+        """Return the characters of the sentence that shares most content words with ``text``; None if none does.
+
+        Of two sentences that share as many the shorter one counts.
         """
-        words = _WORD.findall(quote)
-        position = self._text.find(_join_words(words)) if words else -1
-        if position < 0:
-            return None
-        first = self._text.count(" ", 0, position)  # one space before each word
-        return self._spans[first][0], self._spans[first + len(words) - 1][1]
-
-
-def find_quotes(answer: str, passages: Sequence[str]) -> list[Quote]:
-    """Return the longest spans of at least three words of ``answer`` that ``passages`` contain, left to right.
-
-    Case and punctuation are ignored. An answer of fewer than three words is one span. Of a passage, the first
-    ``MOST_CHARACTERS`` are searched.
-
-    Cost: words of the answer squared at worst, times the passages.
-    """
-    words = list(_WORD.finditer(answer))
-    # Lower case comes after the split: some capitals become two characters, one of them outside of a word.
-    texts = [_join_words(_WORD.findall(passage[:MOST_CHARACTERS])) for passage in passages]
-    min_words = min(MIN_WORDS, len(words))
-    quotes: list[Quote] = []
-    first = 0
-    while min_words and first + min_words <= len(words):
-        length = 0
-        passages_with_it: tuple[int, ...] = ()
-        for size in range(min_words, len(words) - first + 1):
-            phrase = _join_words(word.group() for word in words[first : first + size])
-            holders = tuple(index for index, text in enumerate(texts) if phrase in text)
-            if not holders:
-                break
-            length, passages_with_it = size, holders
-        if length:
-            quotes.append(Quote(words[first].start(), words[first + length - 1].end(), passages_with_it))
-        first += max(length, 1)
-    return quotes
+        wanted = _content(text, stop_words(text)) or set(split_words(text))
+        counts = [(len(wanted & own), -len(own)) for own in self._own]
+        best = max(range(len(counts)), key=counts.__getitem__, default=None)
+        return None if best is None or not counts[best][0] else self.spans[best]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +121,7 @@ def attribute_sentences(answer: str, sources: Sequence[TokenSource]) -> list[Sen
     A token belongs to the sentence that contains its last character. White space and tokens without text belong to no
     sentence. A sentence without tokens is left out.
     """
-    spans = [(match.start(), match.start() + len(match.group().rstrip())) for match in _SENTENCE.finditer(answer)]
+    spans = _sentences(answer)
     ends = [end for _, end in spans]
     tokens: list[list[tuple[float, ...]]] = [[] for _ in spans]
     written = 0
@@ -126,6 +147,29 @@ def dominant(shares: Sequence[float]) -> int | None:
     return first if shares[first] >= SHARE and shares[first] >= LEAD * runner_up else None
 
 
-def _join_words(words: Iterable[str]) -> str:
-    """Return the words in lower case, with one space before, between and after them."""
-    return " ".join(["", *map(str.lower, words), ""])
+def source_sentence(passage: str, answer: str, quotes: Sequence[str] = ()) -> str:
+    """Return the sentence of a passage that an answer comes from, on one line; the first if none shares a word.
+
+    Args:
+        quotes: Texts of the citations by quote; the first one is looked for, else the answer.
+    """
+    sentences = PassageSentences(passage)
+    if not sentences.spans:
+        return ""
+    start, end = sentences.find(quotes[0] if quotes else answer) or sentences.spans[0]
+    return " ".join(passage[start:end].split())
+
+
+def _sentences(text: str) -> list[tuple[int, int]]:
+    return [(match.start(), match.start() + len(match.group().rstrip())) for match in _SENTENCE.finditer(text)]
+
+
+def _content(text: str, functional: Set[str]) -> set[str]:
+    """Return the words of a text that are no function words."""
+    return {word for word in split_words(text) if word not in functional and not is_functional_pair(word)}
+
+
+def _relatedness(asked: Set[str], words: Set[str]) -> float:
+    """Return the share of the question's words that a passage has; inflected words count by their beginning."""
+    stems = {word[:STEM] for word in words}
+    return sum(word[:STEM] in stems for word in asked) / len(asked) if asked else 0.0

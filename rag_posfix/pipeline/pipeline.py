@@ -3,105 +3,60 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.assembly.assembler import Assembled, Assembler
+from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
-from rag_posfix.caching.answers.keys import AnswerKey, tenant_salt
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, collected_warnings
+from rag_posfix.assembly.templates import read_template
+from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.checked import check_type, checked_list
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
 from rag_posfix.contracts.cache_salt import own_tags, salted
-from rag_posfix.contracts.generator import Generator, gives_scores, shown_model
-from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, Sampling
-from rag_posfix.contracts.retrieval import Reranker, Retriever, rerank_indexed
+from rag_posfix.contracts.filters import combine_filters, filter_key, parse_filter
+from rag_posfix.contracts.generator import CachingGenerator, Generator, check_json_schema, gives_scores, shown_model
+from rag_posfix.contracts.method_spec import MethodSpec, named_method
+from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationInfo, Sampling
+from rag_posfix.contracts.retrieval import Reranker, Retriever, rerank_indexed, retrieve_query
+from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from rag_posfix.parameters import accept_old_names, shown
-from rag_posfix.pipeline.stored_answer import answer_from, readable, to_store
+from rag_posfix.parameters import shown
+from rag_posfix.pipeline.batch import AskedInBatches
+from rag_posfix.pipeline.defaults import Defaults
+from rag_posfix.pipeline.language import language_of
+from rag_posfix.pipeline.passage_floor import PassageFloor
+from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
+from rag_posfix.pipeline.prompt_memory import PromptMemory, RememberedPrompt, document_values
+from rag_posfix.pipeline.query import checked_query, search_query
+from rag_posfix.pipeline.run import PreparedQuestion, QuestionRun
+from rag_posfix.pipeline.stored_answer import (
+    answer_from,
+    answer_key,
+    conversation_text,
+    no_passage_answer,
+    readable,
+    to_store,
+)
 from rag_posfix.pipeline.stores import AnswerCache, PassageKVStore, invalidate
-from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, Stage, StageWatcher, watched_by
-from rag_posfix.text import content_hash
+from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
+from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
 
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
 
 
-@accept_old_names
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Default values for questions.
-
-    Attributes:
-        mitigation: The mitigation and its parameters.
-        order: Name of the order of the passages.
-        k: Number of passages to retrieve.
-        sampling: Sampling parameters.
-        tenant: Part of every cache key, besides the tenant of the question.
-        attribution: Whether answers have citations by attention, which need the attention of four layers at each step
-            and make decoding a few per cent slower.
-    """
-
-    mitigation: MitigationChoice = field(default_factory=lambda: MitigationChoice("default"))
-    order: str = "relevance"
-    k: int = 10
-    sampling: Sampling = field(default_factory=Sampling)
-    tenant: str = ""
-    attribution: bool = True
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"traced": "attribution"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One question on its way through the stages; ``timings`` are seconds by stage."""
-
-    question: Question
-    salt: str
-    trace: QuestionTrace
-    watcher: StageWatcher
-    timings: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
-
-    @contextmanager
-    def stage(self, timing: str, name: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
-        watcher = self.trace if name == "assembler" else self.watcher
-        with self.timed(timing), watcher.stage(name, self.question.text, documents) as stage:
-            yield stage
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A question before the generator runs. ``key`` is None if the answer is not cached."""
-
-    run: _Run
-    assembled: Assembled
-    request: GenerationRequest
-    info: MitigationInfo
-    key: str | None
-    scope: str
-    warnings: tuple[str, ...]
-
-
-class Pipeline:
+class Pipeline(AskedInBatches):
     """Answers questions from documents. Safe to share between threads.
 
     Args:
         generator: Generates answers to prompts.
         assembler: Makes prompts for ``generator``.
-        retriever: Finds passages. Without a retriever, questions have documents or are answered without.
+        retriever: Finds passages. Without a retriever, questions have documents or are asked without a passage.
         reranker: Scores documents without a ``relevance_score``; with ``candidates``, chooses among those retrieved.
         passages: The passage KV store of ``generator``; closed with the pipeline.
         recent: The memory of recent prompts for the order ``cache_aware``; a new one if None.
@@ -112,6 +67,8 @@ class Pipeline:
         tracer: Traces every question, for example ``rag_posfix.telemetry.build.question_tracer()``; None traces none.
         indexes: Retrievers of further indexes by name, for questions that name one.
         choose_reranker: Returns the reranker that a question names; without it questions cannot name one.
+        writer: Writes the query of a follow-up with ``query="rewrite"``; ``generator`` if None.
+        floor: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
     """
 
     def __init__(
@@ -131,21 +88,25 @@ class Pipeline:
         tracer: QuestionTracer | None = None,
         indexes: Mapping[str, Retriever] | None = None,
         choose_reranker: Callable[[MethodSpec], Reranker] | None = None,
+        writer: Generator | None = None,
+        floor: PassageFloor | None = None,
     ) -> None:
-        self.generator = generator
-        self.retriever = retriever
+        self.generator, self.retriever = generator, retriever
         self.reranker = reranker
         self.cache = cache
         self.assembler = assembler
         self.defaults = defaults or Defaults()
         self.passages = passages
         self.recent = recent or RecentPrompts()
+        self._memory = PromptMemory()
         self._on_close = on_close
         self.candidates = candidates
         self.embeddings = embeddings
         self.tracer = tracer or UNTRACED
         self.indexes = dict(indexes or {})
         self.choose_reranker = choose_reranker
+        self.writer = writer
+        self.floor = floor or PassageFloor()
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -160,6 +121,15 @@ class Pipeline:
         """Return a pipeline with the same parts and another retriever; this pipeline does not change."""
         return self._with(retriever=retriever)
 
+    def with_template(self, template: object) -> Pipeline:
+        """Return a pipeline with the same parts and another prompt template; this pipeline does not change.
+
+        Args:
+            template: A ``PromptTemplate``, or any other form that ``build_pipeline`` takes.
+        """
+        assembler = self.assembler.with_template(read_template(template))
+        return self._with(assembler=assembler, defaults=replace(self.defaults, templates={}))
+
     def with_tracer(self, tracer: QuestionTracer) -> Pipeline:
         """Return a pipeline with the same parts whose questions are traced; this pipeline does not change."""
         return self._with(tracer=tracer)
@@ -171,6 +141,20 @@ class Pipeline:
             tenant: Separates the entries, together with the tenant of this pipeline's defaults.
         """
         return self._with(defaults=replace(self.defaults, tenant=tenant_salt(self.defaults.tenant, tenant)))
+
+    def with_filter(self, metadata_filter: Mapping[str, Any]) -> Pipeline:
+        """Return a pipeline with the same parts that retrieves matching passages alone; this pipeline does not change.
+
+        Args:
+            metadata_filter: Joined with the filter of the defaults and with that of each question.
+
+        Raises:
+            ConfigError: it is no filter.
+        """
+        parse_filter(metadata_filter)
+        return self._with(
+            defaults=replace(self.defaults, filter=combine_filters(self.defaults.filter, metadata_filter))
+        )
 
     def _with(self, **changes: Any) -> Pipeline:
         pipeline = copy.copy(self)
@@ -185,15 +169,24 @@ class Pipeline:
         if self._on_close is not None:
             self._on_close()
 
+    @property
+    def pending_deletions(self) -> int:
+        """Deleted documents whose cached answers other processes may still serve; 0 once they cannot."""
+        return int(getattr(self.cache, "pending_deletions", 0))
+
     def invalidate(self, documents: Sequence[Document], tenant: str = "") -> None:
         """Drop the cached answers, keys and values of documents that were removed.
 
-        Other processes hold their copies in memory until these expire or are evicted.
+        Processes that share a Redis drop their copies too; ``pending_deletions`` says whether all have. Without Redis,
+        other processes hold copies in memory until these expire or are evicted.
 
         Args:
             tenant: Drops the entries of ``with_tenant(tenant)`` alone, so that no other tenant notices; those of all
                 tenants if empty.
         """
+        documents = checked_list("documents", documents, Document, "Document")
+        check_type("tenant", tenant, str, "a text")
+        self._memory.drop([document.page_content for document in documents])
         if tenant:
             salt = tenant_salt(tenant_salt(self.defaults.tenant, tenant), "")
             invalidate(documents, self.cache, self.passages, salt)
@@ -201,19 +194,46 @@ class Pipeline:
         invalidate(documents, self.cache, self.passages)
         self.recent.drop([content_key(document) for document in documents])
 
-    def ask(self, question: Question | str, watcher: StageWatcher | None = None) -> Answer:
+    def ask(
+        self,
+        question: Question | str,
+        documents: Sequence[Document] | None = None,
+        *,
+        watcher: StageWatcher | None = None,
+    ) -> Answer:
         """Return the answer. Equal concurrent questions are computed once.
+
+        Without a passage the model is not asked, unless the question or the defaults have ``allow_ungrounded``: the
+        answer is ``defaults.no_passage_text``.
+
+        Args:
+            documents: The passages to answer from, if ``question`` is a text; None retrieves passages.
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are wrong, or generation failed. A failing
                 cache never raises.
         """
-        question = Question(question) if isinstance(question, str) else question
+        question = as_question(question, documents)
         with self.tracer.question(question, self.generator.model_id, stream=False) as trace:
             return self._answer(self._prepare(question, watcher, trace))
 
-    def _answer(self, prepared: _Prepared) -> Answer:
-        cache, key, run = self.cache, prepared.key, prepared.run
+    def preview(self, question: Question | str) -> PromptPreview:
+        """Return what the model would read, without generating. Errors as those of ``ask``."""
+        prepared, generator = self._prepare(as_question(question), None, UNTRACED), self.generator
+        cached = generator.cached_segments(prepared.request) if isinstance(generator, CachingGenerator) else ()
+        return preview_prompt(
+            prepared.prompt.assembled, generator.encoder, cached, prepared.info.name,
+            answer_cached=self._look_up(prepared) is not None,
+        )  # fmt: skip
+
+    def find_passages(self, question: Question | str) -> tuple[Document, ...]:
+        """Return the passages that the model would read, in the order of the prompt, without generating."""
+        return self._prepare(as_question(question), None, UNTRACED).prompt.assembled.documents
+
+    def _answer(self, prepared: PreparedQuestion) -> Answer:
+        cache, key, run = self.cache, prepared.prompt.key, prepared.run
+        if self._lacks_passage(prepared):
+            return self._finish_without_passage(prepared)
         stored = self._look_up(prepared)
         if stored is not None:  # without waiting for an equal question
             return self._finish(prepared, stored, cached=True)
@@ -221,104 +241,147 @@ class Pipeline:
             stored = self._look_up(prepared) if again else None
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
-            self.recent.add(prepared.scope, prepared.assembled.layout.keys)
+            self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
             with run.watcher.stage("generator", run.question.text) as stage:
                 generation = self.generator.generate(prepared.request)
                 stage.done(generation)
             run.timings.update(generation.timings)
-            return self._store(prepared, to_store(prepared.assembled, generation))
+            return self._store(prepared, to_store(prepared.prompt.assembled, generation))
 
-    def stream(self, question: Question | str, watcher: StageWatcher | None = None) -> Iterator[AnswerChunk]:
-        """Yield the answer in pieces; the last chunk has the complete answer.
+    def stream(
+        self,
+        question: Question | str,
+        documents: Sequence[Document] | None = None,
+        *,
+        watcher: StageWatcher | None = None,
+    ) -> Iterator[AnswerChunk]:
+        """Yield the answer in pieces; the last chunk has the complete answer. The arguments are those of ``ask``.
 
         Wrong input raises in this call, before the first piece is requested. A cached answer is one piece. Closing the
         iterator stops the computation.
         """
-        question = Question(question) if isinstance(question, str) else question
+        question = as_question(question, documents)
         with ExitStack() as stack:
             trace = stack.enter_context(self.tracer.question(question, self.generator.model_id, stream=True))
             prepared = self._prepare(question, watcher, trace)
+            if self._lacks_passage(prepared):
+                answer = self._finish_without_passage(prepared)
+                return iter([AnswerChunk(answer.text, answer)])
             stored = self._look_up(prepared)
             if stored is not None:
                 answer = self._finish(prepared, stored, cached=True)
-                return iter([AnswerChunk(answer.text, answer, answer.log_probs)])
-            self.recent.add(prepared.scope, prepared.assembled.layout.keys)
+                return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
+            self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
             return self._stream(prepared, self.generator.stream(prepared.request), stack.pop_all())
 
-    def _stream(self, prepared: _Prepared, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
-        run = prepared.run
+    def _stream(self, prepared: PreparedQuestion, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
+        run, prompt_tokens = prepared.run, len(prepared.prompt.assembled.layout.token_ids)
         with stack, run.watcher.stage("generator", run.question.text) as stage:
             for chunk in chunks:
                 if chunk.text:
                     stage.piece(chunk.text)
                 if chunk.generation is None:
-                    yield AnswerChunk(chunk.text, log_probs=chunk.log_probs)
+                    yield AnswerChunk(chunk.text, log_probs=chunk.log_probs, prompt_tokens=prompt_tokens)
                     continue
                 stage.done(chunk.generation)
                 run.timings.update(chunk.generation.timings)
-                stored = to_store(prepared.assembled, chunk.generation)
-                yield AnswerChunk(chunk.text, self._store(prepared, stored), chunk.log_probs)
+                stored = to_store(prepared.prompt.assembled, chunk.generation)
+                yield AnswerChunk(chunk.text, self._store(prepared, stored), chunk.log_probs, prompt_tokens)
 
-    def _prepare(self, question: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> _Prepared:
-        if not question.text.strip():
-            raise ConfigError("the question is empty; ask something")
-        mitigation = question.mitigation or self.defaults.mitigation
+    def _prepare(self, question: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> PreparedQuestion:
+        if self.defaults.measured is not None:
+            question = self.defaults.measured.resolve(question, self.defaults.mitigation)
+        mitigation = named_method(question.mitigation or self.defaults.mitigation, "mitigation")
         sampling = question.sampling or self.defaults.sampling
         if sampling.top_logprobs is not None and not gives_scores(self.generator):
             raise UnsupportedModelError(
                 f"{shown_model(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
             )
+        if sampling.json_schema is not None:
+            check_json_schema(self.generator, sampling.json_schema)
         info = self.generator.describe(mitigation)
         salt = tenant_salt(self.defaults.tenant, question.tenant)
-        run = _Run(question, salt, trace, watched_by(trace, watcher))
-        with collected_warnings() as warnings:
+        metadata_filter = combine_filters(self.defaults.filter, question.filter)
+        choice = checked_query(question.query or self.defaults.query)
+        if choice == "rewrite" and question.documents is not None:  # nothing is retrieved
+            choice = "history"
+        assembler = self._assembler_of(question)
+        assembler.check_length(question.text, question.history)  # before it is embedded and searched for
+        query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
+        run = QuestionRun(question, salt, metadata_filter, query, trace, watched_by(trace, watcher))
+        with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
-        scope = content_hash(salt, info.fingerprint, _conversation_text(question))
         with run.stage("assemble", "assembler") as stage:
-            assembled = self.assembler.assemble(
-                question.text,
-                documents,
-                order=question.order or self.defaults.order,
-                seed=question.seed,
-                max_new_tokens=sampling.max_tokens,
-                history=question.history,
-                recent=self.recent.recent(scope),
-                order_free=info.order_invariant,
-            )
-            stage.done(assembled.documents)
-        key = None
-        if self.cache is not None and question.use_cache and sampling.deterministic:
-            key = self._key(run, assembled, info, sampling)
-        request = GenerationRequest(assembled.layout, mitigation, sampling, salt, self.defaults.attribution)
-        return _Prepared(run, assembled, request, info, key, scope, tuple(warnings))
+            prompt = self._prompt(run, assembler, documents, info, sampling)
+            stage.done(prompt.assembled.documents)
+        prompt.assembled.log_omissions()
+        request = GenerationRequest(prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution)
+        return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))
 
-    def _documents(self, run: _Run) -> Sequence[Document]:
+    def _prompt(
+        self, run: QuestionRun, assembler: Assembler, documents: Sequence[Document], info: MitigationInfo,
+        sampling: Sampling,
+    ) -> RememberedPrompt:  # fmt: skip
+        """Return the prompt of a question; that of an equal question a short while ago, if its answer is cached."""
+        question, conversation = run.question, conversation_text(run.question)
+        before = conversation if assembler.template.history_first else ""
+        template, filtered = assembler.template.fingerprint(), filter_key(run.filter)
+        scope = content_hash(run.salt, info.fingerprint, template, before, filtered)
+        caches = self.cache is not None and question.use_cache and sampling.deterministic
+        order, model = question.order or self.defaults.order, self.generator.fingerprint
+        retrieves, values = question.documents is None, document_values(documents) if caches else None
+        origin = (scope, model, sampling, order, question.seed, question.text, conversation, retrieves, values)
+        if values is not None and (prompt := self._memory.get(origin)) is not None:
+            return prompt
+        assembled = assembler.assemble(
+            question.text, documents, order=order, seed=question.seed, max_new_tokens=sampling.max_tokens,
+            history=question.history, recent=self.recent.recent(scope), order_free=info.order_invariant,
+        )  # fmt: skip
+        key = answer_key(run, assembled, info, sampling, model, assembler.template) if caches else None
+        prompt = RememberedPrompt(assembled, key, scope)
+        if values is not None and not assembled.depends_on_recent:
+            texts = [question.text, conversation, *(document.page_content for document in documents)]
+            self._memory.put(origin, prompt, texts)
+        return prompt
+
+    def _documents(self, run: QuestionRun) -> Sequence[Document]:
         """Return the documents of the question, or those retrieved for it; scored or chosen by the reranker."""
         question = run.question
-        retriever, reranker = self._retriever_of(question), self._reranker_of(question)
+        retriever = self._retriever_of(question)
         k = self.defaults.k if question.k is None else question.k
         if question.documents is not None:
             documents = list(question.documents)
-            if not all(isinstance(document, Document) for document in documents):
-                return documents  # assembly says which one is not
         elif retriever is None:
             return ()
         else:
             with run.stage("retrieve", "retriever") as stage:
-                documents = retriever.retrieve(question.text, max(k, self.candidates))
+                documents = retrieve_query(retriever, run.query, max(k, self.candidates), run.filter)
                 stage.done(documents)
+            floor = self.defaults.floor if question.floor is None else question.floor
+            similar, doubtful = self.floor.similar(run, retriever, documents, floor)
+            ranked = self._reranked(run, similar)
+            return self.floor.judged(run, ranked) if doubtful else ranked
+        return self._reranked(run, documents)
+
+    def _reranked(self, run: QuestionRun, documents: Sequence[Document]) -> Sequence[Document]:
+        question, reranker = run.question, self._reranker_of(run.question)
+        k = self.defaults.k if question.k is None else question.k
         chooses = question.documents is None and self.candidates > 0
         scored = question.reranker is None and all("relevance_score" in document.metadata for document in documents)
         if reranker is None or (scored and not chooses):
             return documents
         with run.stage("rerank", "reranker", documents) as stage, salted(run.salt):
             if chooses:  # the first k if the reranker kept the given order
-                ranked = list(reranker.compress_documents(documents, question.text))[:k]
+                ranked = list(reranker.compress_documents(documents, run.query.text))[:k]
             else:  # in the given order: the order of the prompt is chosen later
-                entries = sorted(rerank_indexed(reranker, question.text, documents), key=lambda entry: entry.index)
+                entries = sorted(rerank_indexed(reranker, run.query.text, documents), key=lambda entry: entry.index)
                 ranked = [entry.document for entry in entries]
             stage.done(ranked)
         return ranked
+
+    def _assembler_of(self, question: Question) -> Assembler:
+        template = question.template or self.defaults.templates.get(language_of(question.text) or "")
+        return self.assembler if template is None else self.assembler.with_template(template)
 
     def _retriever_of(self, question: Question) -> Retriever | None:
         if question.index is None:
@@ -333,54 +396,55 @@ class Pipeline:
     def _reranker_of(self, question: Question) -> Reranker | None:
         if question.reranker is None:
             return self.reranker
+        spec = named_method(question.reranker, "reranker")
         if self.choose_reranker is None:
-            raise ConfigError(
-                f"the reranker {shown(question.reranker.name)} cannot be chosen here; leave it to the pipeline"
-            )
-        return self.choose_reranker(question.reranker)
+            raise ConfigError(f"the reranker {shown(spec.name)} cannot be chosen here; leave it to the pipeline")
+        return self.choose_reranker(spec)
 
-    def _key(self, run: _Run, assembled: Assembled, info: MitigationInfo, sampling: Sampling) -> str:
-        layout = assembled.layout
-        relevance = layout.relevance or (None,) * layout.n_passages
-        passages = tuple(
-            content_hash(str(layout.tokens(span)), repr(score))
-            for span, score in zip(layout.passages, relevance, strict=True)
-        )
-        return AnswerKey(
-            model=self.generator.fingerprint,
-            template=self.assembler.template.fingerprint(),
-            # The tokens around the passages: chat template, instructions and the conversation so far.
-            assembly=content_hash(str(layout.tokens(layout.prefix)), str(layout.tokens(layout.suffix))),
-            mitigation=info.fingerprint,
-            sampling=repr(sampling),
-            question=run.question.text,
-            history=_conversation_text(run.question),
-            documents=passages,
-            order_invariant=info.order_invariant,
-            tenant=run.salt,
-        ).digest()
+    def _lacks_passage(self, prepared: PreparedQuestion) -> bool:
+        allowed = prepared.run.question.allow_ungrounded
+        if allowed is None:
+            allowed = self.defaults.allow_ungrounded
+        return not prepared.prompt.assembled.documents and not allowed
 
-    def _look_up(self, prepared: _Prepared) -> Mapping[str, Any] | None:
-        if self.cache is None or prepared.key is None:
+    def _finish_without_passage(self, prepared: PreparedQuestion) -> Answer:
+        run = prepared.run
+        text = self.defaults.no_passage_text
+        if text == NO_PASSAGE_TEXT:
+            text = self._assembler_of(run.question).template.no_passage or text
+        answer = no_passage_answer(text, prepared.prompt.assembled, prepared.info.name, run.timings)
+        return self._traced(prepared, answer)
+
+    def _look_up(self, prepared: PreparedQuestion) -> Mapping[str, Any] | None:
+        if self.cache is None or prepared.prompt.key is None:
             return None
         with prepared.run.timed("cache"):
-            stored = self.cache.get(prepared.key)
+            stored = self.cache.get(prepared.prompt.key)
         return stored if stored is not None and readable(stored) else None
 
-    def _store(self, prepared: _Prepared, stored: Mapping[str, Any]) -> Answer:
-        if self.cache is not None and prepared.key is not None:
+    def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any]) -> Answer:
+        if self.cache is not None and prepared.prompt.key is not None:
             with prepared.run.timed("cache"):
-                ids = prepared.assembled.ids
-                self.cache.put(prepared.key, stored, (*ids, *own_tags(prepared.run.salt, ids)))
+                ids = prepared.prompt.assembled.ids
+                self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(prepared.run.salt, ids)))
         return self._finish(prepared, stored, cached=False)
 
-    def _finish(self, prepared: _Prepared, stored: Mapping[str, Any], *, cached: bool) -> Answer:
-        answer = answer_from(stored, prepared.assembled, prepared.info.name, prepared.run.timings, cached=cached)
-        answer = replace(answer, warnings=prepared.warnings)
-        prepared.run.trace.answered(answer)
+    def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:
+        prompt, run = prepared.prompt, prepared.run
+
+        def make() -> Answer:
+            return answer_from(
+                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text
+            )
+
+        answer = prompt.answer(stored, make) if cached else make()
+        return self._traced(prepared, answer)
+
+    def _traced(self, prepared: PreparedQuestion, answer: Answer) -> Answer:
+        run, dropped = prepared.run, (*answer.dropped, *prepared.run.left_out)
+        answer = replace(
+            answer, warnings=prepared.warnings, query=run.query.text, dropped=dropped, timings=dict(run.timings),
+            usage=sum_usage((answer.usage, prepared.spent)),
+        )  # fmt: skip
+        run.trace.answered(answer)
         return answer
-
-
-def _conversation_text(question: Question) -> str:
-    """Return the conversation so far as text that is different for different conversations."""
-    return repr([(message.get("role"), message.get("content")) for message in question.history])

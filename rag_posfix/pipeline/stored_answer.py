@@ -1,73 +1,146 @@
-"""Converts answers to cache entries, and cache entries to answers for the documents of another question."""
+"""Cache entries of answers: their keys, and the answers made of them for the documents of another question."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from rag_posfix.assembly.assembler import Assembled
-from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
-from rag_posfix.contracts.request import Generation, ScoredToken, TokenScore, Usage
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.caching.answers.keys import AnswerKey
+from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation, Question
+from rag_posfix.contracts.filters import filter_key
+from rag_posfix.contracts.request import (
+    FinishReason,
+    Generation,
+    MitigationInfo,
+    Sampling,
+    ScoredToken,
+    TokenScore,
+    Usage,
+)
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes
-from rag_posfix.text import clean_text
+from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.text import clean_text, content_hash, titled_text
+
+_Count = Annotated[int, Strict(), Field(ge=0)]
+_Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+_Shares = dict[str, Annotated[_Number, Field(ge=0)]]
+"""By content key."""
+_Scored = tuple[Annotated[str, Field(pattern="^([0-9a-f]{2})*$")], _Number | None]
+"""The bytes of a token in hexadecimal, and its log-probability."""
 
 
-def to_store(assembled: Assembled, generation: Generation) -> dict[str, Any]:
+class StoredAnswer(TypedDict):
+    """The cache entry of an answer. Entries of earlier releases have no claims."""
+
+    text: Annotated[str, Strict()]
+    finish_reason: FinishReason
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    cached_tokens: _Count
+    attention: _Shares
+    weighted: NotRequired[Annotated[bool, Strict()]]
+    claims: NotRequired[list[tuple[_Count, _Count, _Shares]]]
+    log_probs: NotRequired[list[tuple[_Count, _Scored, list[_Scored]]]]
+    stop_string: NotRequired[Annotated[str, Strict()]]
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[StoredAnswer]:
+    return TypeAdapter(StoredAnswer)
+
+
+def answer_key(
+    run: QuestionRun,
+    assembled: Assembled,
+    info: MitigationInfo,
+    sampling: Sampling,
+    model: str,
+    template: PromptTemplate,
+) -> str:
+    """Return the key of an answer in the cache; ``model`` is the fingerprint of the generator."""
+    layout, question = assembled.layout, run.question
+    relevance = layout.relevance or (None,) * layout.n_passages
+    passages = tuple(
+        content_hash(str(layout.tokens(span)), repr(score))
+        for span, score in zip(layout.passages, relevance, strict=True)
+    )
+    return AnswerKey(
+        model=model,
+        template=template.fingerprint(),
+        # The tokens around the passages: chat template, instructions and the conversation so far.
+        assembly=content_hash(str(layout.tokens(layout.prefix)), str(layout.tokens(layout.suffix))),
+        mitigation=info.fingerprint,
+        sampling=repr(sampling) + (sampling.json_schema or ""),
+        question=question.text,
+        history=conversation_text(question),
+        documents=passages,
+        order_invariant=info.order_invariant,
+        tenant=run.salt,
+        filter="" if question.documents is not None else filter_key(run.filter),
+    ).digest()
+
+
+def conversation_text(question: Question) -> str:
+    """Return the conversation so far as text that is different for different conversations."""
+    return repr([(message.get("role"), message.get("content")) for message in question.history])
+
+
+def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
     """Return the cache entry of an answer. Attention is stored by content key, because ids belong to one question."""
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
     keys = assembled.layout.keys
     claims = attribute_sentences(generation.text, generation.sources)
-    stored: dict[str, Any] = {
+    stored: StoredAnswer = {
         "text": generation.text,
         "finish_reason": generation.finish_reason,
         "prompt_tokens": generation.usage.prompt_tokens,
         "completion_tokens": generation.usage.completion_tokens,
         "cached_tokens": generation.usage.cached_tokens,
         "attention": dict(zip(keys, attention, strict=True)),
-        "claims": [[claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))] for claim in claims],
+        "claims": [(claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))) for claim in claims],
     }
+    if generation.weighted:
+        stored["weighted"] = True
+    if generation.stop_string is not None:
+        stored["stop_string"] = generation.stop_string
     if generation.log_probs:
         stored["log_probs"] = _stored_scores(generation.log_probs)
     return stored
 
 
 def readable(stored: Any) -> bool:
-    """Return whether a cache entry has the fields and types of ``to_store``; any other entry is a miss.
-
-    Entries of older versions without claims are valid: their answers have no citations by attention.
-    """
-    numbers = ("prompt_tokens", "completion_tokens", "cached_tokens")
-    return (
-        isinstance(stored, Mapping)
-        and isinstance(stored.get("text"), str)
-        and stored.get("finish_reason") in ("stop", "length")
-        and all(isinstance(stored.get(name), int) for name in numbers)
-        and _are_shares(stored.get("attention"))
-        and isinstance(stored.get("claims", []), list)
-        and all(_is_claim(claim, len(stored["text"])) for claim in stored.get("claims", []))
-        and _are_scores(stored.get("log_probs", []))
-    )
-
-
-def _are_shares(stored: Any) -> bool:
-    return isinstance(stored, dict) and all(isinstance(share, int | float) for share in stored.values())
-
-
-def _is_claim(stored: Any, length: int) -> bool:
-    if not isinstance(stored, list) or len(stored) != 3 or not _are_shares(stored[2]):
+    """Return whether a cache entry has the fields and types of ``to_store``; any other entry is a miss."""
+    try:
+        claims = _adapter().validate_python(stored).get("claims", [])
+    except ValidationError:
         return False
-    start, end = stored[:2]
-    return isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= length
+    return all(start < end <= len(stored["text"]) for start, end, _ in claims)
 
 
 def answer_from(
-    stored: Mapping[str, Any], assembled: Assembled, mitigation: str, timings: Mapping[str, float], *, cached: bool
+    stored: Mapping[str, Any],
+    assembled: Assembled,
+    mitigation: str,
+    timings: Mapping[str, float],
+    *,
+    cached: bool,
+    question: str = "",
 ) -> Answer:
-    """Return the answer for the documents of *this* question; order and ids of the cached question's may differ."""
+    """Return the answer for the documents of *this* question; order and ids of the cached question's may differ.
+
+    Args:
+        question: Its words are no evidence for a citation.
+    """
     return Answer(
         text=stored["text"],
-        documents=_documents(stored["attention"], assembled),
-        citations=_citations(stored, assembled),
+        documents=_documents(stored, assembled),
+        citations=_citations(stored, assembled, question),
         usage=Usage(
             prompt_tokens=stored["prompt_tokens"],
             completion_tokens=stored["completion_tokens"],
@@ -80,11 +153,32 @@ def answer_from(
         dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
         timings=dict(timings),
         log_probs=_scores_from(stored.get("log_probs", [])),
+        stop_string=stored.get("stop_string"),
+        grounded=bool(assembled.documents),
+        truncated=assembled.truncated,
     )
 
 
-def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[AnswerDocument, ...]:
-    layout = assembled.layout
+def no_passage_answer(text: str, assembled: Assembled, mitigation: str, timings: Mapping[str, float]) -> Answer:
+    """Return the answer to a question without a passage: ``text``, which no model wrote."""
+    return Answer(
+        text=text,
+        documents=(),
+        citations=(),
+        usage=Usage(prompt_tokens=0, completion_tokens=0),
+        cached=False,
+        mitigation=mitigation,
+        order=assembled.order,
+        finish_reason="stop",
+        dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
+        timings=dict(timings),
+        grounded=False,
+    )
+
+
+def _documents(stored: Mapping[str, Any], assembled: Assembled) -> tuple[AnswerDocument, ...]:
+    layout, attention = assembled.layout, stored["attention"]
+    is_weighted = stored.get("weighted", False)
     relevance = layout.relevance or (None,) * layout.n_passages
     return tuple(
         AnswerDocument(
@@ -96,6 +190,7 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
             source=_text_or_none(document.metadata.get("source")),
             text=clean_text(document.page_content),
             page=_page(document.metadata.get("page")),
+            weight=float(attention.get(key, 0.0)) if is_weighted else None,
         )
         for position, (identity, score, key, document) in enumerate(
             zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
@@ -103,11 +198,12 @@ def _documents(attention: Mapping[str, float], assembled: Assembled) -> tuple[An
     )
 
 
-def _citations(stored: Mapping[str, Any], assembled: Assembled) -> tuple[Citation, ...]:
+def _citations(stored: Mapping[str, Any], assembled: Assembled, question: str) -> tuple[Citation, ...]:
     """Return citations by quote and by attention, sorted by start; for equal starts the quote first."""
     text = stored["text"]
     citations = []
-    for quote in find_quotes(text, [document.page_content for document in assembled.documents]):
+    passages = [titled_text(document.metadata.get("title"), document.page_content) for document in assembled.documents]
+    for quote in find_quotes(text, passages, question):
         ids = tuple(assembled.ids[index] for index in quote.passages)
         citations.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
     for start, end, shares in stored.get("claims", []):
@@ -125,13 +221,8 @@ def _text_or_none(value: object) -> str | None:
     return clean_text(value) if isinstance(value, str) and value else None
 
 
-def _stored_scores(scored: Sequence[ScoredToken]) -> list[Any]:
-    """Return ``[start, [hex bytes, log-probability], [[hex bytes, log-probability], ...]]`` for each token."""
-    return [[token.start, _pair(token.token), [_pair(score) for score in token.top]] for token in scored]
-
-
-def _are_scores(stored: Any) -> bool:
-    return isinstance(stored, list) and all(map(_is_scored, stored))
+def _stored_scores(scored: Sequence[ScoredToken]) -> list[tuple[int, _Scored, list[_Scored]]]:
+    return [(token.start, _pair(token.token), [_pair(score) for score in token.top]) for token in scored]
 
 
 def _scores_from(stored: Sequence[Any]) -> tuple[ScoredToken, ...]:
@@ -140,26 +231,9 @@ def _scores_from(stored: Sequence[Any]) -> tuple[ScoredToken, ...]:
     )
 
 
-def _pair(score: TokenScore) -> list[Any]:
-    return [score.data.hex(), score.log_prob]
+def _pair(score: TokenScore) -> _Scored:
+    return score.data.hex(), score.log_prob
 
 
 def _score(pair: Sequence[Any]) -> TokenScore:
     return TokenScore(bytes.fromhex(pair[0]), pair[1])
-
-
-def _is_scored(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 3:
-        return False
-    start, token, top = entry
-    return isinstance(start, int) and isinstance(top, list) and all(map(_is_pair, (token, *top)))
-
-
-def _is_pair(pair: Any) -> bool:
-    if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
-        return False
-    try:
-        bytes.fromhex(pair[0])
-    except ValueError:
-        return False
-    return pair[1] is None or isinstance(pair[1], int | float)

@@ -82,6 +82,7 @@ def invalidate(
     keys: Sequence[str] = [content_key(document) for document in documents]
     if salt:
         ids, keys = own_tags(salt, ids), own_tags(salt, keys)
-    n_answers = 0 if answers is None else answers.drop_documents(ids)
+    # A server's judgements of the passages have the keys as tags.
+    n_answers = 0 if answers is None else answers.drop_documents([*ids, *keys])
     n_passages = 0 if passages is None else passages.drop(keys)
     return n_answers, n_passages

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from langchain_core.documents import Document
 
+from rag_posfix.checked import check_type
 from rag_posfix.contracts.answer import Answer, Question
 
 
@@ -24,6 +25,7 @@ class Stage(Protocol):
         ...
 
 
+@runtime_checkable
 class StageWatcher(Protocol):
     """Is notified of the stages of one question, for traces."""
 
@@ -94,6 +96,7 @@ def watched_by(trace: QuestionTrace, watcher: StageWatcher | None) -> StageWatch
     """Return a watcher that passes each stage on to the trace and to the watcher of the caller, if there is one."""
     if watcher is None:
         return trace
+    check_type("watcher", watcher, StageWatcher, "a StageWatcher, or None")
     return watcher if trace is UNTRACED else _Watchers(trace, watcher)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rag_posfix.errors import ConfigError
 
@@ -22,6 +23,10 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def shifted(self, offset: int) -> Span:
+        """Return the span ``offset`` tokens further on."""
+        return Span(self.start + offset, self.stop + offset)
+
     @property
     def slice(self) -> slice:
         """The span as a slice."""
@@ -33,7 +38,7 @@ class Turn:
     """A message of the chat that a prompt is.
 
     Attributes:
-        role: ``system``, ``user`` or ``assistant``.
+        role: ``system``, ``user``, ``assistant`` or ``tool``.
         content: The tokens of its content, without those of the chat template.
     """
 
@@ -60,8 +65,9 @@ class Layout:
         question: The question inside the suffix.
         keys: A content hash of each passage; equal text, equal key. Methods that do not depend on order sort by it.
         relevance: One score in (0, 1] per passage, or None where nothing scored them.
-        turns: The messages of the chat, for generators that apply a chat template of their own. The last one is the
-            user's and holds the passages and the question. Empty if the prompt is not known as messages.
+        turns: The messages of the chat, for generators that apply a chat template of their own. One of the
+            user's holds the passages; the last one holds the question and may be the same. Empty if the prompt is not
+            known as messages.
     """
 
     token_ids: tuple[int, ...]
@@ -86,9 +92,10 @@ class Layout:
         counts = {len(self.passages), len(self.texts), len(self.keys)}
         if self.relevance is not None:
             counts.add(len(self.relevance))
-        if self.turns and not self._holds_question(self.turns[-1].content):
+        if self.turns and not self._are_consistent(self.turns):
             raise ConfigError(
-                f"the last turn of a layout must begin in the prefix and hold the question, got {self.turns[-1]}"
+                "a turn of a layout must hold the passages, from the prefix to the suffix, and the user's last turn "
+                f"must hold the question, got {self.turns}"
             )
         if len(counts) != 1:
             raise ConfigError(f"layout needs one text, key and relevance per passage, got counts {sorted(counts)}")
@@ -103,8 +110,16 @@ class Layout:
         full_span = Span(0, len(token_ids))
         return cls(tuple(token_ids), Span(0, 0), (), (), full_span, full_span, ())
 
-    def _holds_question(self, content: Span) -> bool:
-        return content.start <= self.prefix.stop and self.question.stop <= content.stop <= self.suffix.stop
+    def _are_consistent(self, turns: tuple[Turn, ...]) -> bool:
+        place = self._passages_turn(turns)
+        asked = [turn.content for turn in turns if turn.role == "user"]  # tools may follow
+        last = (asked or [turns[-1].content])[-1]
+        holds_question = last.start <= self.question.start and self.question.stop <= last.stop <= self.suffix.stop
+        return place is not None and turns[place].content.start <= self.prefix.stop and holds_question
+
+    def _passages_turn(self, turns: tuple[Turn, ...]) -> int | None:
+        """Return the index of the turn with the passages: the first that reaches into the suffix."""
+        return next((i for i, turn in enumerate(turns) if turn.content.stop >= self.suffix.start), None)
 
     @property
     def n_passages(self) -> int:
@@ -150,12 +165,42 @@ class Layout:
             turns=self._turns_with(shift),
         )
 
+    def cut(self, removed: Sequence[Span]) -> Layout:
+        """Return the layout without some tokens of its passages; their keys stay.
+
+        Raises:
+            ConfigError: a token outside of the passages is to be removed.
+        """
+        gone = {index for span in removed for index in range(span.start, span.stop)}
+        if gone and not self.prefix.stop <= min(gone) <= max(gone) < self.suffix.start:
+            raise ConfigError(f"tokens {list(removed)} must be in the passages {list(self.passages)}")
+        before = list(itertools.accumulate((index not in gone for index in range(len(self.token_ids))), initial=0))
+
+        def moved(span: Span) -> Span:
+            return Span(before[span.start], before[span.stop])
+
+        return replace(
+            self,
+            token_ids=tuple(token for index, token in enumerate(self.token_ids) if index not in gone),
+            prefix=moved(self.prefix),
+            passages=tuple(map(moved, self.passages)),
+            texts=tuple(map(moved, self.texts)),
+            suffix=moved(self.suffix),
+            question=moved(self.question),
+            turns=tuple(Turn(turn.role, moved(turn.content)) for turn in self.turns),
+        )
+
     def _turns_with(self, shift: int) -> tuple[Turn, ...]:
-        """Return the turns with the suffix ``shift`` tokens further on; only the last turn is in the suffix."""
-        if not self.turns:
-            return ()
-        *earlier, last = self.turns
-        return (*earlier, Turn(last.role, Span(last.content.start, last.content.stop + shift)))
+        """Return the turns with the suffix ``shift`` tokens further on."""
+        place = self._passages_turn(self.turns)
+        if place is None:
+            return self.turns
+        turn = self.turns[place]
+        return (
+            *self.turns[:place],
+            Turn(turn.role, Span(turn.content.start, turn.content.stop + shift)),
+            *(Turn(later.role, later.content.shifted(shift)) for later in self.turns[place + 1 :]),
+        )
 
     def canonical_order(self) -> tuple[int, ...]:
         """Return passage indices in an order that depends on their content alone, never on the prompt's order.

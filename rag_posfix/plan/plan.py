@@ -7,8 +7,8 @@ tokenizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import ClassVar, Literal, Protocol
 
@@ -24,6 +24,10 @@ class Rotation(Protocol):
 
     Positions are (B | 1, T), or (B | 1, h, T) where they differ between heads; h is 1, Hkv or Hq.
     """
+
+    @property
+    def name(self) -> Hashable:
+        """Equal for layers of one sequence that rotate alike."""
 
     def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
         """Return states (B, H, T, D) rotated to positions."""
@@ -57,6 +61,8 @@ class AttentionInput:
         standard_attention: Returns what the model would compute with queries and keys rotated to ``positions``, (B,
             Hq, Tq, D).
         needs_weights: Whether the attention of the last query is needed; if not, an override may return None for it.
+        kept: What an override keeps for the tokens after the prompt, by layer or by a name of its own. Sequences that
+            branch off share the tensors: they must not be changed.
     """
 
     query: Tensor
@@ -68,6 +74,7 @@ class AttentionInput:
     rotate: Rotation
     standard_attention: Callable[[], Tensor]
     needs_weights: bool = True
+    kept: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -170,6 +177,9 @@ class RowScores:
         answer: (R,) float32, summed log-probability of the tokens generated so far in each row.
         confidence: (R,) float32, log-probability of the likeliest first token of the answer in each row.
         weights: (R,) float32, how much each row counts by the plan's draft; None without a draft.
+
+    Attributes:
+        first_sentence: Whether the answer is in its first sentence; True unless the plan sets ``tracks_sentence``.
     """
 
     log_probs: Tensor
@@ -177,6 +187,7 @@ class RowScores:
     answer: Tensor
     confidence: Tensor
     weights: Tensor | None = None
+    first_sentence: bool = True
 
 
 Combine = Callable[[RowScores], tuple[Tensor, Tensor]]
@@ -235,6 +246,12 @@ class RowPlan:
     reusable: tuple[int, ...] = ()
     all_passages: bool | None = None
 
+    @property
+    def is_plain_prompt(self) -> bool:
+        """Whether the row is the prompt with some passages in some order, read as the model was trained."""
+        chooses = ("passages", "reusable", "all_passages")
+        return all(getattr(self, each.name) is None for each in fields(self) if each.name not in chooses)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CalibrationPass:
@@ -283,18 +300,25 @@ class Plan:
         independent_passages: No passage attends to another and no passage's positions depend on another, so the
             engine may encode each once and reuse it; all-passages rows excepted.
         score_question: Rows are asked how likely they find the question (``RowScores.question``).
+        tracks_sentence: The end of the answer's first sentence is looked for (``RowScores.first_sentence``).
         draft: Lets the rows write short answers first, which decide their weights (``RowScores.weights``).
         calibration: What is read first; the plan that it decides on is run in the place of this one.
+        layout: The prompt that is read in place of the one that the plan was made for: the same passages in the same
+            places, with tokens cut out of them. Rows, positions and masks are those of this prompt.
         blend: Build the KV cache from independently encoded passages (CacheBlend).
+        fits_windows: The plan needs all keys of a model with sliding windows, and prompt and answer fit them.
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)
     combine: Combine | None = None
     independent_passages: bool = False
     score_question: bool = False
+    tracks_sentence: bool = False
     draft: Draft | None = None
     calibration: CalibrationPass | None = None
+    layout: Layout | None = None
     blend: Blend | None = None
+    fits_windows: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -308,3 +332,14 @@ class Plan:
             )
         if self.draft is not None and self.combine is None:
             raise PlanConflictError("a plan has a draft and no combine, so its weights would have no use; give both")
+
+    @property
+    def reads_plain_prompts(self) -> bool:
+        """Whether every row is a prompt that any decoder reads, and any server of the model can be sent.
+
+        Independent passages are plain as long as a row has one of them at most.
+        """
+        apart = [row for row in self.rows if self.independent_passages and not row.all_passages]
+        if any(row.passages is None or len(row.passages) > 1 for row in apart):
+            return False
+        return self.calibration is None and self.blend is None and all(row.is_plain_prompt for row in self.rows)

@@ -100,7 +100,7 @@ def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
     formula = details.partition("\nFormula:")[2].partition("\nDiffers")[0].partition("\nArgs")[0]
     html = [f"<h2>{escape(probe.name)}</h2>"]
     html += [f"<p>{escape(paragraph)}</p>" for paragraph in intro.strip().split("\n\n")]
-    html.append(f'<p class="source">Source: {escape(probe.source)}</p>')
+    html.append(f'<p class="source">Source: {escape(probe.paper)}</p>')
     if formula.strip():
         html.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
     if "png" in record.files:

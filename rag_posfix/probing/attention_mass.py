@@ -9,40 +9,42 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
-from rag_posfix.evaluation.record import Progress
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
+from rag_posfix.probing.intervals import draw_estimates, estimate, shown
 from rag_posfix.probing.prompts import KeyValuePrompt, key_value_prompts
 from rag_posfix.probing.subject import Subject, Watch, language_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+HEADS = 8
+
 
 def slot_masses(
     model: Subject, prompts: Sequence[KeyValuePrompt], progress: Callable[[int, int], None] | None = None
-) -> Tensor:
-    """Return the attention that the last token of each prompt pays to each pair, summed over the pair's tokens.
+) -> tuple[Tensor, Tensor]:
+    """Return the attention that the last token of each prompt pays to each pair, and to each key.
 
     Cost: each prompt is read once; the (H, T, T) probabilities of one layer at a time.
 
     Shapes:
-        returns: (len(prompts), L, H, pairs) float32.
+        returns: the sum over the pair's tokens, and the mean over the key's tokens; (len(prompts), L, H, pairs)
+            float32 each.
     """
-    masses = torch.zeros(len(prompts), model.n_layers, model.n_heads, len(prompts[0].pairs))
-    for number, prompt in enumerate(prompts):
+    masses = torch.zeros(2, len(prompts), model.n_layers, model.n_heads, len(prompts[0].pairs))
+    for number, prompt in enumerate(counted(prompts, progress)):
 
         def keep(layer: int, weights: Tensor, number: int = number, prompt: KeyValuePrompt = prompt) -> None:
             last_query = weights[0, :, -1].cpu()  # (H, T)
-            masses[number, layer] = torch.stack(
-                [last_query[:, span.slice].sum(dim=-1) for span in prompt.pairs], dim=-1
-            )
+            for slot, (pair, key) in enumerate(zip(prompt.pairs, prompt.keys, strict=True)):
+                masses[0, number, layer, :, slot] = last_query[:, pair.slice].sum(dim=-1)
+                masses[1, number, layer, :, slot] = last_query[:, key.slice].mean(dim=-1)
 
         model.read(prompt.tensor, Watch(weights=keep))
-        if progress is not None:
-            progress(number + 1, len(prompts))
-    return masses
+    return masses[0], masses[1]
 
 
 @PROBES.register("attention-mass")
@@ -50,12 +52,17 @@ def slot_masses(
 class AttentionMass(MeasuredProbe):
     """Measure the attention to the pair that is asked for in key-value retrieval, by layer, head and slot.
 
+    Two measures, which rank other heads: the mass of the whole pair, value included, and the mean over the positions
+    of its key, which is the source's. A head that reads the value has much of the first and nothing of the second.
+
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 3,
         https://arxiv.org/abs/2406.02536
-    Formula: A_G(l, h) = mean over prompts of sum over the tokens j of the gold pair of a_Tj(l, h), T the last token of
-        the prompt, where the value comes next. By slot: the same for the pair in slot k, where it is gold and where it
-        is not, averaged over layers and heads.
-    Differs from the paper: keys and values are short, so that small models can copy them.
+    Formula: pair(l, h) = mean over prompts of sum over the tokens j of the gold pair of a_Tj(l, h), T the last token,
+        after which the value comes. A_G(l, h) = the same with the mean over the tokens j of the gold key.
+        By slot: the pair's mass in slot k, where it is gold and where it is not, averaged over layers and heads.
+        Null: the mass of the other pairs in the same head and prompt. Intervals: bootstrap over prompts.
+    Differs from the paper: keys and values are short, so that small models can copy them; the mass of the pair is
+        measured beside A_G.
 
     Args:
         pairs: Pairs of a prompt; each place is gold equally often.
@@ -64,10 +71,6 @@ class AttentionMass(MeasuredProbe):
     """
 
     name: ClassVar[str] = "attention-mass"
-    source: ClassVar[str] = (
-        "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Keys and values are short.",)
     reads_text: ClassVar[bool] = True
 
     pairs: Annotated[int, Integer(2)] = 16
@@ -79,47 +82,76 @@ class AttentionMass(MeasuredProbe):
         model = language_model(subject, self.name)
         prompts = key_value_prompts(model, self.pairs, self.pairs * self.rounds, self.seed)
         with progress("reading prompts") as report:
-            masses = slot_masses(model, prompts, report)  # (P, L, H, N)
+            masses, key_masses = slot_masses(model, prompts, report)  # (P, L, H, N)
         gold = torch.tensor([prompt.gold for prompt in prompts])
         is_gold = gold[:, None] == torch.arange(self.pairs)  # (P, N)
-        by_head = masses[is_gold[:, None, None].expand_as(masses)].view(*masses.shape[:3]).mean(dim=0)  # (L, H)
+        of_gold = is_gold[:, None, None].expand_as(masses)
+        pair, key = (values[of_gold].view(*values.shape[:3]) for values in (masses, key_masses))  # (P, L, H)
+        other = (masses.sum(dim=-1) - pair) / (self.pairs - 1)
         by_slot = masses.mean(dim=(1, 2))  # (P, N)
-        top = by_head.flatten().argsort(descending=True)[:10].tolist()
-        best = [divmod(index, by_head.shape[1]) for index in top]
+        heads = {"by_pair": self._best(pair, pair, key, other), "by_key": self._best(key, pair, key, other)}
         return Found(
             {
-                "by_layer_and_head": by_head.tolist(),
-                "heads": [{"layer": layer, "head": head, "mass": float(by_head[layer, head])} for layer, head in best],
-                "slots_gold": [float(by_slot[is_gold[:, k], k].mean()) for k in range(self.pairs)],
-                "slots_other": [float(by_slot[~is_gold[:, k], k].mean()) for k in range(self.pairs)],
-                "best_head_by_gold_slot": [float(masses[gold == k][:, *best[0], k].mean()) for k in range(self.pairs)],
+                "pair_by_layer_and_head": pair.mean(dim=0).tolist(),
+                "key_by_layer_and_head": key.mean(dim=0).tolist(),
+                "heads": heads,
+                "slots_gold": [estimate(by_slot[is_gold[:, k], k]) for k in range(self.pairs)],
+                "slots_other": [estimate(by_slot[~is_gold[:, k], k]) for k in range(self.pairs)],
                 "prompts": len(prompts),
                 "tokens": len(prompts[0].ids),
             },
             [{"gold": prompt.gold, "slots": slots.tolist()} for prompt, slots in zip(prompts, by_slot, strict=True)],
         )
 
+    def _best(self, ranked: Tensor, pair: Tensor, key: Tensor, other: Tensor) -> list[dict[str, Any]]:
+        """Return the heads with the largest mean of one measure, with all measures; each (P, L, H)."""
+        order = ranked.mean(dim=0).flatten().argsort(descending=True)[:HEADS].tolist()
+        return [
+            {
+                "layer": layer,
+                "head": head,
+                "pair": estimate(pair[:, layer, head]),
+                "key": estimate(key[:, layer, head]),
+                "other_pair": estimate(other[:, layer, head]),
+            }
+            for layer, head in (divmod(index, ranked.shape[2]) for index in order)
+        ]
+
     def draw(self, head: Mapping[str, Any]) -> Figure:
-        """Return a map of layers and heads, and the attention by slot."""
+        """Return a map of layers and heads for both measures, and the attention by slot."""
         summary = head["summary"]
-        figure, (left, right) = new_row(2, (11.0, 3.8))
-        draw_map(figure, left, summary["by_layer_and_head"], cmap="viridis", vmin=0)
-        left.set_xlabel("head")
-        left.set_ylabel("layer")
-        left.set_title(f"{head['model']}: attention to the gold pair", fontsize=10, loc="left")
+        figure, (*maps, slots) = new_column(3)
+        titles = {"pair": "share on the gold pair", "key": "share on a token of the gold key"}
+        for axes, (name, title) in zip(maps, titles.items(), strict=True):
+            draw_map(figure, axes, summary[f"{name}_by_layer_and_head"], cmap="viridis", vmin=0)
+            best = summary["heads"][f"by_{name}"][0]
+            text = f"{title}, {summary['prompts']} prompts\nmost: layer {best['layer']}, head {best['head']}"
+            finish_axes(axes, text, "head", "layer", legend=False)
         for key, text, colour in (
             ("slots_gold", "the gold pair", OTHER_COLORS[2]), ("slots_other", "another pair", OTHER_COLORS[1]),
         ):  # fmt: skip
-            right.plot(summary[key], marker="o", markersize=4, color=colour, label=text)
-        right.set_xlabel("slot of the pair, from 0")
-        right.set_title("attention by slot, all layers and heads", fontsize=10, loc="left")
-        right.set_ylim(bottom=0)
-        right.legend(frameon=False, fontsize=8)
+            values = summary[key]
+            label = f"{text}, n = {values[0]['n']} a slot"
+            draw_estimates(slots, range(len(values)), values, fmt="o-", color=colour, label=label)
+        slots.set_ylim(bottom=0)
+        slots.xaxis.get_major_locator().set_params(integer=True)
+        title = "mass by slot, all layers and heads, 95 % interval"
+        finish_axes(slots, title, "slot of the pair, from 0", "share of attention")
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
-        """Return a row per head with the most attention to the gold pair."""
+        """Return a row per head with the most of each measure."""
         rows = [
-            (str(entry["layer"]), str(entry["head"]), f"{entry['mass']:.3f}") for entry in head["summary"]["heads"]
+            (
+                measure,
+                str(row["layer"]),
+                str(row["head"]),
+                shown(row["pair"]),
+                shown(row["key"], ".2g"),
+                shown(row["other_pair"]),
+            )
+            for measure, name in (("pair", "by_pair"), ("key", "by_key"))
+            for row in head["summary"]["heads"][name]
         ]
-        return [("layer", "head", "attention to the gold pair"), *rows]
+        n = head["summary"]["prompts"]
+        return [("most by", "layer", "head", f"gold pair, n = {n}", "gold key, mean", "another pair"), *rows]

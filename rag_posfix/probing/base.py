@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rag_posfix.contracts.method_spec import Parametrised
+from rag_posfix.contracts.method_spec import Parametrised, RenamedAttribute
 from rag_posfix.evaluation.figures import with_figure
-from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
-from rag_posfix.parameters import check_parameters
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
 from rag_posfix.probing.subject import Subject
 from rag_posfix.registry import Registry
 
@@ -32,24 +31,38 @@ class Found:
     rows: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ProfileRecord(ExperimentRecord):
+    """A record whose head is the profile that a method reads.
+
+    Attributes:
+        printed: Entries of the head in ``to_json``, by their names there.
+    """
+
+    printed: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the path of the profile, and the printed entries."""
+        files = {name: str(path) for name, path in self.files.items()}
+        return {**files, **{name: self.head[key] for name, key in self.printed.items()}}
+
+    def write_profile(self, out: Path | None, name: str) -> Self:
+        """Return this record with its file, written to a folder; None writes nothing."""
+        return self if out is None else replace(self, files={"profile": write_record(out, name, self.head)})
+
+
 @dataclass(frozen=True)
 class Probe(Parametrised, ABC):
     """A measurement of what a model does with positions, with its parameters as dataclass fields.
 
     Attributes:
         name: Registry name; with underscores, the name of the file.
-        source: Authors, year, title, URL.
-        deviations: Differences from the source, one sentence each.
+        paper: Authors, year, title, URL: the section ``Source`` of the docstring.
         reads_text: Whether it needs a tokenizer, so a language model and not a small decoder.
     """
 
-    source: ClassVar[str]
-    deviations: ClassVar[tuple[str, ...]] = ()
+    source = RenamedAttribute("paper")
     reads_text: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Check types and ranges of the parameters. A subclass that checks more calls this first."""
-        check_parameters(self, self.name)
 
     def check(self) -> None:
         """Check what the parameters name, such as a file, before a model is loaded."""
@@ -94,7 +107,7 @@ class MeasuredProbe(Probe):
             "settings": {
                 name: str(value) if isinstance(value, Path) else value for name, value in self.parameters.items()
             },
-            "source": self.source,
+            "source": self.paper,
             "summary": result.summary,
             "environment": environment(),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from rag_posfix.encodings import Decoder
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.intervals import draw_estimates, estimate, shown
 from rag_posfix.probing.prompts import check_length, random_strings
 from rag_posfix.probing.subject import LanguageModel, SmallDecoder, Subject
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = 10
+SECTIONS = ("first", "middle", "last")
 Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Token ids (1, T) -> embeddings (1, T, width) and the last logits (vocabulary,), with a graph between them."""
 
@@ -62,31 +65,34 @@ def influence(forward: Forward, ids: Tensor, generator: torch.Generator) -> Tens
     return shared
 
 
-def shares(curve: Tensor) -> dict[str, float]:
+def shares(curves: Tensor) -> dict[str, Tensor]:
     """Return the mean of the first tenth, of the middle half and of the last tenth, relative to the mean of all.
 
     The last token itself is left out: it reads itself through the residual stream.
 
     Shapes:
-        curve: (T,), 11 places or more.
+        curves: (..., T), 11 places or more. returns: (...) each.
     """
-    values = curve[:-1]
-    count = values.shape[0]
+    values = curves[..., :-1]
+    count = values.shape[-1]
     tenth, quarter = max(1, count // PARTS), count // 4
-    sections = {"first": values[:tenth], "middle": values[quarter : count - quarter], "last": values[-tenth:]}
-    return {name: float(section.mean() / values.mean()) for name, section in sections.items()}
+    sections = {"first": slice(tenth), "middle": slice(quarter, count - quarter), "last": slice(count - tenth, count)}
+    mean = values.mean(dim=-1)
+    return {name: values[..., section].mean(dim=-1) / mean for name, section in sections.items()}
+
+
+def _share(section: str, curves: Tensor) -> Tensor:
+    return shares(curves)[section]
 
 
 def create_untrained(subject: Subject, seed: int) -> Any:
     """Return a model of the same configuration with random weights, as its library draws them."""
+    trained = _torch_module(subject)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if isinstance(subject, SmallDecoder):
-            return Decoder(subject.decoder.encoding, subject.decoder.shape).eval()
-        if isinstance(subject, LanguageModel):
-            trained = subject.engine.loaded.model
-            return type(trained)(trained.config).to(subject.engine.loaded.device).eval()
-    raise UnsupportedModelError("the probe bias-at-init needs a language model or a small decoder")
+        if isinstance(trained, Decoder):
+            return Decoder(trained.encoding, trained.shape).eval()
+        return type(trained)(trained.config).to(trained.device).eval()
 
 
 @PROBES.register("bias-at-init")
@@ -98,7 +104,7 @@ class BiasAtInit(MeasuredProbe):
 
     Source: Lost in the Middle at Birth (2026), https://arxiv.org/abs/2603.10123
     Formula: I_t = |d (r . y_T) / d x_t| / sum over t, the gradient of the last logits to the embeddings, averaged over
-        strings of random tokens and, for the untrained model, over seeds.
+        strings of random tokens and, for the untrained model, over seeds. Intervals: bootstrap over these gradients.
     Differs from the paper: gradients of whole models in place of an analysis of averaging matrices.
 
     Args:
@@ -109,11 +115,9 @@ class BiasAtInit(MeasuredProbe):
     """
 
     name: ClassVar[str] = "bias-at-init"
-    source: ClassVar[str] = "Lost in the Middle at Birth (2026), https://arxiv.org/abs/2603.10123"
-    deviations: ClassVar[tuple[str, ...]] = ("Gradients of whole models are measured.",)
 
-    strings: Annotated[int, Integer(1)] = 8
-    tokens: Annotated[int, Integer(32)] = 256
+    strings: Annotated[int, Integer(1)] = 24
+    tokens: Annotated[int, Integer(32)] = 128
     seeds: Annotated[int, Integer(1)] = 2
     seed: int = 0
 
@@ -128,13 +132,17 @@ class BiasAtInit(MeasuredProbe):
                 del model
         with progress("the model itself") as report:
             models["trained"] = self._curves(subject, _torch_module(subject), report)
-        curves = {name: torch.stack(runs).mean(dim=0) for name, runs in models.items()}
-        spread = torch.stack(models["untrained"]).std(dim=0)
+        curves = {name: torch.stack(runs) for name, runs in models.items()}
         return Found(
             {
-                "curves": {name: curve.tolist() for name, curve in curves.items()},
-                "untrained_spread": spread.tolist(),
-                "shares": {name: shares(curve) for name, curve in curves.items()},
+                "curves": {name: curve.mean(dim=0).tolist() for name, curve in curves.items()},
+                "untrained_spread": curves["untrained"].std(dim=0).tolist(),
+                "shares": {
+                    name: {key: estimate(curve, partial(_share, key)) for key in SECTIONS}
+                    for name, curve in curves.items()
+                },
+                "strings": self.strings,
+                "seeds": self.seeds,
             }
         )
 
@@ -146,23 +154,32 @@ class BiasAtInit(MeasuredProbe):
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return both curves on a logarithmic scale."""
-        figure, axes = new_axes((7.2, 3.6))
-        for number, (name, curve) in enumerate(head["summary"]["curves"].items()):
-            axes.plot(curve, color=OTHER_COLORS[number + 1], label=name, linewidth=1.2)
-        axes.set_yscale("log")
-        axes.set_xlabel("position of the token")
-        axes.set_ylabel("share of the gradient")
-        axes.set_title(f"{head['model']}: what the last token depends on", fontsize=10, loc="left")
-        axes.legend(frameon=False, fontsize=8)
+        summary = head["summary"]
+        figure, (top, bottom) = new_column(2)
+        for number, (name, curve) in enumerate(summary["curves"].items()):
+            style = {"color": OTHER_COLORS[number + 1], "label": name}
+            top.plot(curve, linewidth=1.2, **style)
+            values = [summary["shares"][name][key] for key in SECTIONS]
+            at = [index + 0.2 * number - 0.1 for index in range(len(values))]
+            draw_estimates(bottom, at, values, **style)
+        top.set_yscale("log")
+        bottom.axhline(1, color="#999999", linewidth=0.8)
+        bottom.set_xticks(range(len(SECTIONS)), ("first tenth", "middle half", "last tenth"))
+        n = f"{summary['strings']} strings, {summary['seeds']} untrained models"
+        finish_axes(top, n, "position of the token, from 0", "share of the gradient", columns=2)
+        counts = ", ".join(f"n = {share['first']['n']} {name}" for name, share in summary["shares"].items())
+        finish_axes(
+            bottom, f"by part, 95 % interval, {counts}", "part of the text", "relative to the mean", legend=False
+        )
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per model."""
         rows = [
-            (name, *(f"{share[key]:.2f}" for key in ("first", "middle", "last")))
+            (name, str(share["first"]["n"]), *(shown(share[key]) for key in SECTIONS))
             for name, share in head["summary"]["shares"].items()
         ]
-        return [("model", "first tenth", "middle half", "last tenth, relative to the mean"), *rows]
+        return [("model", "n", "first tenth", "middle half", "last tenth, relative to the mean"), *rows]
 
 
 def _torch_module(subject: Subject) -> Any:

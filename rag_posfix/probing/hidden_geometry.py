@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.intervals import shown
 from rag_posfix.probing.prompts import check_length, states_of
+from rag_posfix.probing.state_sums import StateSums, intervals_by_group, sums_by_group
 from rag_posfix.probing.subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MEASURES = {
+    "position": "share of position",
+    "context": "share of context",
+    "residual": "share of residual",
+    "rank": "rank",
+    "low_frequencies": "pos in low frequencies",
+    "cosine": "|cos| of pos and ctx",
+}
 FREQUENCIES = 10
 ENERGY = 0.95
 
@@ -38,30 +48,36 @@ class Decomposition:
     shares: Tensor
 
 
-def decompose(states: Iterable[Tensor], skip: int = 0) -> Decomposition:
-    """Return the parts of hidden states; the first ``skip`` positions are left out.
+def decompose(sums: StateSums) -> Decomposition:
+    """Return the parts of hidden states.
 
     Formula: mu = mean over c and t; pos_t = mean over c - mu; ctx_c = mean over t - mu; resid is what is left. The
         parts are orthogonal over all c and t, so that their variances add up.
-
-    Shapes:
-        states: (L, T, width) each, one per context.
     """
-    total, squares = torch.zeros(()), torch.zeros(())
-    contexts = []
-    for state in states:
-        tail = state[:, skip:].double()
-        total, squares = total + tail, squares + tail.square().sum(dim=(1, 2))
-        contexts.append(tail.mean(dim=1))
-    by_context = torch.stack(contexts, dim=1)  # (L, C, width)
-    by_position = total / by_context.shape[1]  # (L, T, width)
+    by_context = sums.contexts.transpose(0, 1)  # (L, C, width)
+    by_position = sums.total / sums.count  # (L, T, width)
     centre = by_context.mean(dim=1, keepdim=True)
     position, context = by_position - centre, by_context - centre
-    variance = squares / (position.shape[1] * context.shape[1]) - centre.square().sum(dim=(1, 2))
+    variance = sums.squares / (position.shape[1] * context.shape[1]) - centre.square().sum(dim=(1, 2))
     shares = [
         component.square().sum(dim=-1).mean(dim=-1) / variance.clamp(min=1e-12) for component in (position, context)
     ]
     return Decomposition(position, context, torch.stack([*shares, 1 - shares[0] - shares[1]]))
+
+
+def by_layer(sums: StateSums) -> Tensor:
+    """Return the ``MEASURES`` of each layer but the first, whose states are embeddings, flattened."""
+    parts = decompose(sums)
+    layers = range(1, parts.position.shape[0])
+    other = [
+        [
+            rank_of(parts.position[n]),
+            low_frequency_share(parts.position[n]),
+            mean_cosine(parts.position[n], parts.context[n]),
+        ]
+        for n in layers
+    ]
+    return torch.cat((parts.shares[:, 1:].T, torch.tensor(other, dtype=torch.float64).view(-1, 3)), dim=1).flatten()
 
 
 def rank_of(vectors: Tensor, energy: float = ENERGY) -> int:
@@ -70,7 +86,8 @@ def rank_of(vectors: Tensor, energy: float = ENERGY) -> int:
     Shapes:
         vectors: (N, width).
     """
-    squares = torch.linalg.svdvals(vectors).square()
+    gram = vectors @ vectors.T if vectors.shape[0] <= vectors.shape[1] else vectors.T @ vectors
+    squares = torch.linalg.eigvalsh(gram.double()).clamp(min=0).flip(0)
     return 1 + int((squares.cumsum(0) < energy * squares.sum()).sum())
 
 
@@ -107,7 +124,8 @@ class HiddenGeometry(MeasuredProbe):
         https://arxiv.org/abs/2310.04861
     Formula: h_ct = mu + pos_t + ctx_c + resid_ct (``decompose``). Rank: singular values with 95 % of the squared norm
         of pos. Smoothness: share of pos in the ten lowest frequencies over positions. Orthogonality: mean |cos| of
-        pos_t and ctx_c; random vectors of d channels have about sqrt(2 / (pi d)).
+        pos_t and ctx_c; random vectors of d channels have about sqrt(2 / (pi d)). Intervals: jackknife over eight
+        groups of strings.
     Differs from the paper: a context is a string of random tokens from a small vocabulary of its own in place of a
         text; rank by energy in place of ScreeNOT; the first positions are left out, as the norm of
         attention sinks would hide all others.
@@ -121,17 +139,8 @@ class HiddenGeometry(MeasuredProbe):
     """
 
     name: ClassVar[str] = "hidden-geometry"
-    source: ClassVar[str] = (
-        "Song and Zhong (2023), Uncovering Hidden Geometry in Transformers via Disentangling Position and Context, "
-        "https://arxiv.org/abs/2310.04861"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Contexts are strings of random tokens, each from a small vocabulary of its own.",
-        "The rank counts singular values with 95 % of the squared norm.",
-        "The first positions are left out.",
-    )
 
-    contexts: Annotated[int, Integer(2)] = 64
+    contexts: Annotated[int, Integer(2)] = 32
     tokens: Annotated[int, Integer(16)] = 256
     skip: Annotated[int, Integer(0)] = 4
     words: Annotated[int, Integer(1)] = 16
@@ -142,27 +151,27 @@ class HiddenGeometry(MeasuredProbe):
         check_length(subject, self.tokens, self.skip + 8)
         with progress("reading random text") as report:
             states = states_of(subject, self.contexts, self.tokens, self.seed, report, self.words)
-            decomposition = decompose(states, self.skip)
-        layers = []
-        for layer in range(1, subject.n_layers):  # what enters layer 0 are embeddings
-            position, context = decomposition.position[layer], decomposition.context[layer]
-            layers.append(
-                {
-                    "layer": layer,
-                    **dict(
-                        zip(("position", "context", "residual"), decomposition.shares[:, layer].tolist(), strict=True)
-                    ),
-                    "rank": rank_of(position),
-                    "low_frequencies": low_frequency_share(position),
-                    "cosine": mean_cosine(position, context),
-                }
-            )
+            parts = sums_by_group(states, self.skip)
+        with progress("leaving out groups of strings"):
+            values = by_layer(StateSums.merged(parts)).tolist()
+            intervals = intervals_by_group(parts, by_layer)
+        width = len(MEASURES)
+        layers = [
+            {
+                "layer": 1 + start // width,
+                **dict(zip(MEASURES, values[start : start + width], strict=True)),
+                "ci95": dict(zip(MEASURES, intervals[start : start + width], strict=True)),
+            }
+            for start in range(0, len(values), width)
+        ]
+        decomposition = decompose(StateSums.merged(parts))
         middle = decomposition.position[subject.n_layers // 2]
         left, values, _ = torch.linalg.svd(middle, full_matrices=False)
         spiral = (left[:, :3] * values[:3]).T
         return Found(
             {
                 "layers": layers,
+                "contexts": self.contexts,
                 "cosine_of_random_vectors": math.sqrt(2 / (math.pi * subject.width)),
                 "spiral_layer": subject.n_layers // 2,
                 "spiral": spiral.tolist(),
@@ -172,35 +181,42 @@ class HiddenGeometry(MeasuredProbe):
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return shares, rank, smoothness and angles by layer, and two main directions of pos over positions."""
         summary = head["summary"]
-        figure, (left, middle, right) = new_row(3, (12.0, 3.6))
+        figure, (top, middle, bottom) = new_column(3, 3.1)
         layers = [layer["layer"] for layer in summary["layers"]]
-        for number, key in enumerate(("position", "context", "low_frequencies", "cosine")):
-            values = [layer[key] for layer in summary["layers"]]
-            text = {"low_frequencies": "pos in low frequencies", "cosine": "|cos| of pos and ctx"}
-            label = text.get(key, f"share of {key}")
-            left.plot(layers, values, color=OTHER_COLORS[number], label=label)
-        left.axhline(summary["cosine_of_random_vectors"], color="#999999", linestyle=":", label="|cos| at random")
-        left.set_ylim(0, 1.02)
-        left.legend(frameon=False, fontsize=7)
-        left.set_title(str(head["model"]), fontsize=10, loc="left")
-        middle.plot(layers, [layer["rank"] for layer in summary["layers"]], color=OTHER_COLORS[1])
-        middle.set_title("rank of pos (95 % of its energy)", fontsize=10, loc="left")
+        for number, (key, label) in enumerate(MEASURES.items()):
+            axes = middle if key == "rank" else top
+            if key == "residual":
+                continue
+            axes.plot(layers, [layer[key] for layer in summary["layers"]], color=OTHER_COLORS[number], label=label)
+            low, high = zip(*(layer["ci95"][key] for layer in summary["layers"]), strict=True)
+            axes.fill_between(layers, low, high, color=OTHER_COLORS[number], alpha=0.25, linewidth=0)
+        top.axhline(summary["cosine_of_random_vectors"], color="#999999", linestyle=":", label="|cos| at random")
+        top.set_ylim(0, 1.02)
+        n = summary["contexts"]
+        finish_axes(top, f"{n} strings, band: 95 % interval", "layer", "share or |cos|", columns=2)
+        title = f"rank of pos (95 % of its energy), {n} strings"
+        finish_axes(middle, title, "layer", "directions", legend=False)
         middle.set_ylim(bottom=0)
-        for axes in (left, middle):
-            axes.set_xlabel("layer")
         spiral = summary["spiral"]
         first = head["settings"]["skip"]
         positions = range(first, first + len(spiral[0]))
-        points = right.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(positions), s=6, cmap="viridis")
-        figure.colorbar(points, ax=right, label="position")
-        right.set_title(f"main directions of pos, layer {summary['spiral_layer']}", fontsize=10, loc="left")
+        points = bottom.scatter(spiral[0], spiral[min(1, len(spiral) - 1)], c=list(positions), s=10, cmap="viridis",
+                                edgecolors="#999999", linewidths=0.8)  # fmt: skip
+        figure.colorbar(points, ax=bottom, label="position")
+        title = f"main directions of pos before layer {summary['spiral_layer']}, {n} strings"
+        finish_axes(bottom, title, "first direction", "second direction", legend=False)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per layer."""
-        keys = ("position", "context", "residual", "low_frequencies", "cosine")
         rows = [
-            (str(layer["layer"]), *(f"{layer[key]:.3f}" for key in keys), str(layer["rank"]))
+            (
+                str(layer["layer"]),
+                *(
+                    shown({"value": layer[key], "ci95": layer["ci95"][key]}, ".0f" if key == "rank" else ".2f")
+                    for key in MEASURES
+                ),
+            )
             for layer in head["summary"]["layers"]
         ]
-        return [("layer", "position", "context", "residual", "low frequencies", "|cos|", "rank"), *rows]
+        return [("layer", *MEASURES.values()), *rows]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.intervals import jackknife, shown
 from rag_posfix.probing.prompts import check_length, random_strings
 from rag_posfix.probing.subject import SmallDecoder, Subject, Watch
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 512
 LAYERS = 4
+SEEDS = 3
 PAPER_DEVIATION = 0.02
 """Standard deviation of the paper's random weights, at which scores are near 0 and attention near uniform."""
 
@@ -33,13 +35,14 @@ class NormCurves:
 
     Shapes:
         variance: (L, T) over strings, averaged over the channels of all heads.
-        norm, spread: (L, T) mean and standard deviation over strings of the norm of the output.
+        norms: (strings, L, T) of the output.
+        slope_ci95: Interval of the slope in the first layer (``log_slope``, jackknife over strings).
         entropy: (L, T) of the attention probabilities in nats, averaged over heads and strings; None if not requested.
     """
 
     variance: Tensor
-    norm: Tensor
-    spread: Tensor
+    norms: Tensor
+    slope_ci95: list[float]
     entropy: Tensor | None = None
 
 
@@ -55,13 +58,14 @@ def norm_curves(
     """Return how attention's output and entropy vary with the position on random text (``NormCurves``).
 
     Args:
-        strings: Number of strings, 2 or more.
+        strings: Number of strings, 3 or more.
     """
     shape = (subject.n_layers, tokens)
     entropies = torch.zeros(shape, dtype=torch.float64)
     norms = torch.zeros(strings, *shape, dtype=torch.float64)
     sums: dict[int, Tensor] = {}
     squares: dict[int, Tensor] = {}
+    first_layer: list[Tensor] = []
     string_index = [0]
 
     def attended(layer: int, out: Tensor) -> None:
@@ -69,6 +73,8 @@ def norm_curves(
         sums[layer] = sums.get(layer, 0) + flat
         squares[layer] = squares.get(layer, 0) + flat.square()
         norms[string_index[0], layer] = flat.norm(dim=-1)
+        if layer == 0:
+            first_layer.append(flat.float())
 
     def weights(layer: int, probabilities: Tensor) -> None:
         entropies[layer] += torch.special.entr(probabilities[0].double()).sum(dim=-1).mean(dim=0).cpu() / strings
@@ -77,10 +83,18 @@ def norm_curves(
     for number, ids in enumerate(random_strings(subject, strings, tokens, seed, progress)):
         string_index[0] = number
         subject.read(ids, watch)
-    variance = [
-        (squares[layer] - sums[layer].square() / strings).mean(dim=-1) / (strings - 1) for layer in sorted(sums)
+    variance = [_variance(sums[layer], squares[layer], strings) for layer in sorted(sums)]
+    without = [
+        log_slope(_variance(sums[0] - flat, squares[0] - flat.double().square(), strings - 1)) for flat in first_layer
     ]
-    return NormCurves(torch.stack(variance), norms.mean(dim=0), norms.std(dim=0), entropies if entropy else None)
+    interval = jackknife(log_slope(variance[0]), torch.tensor(without))
+    return NormCurves(torch.stack(variance), norms, interval, entropies if entropy else None)
+
+
+def _variance(total: Tensor, squares: Tensor, count: int) -> Tensor:
+    """Return the variance of ``count`` values by their sum and sum of squares, averaged over channels, (T,)."""
+    variance: Tensor = (squares - total.square() / count).mean(dim=-1) / (count - 1)
+    return variance
 
 
 def log_slope(curve: Tensor, skip: int = 4) -> float:
@@ -121,27 +135,25 @@ class NormByPosition(MeasuredProbe):
     variance of attention's output tells the position. The law needs scores near 0; where scores differ, the output
     follows the query, and its variance has a floor.
 
-    Source: Chi et al. (2023), Latent Positional Information is in the Self-Attention Variance, section 3,
-        https://arxiv.org/abs/2305.13571. Scale: Wang et al. (2024), https://arxiv.org/abs/2404.12224
+    Source: Chi et al. (2023), Latent Positional Information is in the Self-Attention Variance of Transformer Language
+        Models Without Positional Embeddings, section 3, https://arxiv.org/abs/2305.13571. Scale: Wang et al. (2024),
+        https://arxiv.org/abs/2404.12224
     Formula: var_t = mean over channels of the variance over strings of sum_j a_tj v_j; the law is var_t = sigma^2 / t,
         a slope of -1 of log var_t over log t. Resolution: number of positions whose mean norms differ by at least the
-        sum of their standard deviations (``resolution``). Entropy: -sum_j a_tj log a_tj.
+        sum of their standard deviations (``resolution``). Entropy: -sum_j a_tj log a_tj. Intervals: jackknife over
+        strings; untrained decoders have three seeds.
 
     Args:
         strings: Number of random token sequences.
         tokens: Tokens per sequence.
         scale: Factor of all scores of the NoPE decoder with a scale.
-        seed: Seed of the random tokens and of the decoders' weights.
+        seed: Seed of the random tokens, and first seed of the decoders' weights; each has three.
     """
 
     name: ClassVar[str] = "norm-by-position"
-    source: ClassVar[str] = (
-        "Chi et al. (2023), Latent Positional Information is in the Self-Attention Variance of Transformer Language "
-        "Models Without Positional Embeddings, https://arxiv.org/abs/2305.13571"
-    )
 
-    strings: Annotated[int, Integer(2)] = 16
-    tokens: Annotated[int, Integer(16)] = 512
+    strings: Annotated[int, Integer(3)] = 24
+    tokens: Annotated[int, Integer(16)] = 256
     scale: Annotated[float, Number(0.01, 100)] = 3.0
     seed: int = 0
 
@@ -151,13 +163,17 @@ class NormByPosition(MeasuredProbe):
         models = {}
         with progress("reading random text") as report:
             model_curves = norm_curves(subject, self.strings, self.tokens, self.seed, progress=report)
-        models[str(subject.facts()["model"])] = self._summarize(model_curves)
+        models[str(subject.facts()["model"])] = self._summarize([model_curves])
         for label, (encoding, parameters, deviation) in self._decoders().items():
-            with progress(f"untrained decoder: {label}") as report:
-                decoder = random_decoder(encoding, parameters, self.seed, deviation)
-                curves = norm_curves(decoder, self.strings, self.tokens, self.seed, entropy=True, progress=report)
-            models[f"untrained {label}"] = self._summarize(curves)
-        return Found({"tokens": self.tokens, "at": self._sampled_positions(), "models": models})
+            runs = []
+            for seed in range(self.seed, self.seed + SEEDS):
+                with progress(f"untrained decoder: {label}, seed {seed}") as report:
+                    decoder = random_decoder(encoding, parameters, seed, deviation)
+                    runs.append(norm_curves(decoder, self.strings, self.tokens, seed, entropy=True, progress=report))
+            models[f"untrained {label}"] = self._summarize(runs)
+        return Found(
+            {"tokens": self.tokens, "strings": self.strings, "at": self._sampled_positions(), "models": models}
+        )
 
     def _decoders(self) -> dict[str, tuple[str, dict[str, Any], float | None]]:
         """Return encoding, parameters and deviation of the weights of the decoders beside the model."""
@@ -174,43 +190,43 @@ class NormByPosition(MeasuredProbe):
         count = 24
         return sorted({round(math.exp(math.log(self.tokens) * step / (count - 1))) for step in range(count)})
 
-    def _summarize(self, curves: NormCurves) -> dict[str, Any]:
-        positions = torch.tensor(self._sampled_positions()) - 1
-        apart = resolution(curves.norm[0], curves.spread[0])
+    def _summarize(self, runs: Sequence[NormCurves]) -> dict[str, Any]:
+        """Return the curves of the first run, and the slope and the resolution of each seed."""
+        curves, positions = runs[0], torch.tensor(self._sampled_positions()) - 1
+        apart = [resolution(run.norms[:, 0].mean(dim=0), run.norms[:, 0].std(dim=0)) for run in runs]
         return {
             "slopes": [log_slope(layer) for layer in curves.variance],
+            "slope": {"value": log_slope(curves.variance[0]), "ci95": curves.slope_ci95, "n": self.strings},
+            "slope_by_seed": [log_slope(run.variance[0]) for run in runs],
             "variance": [layer[positions].tolist() for layer in curves.variance],
-            "resolution": [apart[position] for position in positions.tolist()],
+            "resolution": [apart[0][position] for position in positions.tolist()],
+            "resolution_by_seed": [counts[-1] for counts in apart],
             "entropy": None if curves.entropy is None else curves.entropy[0][positions].tolist(),
         }
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return the variance, the resolution and the entropy of the first layer by position."""
         summary = head["summary"]
-        figure, (left, middle, right) = new_row(3, (12.0, 3.6))
+        figure, (top, middle, bottom) = new_column(3, 3.3)
         positions = summary["at"]
         for number, (label, model) in enumerate(summary["models"].items()):
             style = {"color": OTHER_COLORS[number], "label": label}
             first = model["variance"][0]
-            left.plot(positions, [value / first[0] for value in first], **style)
+            top.plot(positions, [value / first[0] for value in first], **style)
             middle.plot(positions, model["resolution"], **style)
             if model["entropy"] is not None:
-                right.plot(positions, model["entropy"], **style)
-        left.plot(positions, [1 / t for t in positions], color="#000000", linestyle=":", label="1 / t")
-        right.plot(
+                bottom.plot(positions, model["entropy"], **style)
+        top.plot(positions, [1 / t for t in positions], color="#000000", linestyle=":", label="1 / t")
+        bottom.plot(
             positions, [math.log(t) for t in positions], color="#000000", linestyle=":", label="log t (uniform)"
         )
-        titles = (
-            "variance of attention's output, first layer",
-            "positions that the norm tells apart",
-            "entropy (nats)",
-        )
-        for axes, title in zip((left, middle, right), titles, strict=True):
+        for axes in (top, middle, bottom):
             axes.set_xscale("log")
-            axes.set_xlabel("position, from 1")
-            axes.set_title(title, fontsize=10, loc="left")
-            axes.legend(frameon=False, fontsize=7)
-        left.set_yscale("log")
+        top.set_yscale("log")
+        n, x = summary["strings"], "position, from 1"
+        finish_axes(top, f"variance of attention's output, first layer, n = {n}", x, "relative to the first")
+        finish_axes(middle, f"positions that the norm tells apart, {n} strings", x, "positions", legend=False)
+        finish_axes(bottom, f"entropy of attention, first layer, n = {n}", x, "nats", legend=False)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
@@ -218,17 +234,22 @@ class NormByPosition(MeasuredProbe):
         rows = [
             (
                 label,
-                f"{model['slopes'][0]:.2f}",
+                shown(model["slope"]),
+                ", ".join(f"{slope:.2f}" for slope in model["slope_by_seed"]),
                 f"{model['slopes'][-1]:.2f}",
-                str(model["resolution"][-1]),
+                ", ".join(map(str, model["resolution_by_seed"])),
                 "" if model["entropy"] is None else f"{model['entropy'][-1]:.2f}",
             )
             for label, model in head["summary"]["models"].items()
         ]
+        n = head["summary"]["strings"]
         return [
-            ("model", "slope, first layer", "slope, last layer", "positions told apart", "entropy at the end"),
+            (
+                "model", f"slope, first layer, n = {n}", "by seed of the weights", "last layer",
+                "positions told apart, by seed", "entropy at the end",
+            ),
             *rows,
-        ]
+        ]  # fmt: skip
 
 
 def random_decoder(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -11,78 +11,31 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row, with_figure
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.mitigations import create
-from rag_posfix.mitigations.hidden_scaling import default_layers
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.model_shape import Capability
-from rag_posfix.plan.plan import HiddenScale
-from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
+from rag_posfix.probing.intervals import draw_estimates, shown
 from rag_posfix.probing.positional_channels import (
     FEWEST_TOKENS,
     PositionalChannel,
-    PositionalChannelsRecord,
     channel_profile,
     find_channels,
     mean_hidden_states,
+    rank_channels,
 )
-from rag_posfix.probing.prompts import KeyValuePrompt, key_value_prompts, retrieval_losses
-from rag_posfix.probing.subject import Change, LanguageModel, Subject
+from rag_posfix.probing.prompts import key_value_prompts
+from rag_posfix.probing.scale_trials import ScaleTrials, best_scale, held_out, random_channels
+from rag_posfix.probing.subject import LanguageModel, Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-FACTORS = (0.5, 0.0, -0.5, -1.0)
-CURVES = 4
+CURVES = 3
 PLACES = 128
-
-
-def best_scale(
-    model: LanguageModel,
-    channels: Sequence[int],
-    prompts: Sequence[KeyValuePrompt],
-    factors: Sequence[float] = FACTORS,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[int, float, list[dict[str, Any]]]:
-    """Return the channel and the factor with the lowest retrieval loss over the gold positions, and all trials.
-
-    Source: Yu et al. (2024), section 3: the channel with the lowest loss at factor 0, then the factor with the lowest
-        loss for this channel.
-
-    Args:
-        factors: Factors to try, 0 among them.
-
-    Returns:
-        Channel, factor, and for each trial ``channel``, ``factor``, ``loss`` and ``by_position``, the unchanged model
-        first.
-    """
-    layers = default_layers(model.n_layers)
-    gold = torch.tensor([prompt.gold for prompt in prompts])
-    tried: list[dict[str, Any]] = []
-    count = 1 + len(channels) + len(factors) - 1
-
-    def trial(channel: int | None, factor: float) -> None:
-        def change(prompt: KeyValuePrompt) -> Change:
-            scale = None if channel is None else HiddenScale(channel, factor, layers)
-            return Change(hidden_scale=scale, prompt_length=len(prompt.ids))
-
-        losses = retrieval_losses(model, prompts, change)
-        by_position = [float(losses[gold == position].mean()) for position in sorted(set(gold.tolist()))]
-        tried.append({"channel": channel, "factor": factor, "loss": float(losses.mean()), "by_position": by_position})
-        if progress is not None:
-            progress(len(tried), count)
-
-    trial(None, 1.0)
-    for channel in channels:
-        trial(channel, 0.0)
-    best = min(tried[1:], key=lambda row: float(row["loss"]))["channel"]
-    for factor in factors:
-        if factor != 0:
-            trial(best, factor)
-    channel_trials = [row for row in tried if row["channel"] == best]
-    return best, float(min(channel_trials, key=lambda row: float(row["loss"]))["factor"]), tried
 
 
 @PROBES.register("positional-dimensions")
@@ -96,30 +49,31 @@ class PositionalDimensions(Probe):
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 3,
         https://arxiv.org/abs/2406.02536
-    Formula: mean over random text of what attention reads, by layer, channel and position; channels whose curve is
-        monotone in more than a quarter of the layers, the smoothest first (``rank_channels``). h(p): the broken line
-        of least squared error and number of pieces (``segmented_fit``).
-    Differs from the paper: the prompts are shorter; a broken line shows where the curve bends.
+    Formula: mean over random text of the residual stream, by layer, channel and position; channels whose curve rises,
+        or falls, in more than a quarter of the layers, the smoothest first (``rank_channels``). h(p): the broken line
+        of least squared error and number of pieces (``segmented_fit``, ``broken_line``), with the share of the curve's
+        squared deviation that it leaves. Held out: other prompts, the factors -2 to 2, and random channels of like
+        size that do not follow the position (``held_out``).
+    Differs from the paper: the prompts are shorter and fewer; more factors are tried; controls on other prompts.
 
     Args:
         strings: Number of random token sequences.
         tokens: Tokens per sequence.
         top: Number of candidate channels to report.
         factor: Scaling factor of hidden_scaling that the profile contains; searched by default.
-        pairs: Pairs of the prompts on which factors are tried; each place is gold once.
-        seed: Seed of the random tokens, of keys and of values.
+        pairs: Pairs of the prompts on which factors are tried; the gold place goes round.
+        prompts: Prompts on which channel and factor are chosen, and as many others on which they are held out.
+        seed: Seed of the random tokens, of keys and of values, and of the random channels.
     """
 
     name: ClassVar[str] = "positional-dimensions"
-    source: ClassVar[str] = (
-        "Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, https://arxiv.org/abs/2406.02536"
-    )
 
-    strings: Annotated[int, Integer(1)] = 100
+    strings: Annotated[int, Integer(1)] = 64
     tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 1000
     top: Annotated[int, Integer(1)] = 10
     factor: float | None = None
-    pairs: Annotated[int, Integer(2)] = 12
+    pairs: Annotated[int, Integer(2)] = 8
+    prompts: Annotated[int, Integer(2)] = 24
     seed: int = 0
 
     def check(self) -> None:
@@ -131,25 +85,39 @@ class PositionalDimensions(Probe):
         """Find the channel and the factor; see ``Probe.run``."""
         self.check()
         with progress("reading random text") as report:
-            means = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
+            means, after_norm = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
         candidates = find_channels(subject, means, self.top)
+        following = [entry.channel for entry in rank_channels(means, None)]
         channel, factor = candidates[0].channel, self.factor if self.factor is not None else 0.0
         tried: list[dict[str, Any]] = []
+        controlled: dict[str, Any] = {}
         if (
             self.factor is None
             and isinstance(subject, LanguageModel)
             and Capability.HIDDEN_CHANNEL in subject.engine.loaded.spec.shape.capabilities
         ):
-            prompts = key_value_prompts(subject, self.pairs, self.pairs, self.seed)
+            channels = [candidate.channel for candidate in candidates]
+            prompts, others = (
+                key_value_prompts(subject, self.pairs, self.prompts, seed) for seed in (self.seed, self.seed + 1)
+            )
             with progress("trying channels and factors") as report:
-                channel, factor, tried = best_scale(
-                    subject, [candidate.channel for candidate in candidates], prompts, progress=report
-                )
-        settings = {name: value for name, value in self.parameters.items() if name in ("strings", "tokens", "seed")}
+                channel, factor, tried = best_scale(ScaleTrials.of(subject, prompts), channels, progress=report)
+            with progress("controls on other prompts") as report:
+                controls = random_channels(subject, prompts, channel, following, self.seed)
+                trials = ScaleTrials.of(subject, others)
+                controlled = {"held_out": held_out(trials, channel, factor, channels, controls, report)}
+        settings = {name: value for name, value in self.parameters.items() if name not in ("top", "factor")}
         profile = channel_profile(subject, candidates, channel, factor, settings)
+        counts = {
+            "residual stream, one direction": len(following),
+            "residual stream, both directions": len(rank_channels(means, None, one_direction=False)),
+            "after the norm, both directions": len(rank_channels(after_norm, None, one_direction=False)),
+        }
         curves = [self._curve(means, candidate) for candidate in candidates]
-        record = PositionalChannelsRecord({**profile, "tried": tried, "curves": curves}).write_profile(out)
-        return with_figure(record, self.draw)
+        head = {**profile, "dtype": subject.facts()["dtype"], "channels_that_follow": counts, "tried": tried}
+        printed = {name: name for name in ("channel", "factor", "layers", "candidates")}
+        record = ProfileRecord({**head, **controlled, "curves": curves}, printed=printed)
+        return with_figure(record.write_profile(out, self.name), self.draw)
 
     def _curve(self, means: Tensor, candidate: PositionalChannel) -> dict[str, Any]:
         """Return a channel's curve in the middle one of its layers, thinned out, and its broken line."""
@@ -157,67 +125,108 @@ class PositionalDimensions(Probe):
         step = max(1, self.tokens // PLACES)
         values = means[layer, self.tokens % step :, candidate.channel].unfold(0, step, step).mean(dim=-1)
         first = 3 * len(values) // 10  # as where channels are ranked
-        segments = segmented_fit(values[first:])
+        segments = [(first + a, first + b, c - d * first, d) for a, b, c, d in segmented_fit(values[first:])]
+        left = values[first:].double() - broken_line(segments, torch.arange(first, len(values)))
+        deviation = values[first:].double() - values[first:].double().mean()
         return {
             "channel": candidate.channel,
             "layer": layer,
             "tokens_per_place": step,
             "values": values.tolist(),
-            "segments": [
-                {"first": first + a, "last": first + b, "intercept": c - d * first, "slope": d}
-                for a, b, c, d in segments
-            ],
+            "segments": [dict(zip(("first", "last", "intercept", "slope"), part, strict=True)) for part in segments],
+            "residual": float(left.square().sum() / deviation.square().sum().clamp(min=1e-12)),
         }
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
-        """Return the curves of the smoothest channels with their broken lines, and the loss by gold position."""
-        figure, (left, right) = new_row(2, (11.0, 3.6))
-        for number, curve in enumerate(head["curves"][:CURVES]):
-            step, values = curve["tokens_per_place"], curve["values"]
-            style = {"color": OTHER_COLORS[number]}
-            label = f"channel {curve['channel']}, layer {curve['layer']}"
-            left.plot([step * index for index in range(len(values))], values, linewidth=0.8, label=label, **style)
-            for segment in curve["segments"]:
-                ends = (segment["first"], segment["last"])
-                line = [segment["intercept"] + segment["slope"] * end for end in ends]
-                left.plot([step * end for end in ends], line, linestyle="--", **style)
-        left.set_xlabel("position")
-        left.set_title(f"{head['model']}: mean over random text", fontsize=10, loc="left")
-        left.legend(frameon=False, fontsize=7)
-        trials = [trial for trial in head["tried"] if trial["channel"] in (None, head["channel"])]
-        for number, trial in enumerate(trials):
-            label = (
-                "unchanged" if trial["channel"] is None else f"channel {trial['channel']} times {trial['factor']:g}"
-            )
-            right.plot(trial["by_position"], marker="o", markersize=4, color=OTHER_COLORS[number], label=label)
-        right.set_xlabel("place of the gold pair, from 0")
-        right.set_title("retrieval loss (nats per token)", fontsize=10, loc="left")
-        if trials:
-            right.legend(frameon=False, fontsize=7)
+        """Return curves with h(p), the chosen channel first, each on a scale of its own; and the trials."""
+        chosen = [curve for curve in head["curves"] if curve["channel"] == head["channel"]]
+        curves = (chosen + [curve for curve in head["curves"] if curve not in chosen])[:CURVES]
+        figure, axes = new_column(len(curves) + (3 if "held_out" in head else 0), 2.4)
+        for number, (panel, curve) in enumerate(zip(axes, curves, strict=False)):
+            step, values, style = curve["tokens_per_place"], curve["values"], {"color": OTHER_COLORS[number]}
+            panel.plot([step * index for index in range(len(values))], values, linewidth=0.8, **style)
+            for part in curve["segments"]:
+                ends = (part["first"], part["last"])
+                line = [part["intercept"] + part["slope"] * end for end in ends]
+                panel.plot([step * end for end in ends], line, linestyle="--", color="#000000")
+            which = "chosen: " if curve["channel"] == head["channel"] else ""
+            title = f"{which}channel {curve['channel']} before layer {curve['layer']}"
+            finish_axes(panel, f"{title}, {head['settings']['strings']} strings", "position",
+                        "channel; dashed: h(p)", legend=False)  # fmt: skip
+        if "held_out" in head:
+            _draw_held_out(axes[-3:], head["channel"], head["factor"], head["held_out"])
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per candidate."""
-        losses = {trial["channel"]: f"{trial['loss']:.3f}" for trial in head["tried"] if trial["factor"] == 0}
+        changes = {trial["channel"]: shown(trial["change"], "+.2f") for trial in head["tried"] if trial["factor"] == 0}
+        left = {curve["channel"]: curve["residual"] for curve in head["curves"]}
         rows = [
             (
-                str(candidate["channel"]), str(len(candidate["layers"])), f"{candidate['roughness']:.3g}",
-                losses.get(candidate["channel"], "not tried"),
+                str(candidate["channel"]), str(len(candidate["layers"])), f"{candidate['roughness']:.2g}",
+                f"{left[candidate['channel']]:.2f}", changes.get(candidate["channel"], "not tried"),
             )
             for candidate in head["candidates"]
         ]  # fmt: skip
-        return [("channel", "layers with a monotonic trend", "roughness", "retrieval loss at factor 0"), *rows]
+        n = f", n = {head['settings']['prompts']}" if head["tried"] else ""
+        return [
+            ("channel", "layers in one direction", "roughness", "left by h(p)", f"change of the loss at factor 0{n}"),
+            *rows,
+        ]
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
-        """Return what was chosen, and how the profile is used."""
+        """Return what was chosen, what the controls say of it, and how the profile is used."""
         head, path = record.head, record.files["profile"]
-        tried = [f"retrieval loss of the unchanged model: {head['tried'][0]['loss']:.3f}"] if head["tried"] else []
+        controls = _control_lines(head["held_out"], head["factor"]) if "held_out" in head else []
         return [
-            *tried,
             f"chosen: channel {head['channel']}, factor {head['factor']:g}",
+            *controls,
             f"profile: {path}",
             f"to use it: --mitigation hidden_scaling:profile={path}",
         ]
+
+
+def _control_lines(controlled: Mapping[str, Any], factor: float) -> list[str]:
+    """Return the answers of held-out prompts: does the channel matter, do candidates, and does the factor."""
+    monotony, causality, scaling = (controlled[key] for key in ("monotony", "causality", "scaling"))
+    chosen = next(row for row in controlled["doses"] if row["factor"] == factor)
+    n, correlation = controlled["prompts"], monotony["rank_correlation"]
+    return [
+        f"on {n} other prompts: loss {shown(controlled['unchanged'])}; chosen: {shown(chosen['change'], '+.2f')}",
+        f"less the mean of {len(controlled['random'])} random channels of like size: "
+        f"{shown(causality['chosen_less_random'], '+.2f')}; {causality['random_as_low']} of them are as low",
+        f"all candidates less random channels: {shown(monotony['candidates_less_random'], '+.2f')}; rank "
+        f"correlation of roughness and change: {'none' if correlation is None else f'{correlation:+.2f}'}",
+        f"chosen factor less factor 0: {shown(scaling['chosen_less_zero'], '+.2f')}; lowest here: factor "
+        f"{scaling['best_factor']:g}",
+    ]
+
+
+def _draw_held_out(axes: Sequence[Any], channel: int, factor: float, controlled: Mapping[str, Any]) -> None:
+    """Draw dose and response, the factor in other channels, and the loss by place."""
+    (dose, null, places), n = axes, controlled["prompts"]
+    factors = [row["factor"] for row in controlled["doses"]]
+    draw_estimates(dose, factors, [row["change"] for row in controlled["doses"]], fmt="o-", color=OTHER_COLORS[0])
+    dose.axhline(0, color="#999999", linewidth=0.8)
+    finish_axes(dose, f"channel {channel}: {n} held-out prompts, 95 % interval", "factor",
+                "change of loss\n(nats per token)", legend=False)  # fmt: skip
+    groups = {"random channels": controlled["random"], "candidates": controlled["candidates"]}
+    start = 0
+    for number, (label, rows) in enumerate(groups.items()):
+        at, changes = range(start, start + len(rows)), [row["change"] for row in rows]
+        draw_estimates(null, at, changes, color=OTHER_COLORS[number + 1], label=label)
+        start += len(rows)
+    names = [str(row["channel"]) for rows in groups.values() for row in rows]
+    null.set_xticks(range(start), names, rotation=60, fontsize=9)
+    null.axhline(0, color="#999999", linewidth=0.8)
+    title = f"factor {factor:g} elsewhere, {n} prompts, 95 % interval"
+    finish_axes(null, title, "channel", "change of loss\n(nats per token)", columns=2, below=52)
+    for number, row in enumerate(row for row in controlled["doses"] if row["factor"] in (0.0, 2.0, factor)):
+        label = f"factor {row['factor']:g}"
+        places.plot(row["by_position"], marker="o", markersize=4, color=OTHER_COLORS[number], label=label)
+    title = f"loss by place, {n / len(row['by_position']):g} held-out prompts a place"
+    finish_axes(places, title, "place of the gold pair, from 0",
+                "nats per token", columns=3)  # fmt: skip
 
 
 Segment = tuple[int, int, float, float]
@@ -259,6 +268,19 @@ def segmented_fit(curve: Tensor, penalty: float = 0.01) -> list[Segment]:
         segments.append(_line(curve.double(), first, last))
         last = first - 1
     return segments[::-1]
+
+
+def broken_line(segments: Sequence[Segment], places: Tensor) -> Tensor:
+    """Return h(p), the value of a broken line at places; before the first piece and after the last, their lines.
+
+    Shapes:
+        places: (N,). returns: (N,) float64.
+    """
+    starts = torch.tensor([segment[0] for segment in segments[1:]])
+    piece = torch.bucketize(places, starts, right=True)
+    lines = torch.tensor([segment[2:] for segment in segments], dtype=torch.float64)[piece]  # (N, 2)
+    line: Tensor = lines[:, 0] + lines[:, 1] * places
+    return line
 
 
 def _errors(values: Tensor) -> Tensor:

@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
+from rag_posfix.probing.intervals import shown
 from rag_posfix.probing.prompts import check_length, states_of
+from rag_posfix.probing.state_sums import StateSums, intervals_by_group, sums_by_group
 from rag_posfix.probing.subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MEASURES = {
+    "share_of_variance": "share of variance",
+    "similarity_to_next": "cosine, next position",
+    "similarity_at_half_the_length": "cosine, half the length away",
+}
 PLACES = 48
 FORMED = 0.1
 
 
-def positional_vectors(states: Iterable[Tensor], skip: int = 0) -> tuple[Tensor, Tensor]:
+def positional_vectors(sums: StateSums) -> tuple[Tensor, Tensor]:
     """Return the positional vectors, and their share of the variance of hidden states by layer.
 
     Formula: p_lt = mean over strings of h_lt; c_lt = h_lt - p_lt. With m_l the mean of p_lt over t, the share is
-        sum_t |p_lt - m_l|^2 / sum_t mean |h_lt - m_l|^2. The first ``skip`` positions are left out.
+        sum_t |p_lt - m_l|^2 / sum_t mean |h_lt - m_l|^2.
 
     Shapes:
-        states: (L, T, width) each, one string or more. returns: (L, T - skip, width) less m_l, and (L,), float64.
+        returns: (L, T, width) less m_l, and (L,), float64.
     """
-    total, squares, count = torch.zeros(()), torch.zeros(()), 0
-    for state in states:
-        tail = state[:, skip:].double()
-        total, squares, count = total + tail, squares + tail.square().sum(dim=(1, 2)), count + 1
-    means = total / count  # (L, T - skip, width)
+    means = sums.total / sums.count
     centre = means.mean(dim=1, keepdim=True)
-    spread = squares / count - means.shape[1] * centre[:, 0].square().sum(dim=-1)
+    spread = sums.squares / sums.count - means.shape[1] * centre[:, 0].square().sum(dim=-1)
     centred = means - centre
     return centred, centred.square().sum(dim=(1, 2)) / spread.clamp(min=1e-12)
 
@@ -54,6 +58,14 @@ def similarities(vectors: Tensor) -> Tensor:
     return alike
 
 
+def by_layer(sums: StateSums) -> Tensor:
+    """Return share, similarity to the next position and similarity half the length away of each layer, (3 L,)."""
+    vectors, shares = positional_vectors(sums)
+    alike = similarities(vectors)
+    near, far = (alike.diagonal(offset, dim1=1, dim2=2).mean(dim=-1) for offset in (1, alike.shape[1] // 2))
+    return torch.cat((shares, near, far))
+
+
 @PROBES.register("positional-vectors")
 @dataclass(frozen=True)
 class PositionalVectors(MeasuredProbe):
@@ -63,7 +75,7 @@ class PositionalVectors(MeasuredProbe):
         section 3, https://arxiv.org/abs/2405.18009
     Formula: h_lt = p_lt + c_lt s, p_lt the mean over texts of the state that enters layer l at position t, s the text.
         Similarity of positions: cosine of p_lt less its mean over positions. Share: what of the variance of h is that
-        of p.
+        of p. Intervals: jackknife over eight groups of strings.
     Differs from the paper: random tokens in place of texts; the first positions are left out, as the norm of
         attention sinks would hide all others.
 
@@ -75,13 +87,8 @@ class PositionalVectors(MeasuredProbe):
     """
 
     name: ClassVar[str] = "positional-vectors"
-    source: ClassVar[str] = (
-        "Dong et al. (2024), Exploring Context Window of Large Language Models via Decomposed Positional Vectors, "
-        "https://arxiv.org/abs/2405.18009"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Random tokens in place of texts.", "The first positions are left out.")
 
-    strings: Annotated[int, Integer(2)] = 64
+    strings: Annotated[int, Integer(2)] = 32
     tokens: Annotated[int, Integer(16)] = 256
     skip: Annotated[int, Integer(0)] = 4
     seed: int = 0
@@ -91,18 +98,19 @@ class PositionalVectors(MeasuredProbe):
         check_length(subject, self.tokens, self.skip + 8)
         with progress("reading random text") as report:
             states = states_of(subject, self.strings, self.tokens, self.seed, report)
-            vectors, shares = positional_vectors(states, self.skip)
+            parts = sums_by_group(states, self.skip)
+        vectors, _ = positional_vectors(StateSums.merged(parts))
         alike = similarities(vectors)
         step = max(1, alike.shape[1] // PLACES)
-        near = [float(matrix.diagonal(1).mean()) for matrix in alike]
-        far = [float(matrix.diagonal(matrix.shape[0] // 2).mean()) for matrix in alike]
+        shares, near, far = by_layer(StateSums.merged(parts)).view(3, -1)
+        intervals = iter(intervals_by_group(parts, by_layer))
         formed = next((layer for layer, share in enumerate(shares.tolist()) if share >= FORMED), None)
         layers = sorted({min(1, subject.n_layers - 1), subject.n_layers // 2, subject.n_layers - 1})
         return Found(
             {
-                "share_of_variance": shares.tolist(),
-                "similarity_to_next": near,
-                "similarity_at_half_the_length": far,
+                **{name: values.tolist() for name, values in zip(MEASURES, (shares, near, far), strict=True)},
+                "ci95": {name: list(islice(intervals, subject.n_layers)) for name in MEASURES},
+                "strings": self.strings,
                 "first_layer_above_a_tenth": formed,
                 "places": [self.skip + position for position in range(0, alike.shape[1], step)],
                 "similarity": {str(layer): alike[layer, ::step, ::step].tolist() for layer in layers},
@@ -113,26 +121,29 @@ class PositionalVectors(MeasuredProbe):
         """Return the share by layer, and the similarity of positions in three layers."""
         summary = head["summary"]
         maps = summary["similarity"]
-        figure, (first, *map_axes) = new_row(1 + len(maps), (3.6 * (1 + len(maps)), 3.4))
-        first.plot(summary["share_of_variance"], color=OTHER_COLORS[2], label="share of variance")
-        first.plot(summary["similarity_to_next"], color=OTHER_COLORS[1], label="similarity, next position")
-        first.plot(summary["similarity_at_half_the_length"], color=OTHER_COLORS[3], label="half the length away")
-        first.set_xlabel("layer")
-        first.set_title(str(head["model"]), fontsize=10, loc="left")
-        first.legend(frameon=False, fontsize=7)
-        low, high = summary["places"][0], summary["places"][-1]
+        figure, (first, *map_axes) = new_column(1 + len(maps))
+        layers = range(len(summary["share_of_variance"]))
+        for number, (name, text) in enumerate(MEASURES.items()):
+            first.plot(layers, summary[name], color=OTHER_COLORS[number], label=text)
+            low, high = zip(*summary["ci95"][name], strict=True)
+            first.fill_between(layers, low, high, color=OTHER_COLORS[number], alpha=0.25, linewidth=0)
+        title = f"{summary['strings']} strings, band: 95 % interval"
+        finish_axes(first, title, "layer", "share or cosine")
+        ends = (summary["places"][0], summary["places"][-1]) * 2
         for axes, (layer, values) in zip(map_axes, maps.items(), strict=True):
-            draw_map(figure, axes, values, cmap="RdBu_r", vmin=-1, vmax=1, extent=(low, high, low, high))
-            axes.set_xlabel("position")
-            axes.set_title(f"similarity before layer {layer}", fontsize=10, loc="left")
+            draw_map(figure, axes, values, cmap="RdBu_r", vmin=-1, vmax=1, extent=ends)
+            title = f"cosine of positions before layer {layer}, {summary['strings']} strings"
+            finish_axes(axes, title, "position", "position", legend=False)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per layer."""
         summary = head["summary"]
-        columns = ("share_of_variance", "similarity_to_next", "similarity_at_half_the_length")
         rows = [
-            (str(layer), *(f"{summary[key][layer]:.3f}" for key in columns))
+            (
+                str(layer),
+                *(shown({"value": summary[name][layer], "ci95": summary["ci95"][name][layer]}) for name in MEASURES),
+            )
             for layer in range(len(summary["share_of_variance"]))
         ]
-        return [("layer", "share of variance", "similarity to the next", "half the length away"), *rows]
+        return [("layer", *MEASURES.values()), *rows]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.record import counted
 from rag_posfix.plan.layout import Span
 from rag_posfix.probing.subject import Change, LanguageModel, Subject, Watch
 
@@ -39,14 +40,12 @@ def random_strings(
             as texts do; None draws every token from the whole vocabulary.
     """
     generator = torch.Generator().manual_seed(seed)
-    for done in range(strings):
+    for _ in counted(range(strings), progress):
         if words is None:
             yield torch.randint(0, subject.vocabulary, (1, tokens), generator=generator)
         else:
             vocabulary = torch.randint(0, subject.vocabulary, (words,), generator=generator)
             yield vocabulary[torch.randint(0, words, (1, tokens), generator=generator)]
-        if progress is not None:
-            progress(done + 1, strings)
 
 
 def states_of(
@@ -82,6 +81,7 @@ class KeyValuePrompt:
     Attributes:
         ids: Tokens of the prompt.
         pairs: Tokens of each pair.
+        keys: Tokens of each key, within the pair.
         values: Tokens of each value, within the pair.
         gold: The pair that is asked for.
         answer: Tokens of its value.
@@ -89,6 +89,7 @@ class KeyValuePrompt:
 
     ids: tuple[int, ...]
     pairs: tuple[Span, ...]
+    keys: tuple[Span, ...]
     values: tuple[Span, ...]
     gold: int
     answer: tuple[int, ...]
@@ -141,10 +142,12 @@ def _pairs(generator: random.Random, count: int) -> list[tuple[str, str]]:
 def _prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:
     encode = model.engine.encoder.encode_text
     ids = list(model.engine.encoder.encode_prompt(TASK))
-    spans, values = [], []
+    spans, keys, values = [], [], []
+    before_key = len(encode("Key:"))
     answer: tuple[int, ...] = ()
     for position, (key, value) in enumerate(records):
         start = len(ids)
+        keys.append(Span(start + before_key, start + len(encode(f"Key: {key}"))))
         ids += encode(f"Key: {key}\nValue:")
         value_ids = encode(f" {value}")
         values.append(Span(len(ids), len(ids) + len(value_ids)))
@@ -152,7 +155,7 @@ def _prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int)
         spans.append(Span(start, len(ids)))
         answer = tuple(value_ids) if position == gold else answer
     ids += encode(f"The value of the key asked for:\nKey: {records[gold][0]}\nValue:")
-    return KeyValuePrompt(tuple(ids), tuple(spans), tuple(values), gold, answer)
+    return KeyValuePrompt(tuple(ids), tuple(spans), tuple(keys), tuple(values), gold, answer)
 
 
 def retrieval_losses(
@@ -170,10 +173,8 @@ def retrieval_losses(
         returns: (len(prompts),) float64.
     """
     losses = []
-    for done, prompt in enumerate(prompts):
+    for prompt in counted(prompts, progress):
         changed = Change() if change is None else change(prompt)
         logits = model.read(prompt.with_answer, Watch(), changed, keep=len(prompt.answer))
         losses.append(cross_entropy(logits[0].double().cpu(), torch.tensor(prompt.answer)))
-        if progress is not None:
-            progress(done + 1, len(prompts))
     return torch.stack(losses)

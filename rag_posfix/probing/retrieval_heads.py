@@ -5,10 +5,9 @@ Depends on loaded models, layouts and evaluation data, on no method.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -20,12 +19,13 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
-from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, environment, silent
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
+from rag_posfix.probing.intervals import estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
 from rag_posfix.settings import Settings
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
 
 CUT = 10
 """Ranks beyond this one count nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RetrievalHeadsRecord(ExperimentRecord):
-    """The result of ``probe_retrieval_heads``: the head of the record holds the list that ``in_context`` reads."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the path of the list, the heads with their gain, and the recall of these heads together."""
-        files = {name: str(path) for name, path in self.files.items()}
-        return {**files, **{name: self.head[name] for name in ("heads", "gains", "held_out", "n")}}
 
 
 def probe_retrieval_heads(
@@ -59,7 +49,7 @@ def probe_retrieval_heads(
     settings: Settings | None = None,
     out: Path | None = None,
     progress: Progress = silent,
-) -> RetrievalHeadsRecord:
+) -> ProfileRecord:
     """Rank the heads of a model by how well their question-to-passage attention finds the gold passage.
 
     Source: QRHead (2025), section 3, https://arxiv.org/abs/2506.09944: heads are ranked by nDCG@10 of the gold passage
@@ -72,6 +62,9 @@ def probe_retrieval_heads(
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
+
+    Returns:
+        The record, whose head holds the list that ``in_context`` reads.
     """
     examples = take_examples(data, limit, skip)
     if documents < 2 or len(examples) < 2:
@@ -88,10 +81,13 @@ def probe_retrieval_heads(
     with progress("reading prompts") as report:
         scores, gold = passage_scores(engine, examples, documents, seed, report)
     heads, gains = best_heads(scores, gold, keep)
+    by_question, held_out = gains_by_question(scores, gold), _held_out(scores, gold, keep)
     record = {
         "heads": [list(head) for head in heads],
         "gains": gains,
-        "held_out": _held_out(scores, gold, keep),
+        "gains_ci95": [estimate(by_question[:, layer, head])["ci95"] for layer, head in heads],
+        "held_out": {name: recall["value"] for name, recall in held_out.items()},
+        "held_out_ci95": {name: recall["ci95"] for name, recall in held_out.items()},
         "model": engine.model_id,
         "model_fingerprint": engine.fingerprint,
         "data": data_facts(data),
@@ -99,10 +95,8 @@ def probe_retrieval_heads(
         "n": len(examples),
         "environment": environment(),
     }
-    profile = RetrievalHeadsRecord(record)
-    return (
-        profile if out is None else replace(profile, files={"profile": write_record(out, "retrieval-heads", record)})
-    )
+    printed = {name: name for name in ("heads", "gains", "held_out", "n")}
+    return ProfileRecord(record, printed=printed).write_profile(out, "retrieval-heads")
 
 
 @PROBES.register("retrieval-heads")
@@ -123,11 +117,6 @@ class RetrievalHeads(Probe):
     """
 
     name: ClassVar[str] = "retrieval-heads"
-    source: ClassVar[str] = "QRHead (2025), https://arxiv.org/abs/2506.09944"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "The prompt is that of in_context.",
-        "The number of heads is a parameter.",
-    )
     reads_text: ClassVar[bool] = True
 
     data: Path
@@ -153,13 +142,15 @@ class RetrievalHeads(Probe):
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per head."""
-        figure, axes = new_axes((7.2, 3.2))
+        figure, (axes,) = new_column(1)
         names = [f"{layer}.{head_index}" for layer, head_index in head["heads"]]
-        axes.bar(range(len(names)), head["gains"], color=OTHER_COLORS[1])
-        axes.set_xticks(range(len(names)), names, fontsize=8)
-        axes.set_xlabel("layer.head")
-        axes.set_ylabel("gain (nDCG@10)")
-        axes.set_title(f"{head['model']}, {head['n']} questions", fontsize=10, loc="left")
+        measured = [
+            {"value": gain, "ci95": ci95} for gain, ci95 in zip(head["gains"], head["gains_ci95"], strict=True)
+        ]
+        axes.bar(range(len(names)), head["gains"], yerr=whiskers(measured), color=OTHER_COLORS[1], ecolor="#222222")
+        axes.set_xticks(range(len(names)), names, fontsize=9)
+        title = f"best heads of {head['n']} questions, 95 % interval"
+        finish_axes(axes, title, "layer.head", "gain (nDCG@10)", legend=False)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
@@ -172,10 +163,13 @@ class RetrievalHeads(Probe):
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
         """Return the recall of the heads together, and how the list is used."""
-        path, held_out = record.files["profile"], record.head["held_out"]
+        path, head = record.files["profile"], record.head
+        recalls = [
+            shown({"value": value, "ci95": head["held_out_ci95"][name]}) for name, value in head["held_out"].items()
+        ]
         return [
-            f"together, on questions that they were not chosen on: recall@1 {held_out['recall_at_1']:.2f}, recall@3 "
-            f"{held_out['recall_at_3']:.2f}",
+            f"together, on questions that they were not chosen on: recall@1 {recalls[0]}, recall@3 {recalls[1]}, "
+            f"n = {head['n']}",
             f"list: {path}",
             f"to use it: --reranker in_context:heads={path}",
         ]
@@ -198,7 +192,7 @@ def passage_scores(
     """
     template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
     scores, gold = [], []
-    for done, example in enumerate(examples):
+    for example in counted(examples, progress):
         documents = example.documents(count)
         order = list(range(count))
         random.Random(f"{seed}:{example.id}").shuffle(order)
@@ -215,8 +209,6 @@ def passage_scores(
         ]
         scores.append(torch.stack([(question[..., s] - content_free[..., s]).sum(dim=-1) for s in spans], dim=-1))
         gold.append(order.index(0))
-        if progress is not None:
-            progress(done + 1, len(examples))
     return torch.stack(scores), torch.tensor(gold)
 
 
@@ -236,14 +228,19 @@ def best_heads(scores: Tensor, gold: Tensor, keep: int) -> tuple[list[tuple[int,
     Shapes:
         scores: (Q, L, Hq, N). gold: (Q,).
     """
-    ranks = gold_ranks(scores, gold)
-    gains = torch.where(ranks <= CUT, 1 / torch.log2(1 + ranks.float()), 0.0).mean(dim=0)  # (L, Hq)
+    gains = gains_by_question(scores, gold).mean(dim=0)  # (L, Hq)
     order = gains.flatten().argsort(descending=True, stable=True)[:keep].tolist()
     heads = [divmod(index, gains.shape[1]) for index in order]
     return heads, [float(gains[head]) for head in heads]
 
 
-def _held_out(scores: Tensor, gold: Tensor, keep: int) -> dict[str, float]:
+def gains_by_question(scores: Tensor, gold: Tensor) -> Tensor:
+    """Return 1 / log2(1 + rank of the gold passage) of each question and head, 0 beyond ``CUT``, (Q, L, Hq)."""
+    ranks = gold_ranks(scores, gold)
+    return torch.where(ranks <= CUT, 1 / torch.log2(1 + ranks.float()), 0.0)
+
+
+def _held_out(scores: Tensor, gold: Tensor, keep: int) -> dict[str, dict[str, Any]]:
     """Return the recall of the summed heads, each half of the questions with the heads chosen on the other half."""
     ranks = []
     for chosen, reported in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
@@ -251,4 +248,4 @@ def _held_out(scores: Tensor, gold: Tensor, keep: int) -> dict[str, float]:
         together = torch.stack([scores[reported, layer, head] for layer, head in heads]).sum(dim=0)  # (Q, N)
         ranks.append(gold_ranks(together, gold[reported]))
     all_ranks = torch.cat(ranks)
-    return {f"recall_at_{k}": math.fsum((all_ranks <= k).tolist()) / len(all_ranks) for k in (1, 3)}
+    return {f"recall_at_{k}": estimate((all_ranks <= k).double()) for k in (1, 3)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from rag_posfix.attention.rope import search_factors, trough_depth, waveform
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.patching.rotation import LayerRotation
@@ -95,14 +95,6 @@ class RopeWaveform(MeasuredProbe):
     """
 
     name: ClassVar[str] = "rope-waveform"
-    source: ClassVar[str] = (
-        "Chen et al. (2024), Fortify the Shortest Stave in Attention: Enhancing Context Awareness of Large Language "
-        "Models for Effective Tool Use (Attention Buckets), https://arxiv.org/abs/2312.04455"
-    )
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Bases are multiples of the model's own.",
-        "The mean of the lowest tenth of the envelope is optimised.",
-    )
 
     context: Annotated[int, Integer(8)] = 2048
     bases: Annotated[int, Integer(1)] = 7
@@ -136,25 +128,22 @@ class RopeWaveform(MeasuredProbe):
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return the waveform with its troughs and the envelope of the bases, and the depth by number of bases."""
         summary = head["summary"]
-        figure, (left, right) = new_row(2, (11.0, 3.6))
+        figure, (top, bottom) = new_column(2)
         distances = torch.arange(head["settings"]["context"])
         channels, base = summary["rotated_channels"], summary["base"]
         waves = [waveform(channels, base * factor, distances) for factor in summary["factors"]]
-        left.plot(distances, waves[0], color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:g}")
+        top.plot(distances, waves[0], color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:,.0f}")
         envelope = torch.stack(waves).amax(dim=0)
-        left.plot(distances, envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {len(waves)} bases")
+        top.plot(distances, envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {len(waves)} bases")
         troughs = summary["troughs"]
-        left.plot(
-            [trough["distance"] for trough in troughs], [trough["value"] for trough in troughs], "v", color="#b3382c"
+        values = [trough["value"] for trough in troughs]
+        top.plot([trough["distance"] for trough in troughs], values, "v", color="#b3382c", label="deepest troughs")
+        title = f"waveform of RoPE, base {base:,.0f} (exact, no sampling)"
+        finish_axes(top, title, "distance in tokens", "W(m)", columns=2)
+        bottom.plot(range(1, len(waves) + 1), summary["trough_depth"], marker="o", color=OTHER_COLORS[2])
+        finish_axes(
+            bottom, "how well troughs are covered", "number of bases", "W, mean of the lowest tenth", legend=False
         )
-        left.set_xlabel("distance in tokens")
-        left.set_ylabel("W(m)")
-        left.set_title(f"{head['model']}: waveform of RoPE", fontsize=10, loc="left")
-        left.legend(frameon=False, fontsize=8)
-        right.plot(range(1, len(waves) + 1), summary["trough_depth"], marker="o", color=OTHER_COLORS[2])
-        right.set_xlabel("number of bases")
-        right.set_ylabel("mean of the lowest tenth")
-        right.set_title("how well troughs are covered", fontsize=10, loc="left")
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_row
-from rag_posfix.evaluation.record import Progress
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.intervals import draw_estimates, estimate, shown
 from rag_posfix.probing.prompts import check_length
 from rag_posfix.probing.subject import Subject, Watch
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 FIRST = 1
 """The first token is no distractor: much attention goes to it whatever it is."""
 SMALLEST = 1e-30
+TEXTS = {
+    "same length, once": (1, 1),
+    "twice the length, once": (2, 1),
+    "same length, twice": (1, 2),
+    "same length, four times": (1, 4),
+}
+"""Texts that are compared: how many times as long, and how often the word occurs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,42 +55,47 @@ def score_curves(
     tokens: int,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    occurrences: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return the scores of the last token for its own word at distances, and for other words at all distances.
 
-    The text is of random tokens; the last token's word occurs once before. Scores are log-probabilities of attention,
-    less their mean over the other words of the same row: softmax leaves differences as they are.
+    The text is of random tokens; the last token's word occurs once before, or more often: then the other occurrences
+    are at random places. Scores are log-probabilities of attention, less their mean over the other words of the same
+    row: softmax leaves differences as they are.
 
     Shapes:
-        returns: (L, H, len(distances)) and (L, H, tokens - 2), the other words at distance 1, 2, ..., float64.
+        returns: (strings, L, H, len(distances)), and (strings, L, H, T): the other words at distance 1 to T, the
+            largest of ``distances``, averaged over the texts of a string, one per distance; float64.
     """
-    shape = (subject.n_layers, subject.n_heads)
+    shape, farthest = (strings, subject.n_layers, subject.n_heads), max(distances)
     target = torch.zeros(*shape, len(distances), dtype=torch.float64)
-    other = torch.zeros(*shape, tokens - 1 - FIRST, dtype=torch.float64)
-    counts = torch.zeros(tokens - 1 - FIRST, dtype=torch.float64)
+    other = torch.zeros(*shape, farthest, dtype=torch.float64)
+    counts = torch.zeros(strings, farthest, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    for done in range(strings * len(distances)):
-        index = done % len(distances)
+    for done in counted(range(strings * len(distances)), progress):
+        string, index = divmod(done, len(distances))
         ids = torch.randint(0, subject.vocabulary - 1, (1, tokens), generator=generator)
         word = torch.randint(0, subject.vocabulary, (1,), generator=generator)
         ids[ids >= word] += 1  # the word is nowhere but where it is put
-        ids[0, -1] = ids[0, -1 - distances[index]] = word[0]
         offset = distances[index] - 1
-        is_other = torch.arange(tokens - 1 - FIRST) != offset
-        counts += is_other
+        places = torch.randperm(tokens - 1 - FIRST, generator=generator)
+        copies = torch.cat((torch.tensor([offset]), places[places != offset][: occurrences - 1]))
+        ids[0, -1] = word[0]
+        ids[0, -2 - copies] = word[0]
+        is_other = torch.ones(tokens - 1 - FIRST, dtype=torch.bool)
+        is_other[copies] = False
+        counts[string] += is_other[:farthest]
 
         def add(
-            layer: int, weights: Tensor, index: int = index, offset: int = offset, is_other: Tensor = is_other
+            layer: int, weights: Tensor, string: int = string, index: int = index, is_other: Tensor = is_other
         ) -> None:
             row = weights[0, :, -1, FIRST:-1].double().cpu().clamp(min=SMALLEST).log().flip(-1)  # distance 1 first
             row = row - row[:, is_other].mean(dim=-1, keepdim=True)
-            target[layer, :, index] += row[:, offset] / strings
-            other[layer][:, is_other] += row[:, is_other]
+            target[string, layer, :, index] = row[:, distances[index] - 1]
+            other[string, layer] += torch.where(is_other[:farthest], row[:, :farthest], 0.0)
 
         subject.read(ids, Watch(weights=add))
-        if progress is not None:
-            progress(done + 1, strings * len(distances))
-    return target, other / counts.clamp(min=1)
+    return target, other / counts.clamp(min=1)[:, None, None]
 
 
 def crossing(distances: Sequence[int], target: Tensor, nearest: float) -> float:
@@ -113,7 +126,7 @@ def advantage(distances: Sequence[int], target: Tensor, other: Tensor) -> Advant
     Shapes:
         target: (L, H, len(distances)). other: (L, H, T).
     """
-    words = (target - other[..., torch.tensor(distances) - 1]).mean(dim=-1)
+    words = _words(distances, target, other)
     near = other[..., : max(distances)]
     positions = torch.arange(near.shape[-1], dtype=torch.float64)
     centred = positions - positions.mean()
@@ -141,6 +154,8 @@ class ScoreAdvantage(MeasuredProbe):
     Source: Golovneva et al. (2024), Contextual Position Encoding, section 3, https://arxiv.org/abs/2405.18719
     Formula: D = mean over m of s(word, m) - s(other, m); d = minus the slope of s(other, m) over m; predicted crossing
         D / d; measured crossing: the first m at which s(word, m) < s(other, 1), counted from the nearest distractor.
+        Distance to the last token and to token 0 go together in one length, so the text is also made twice as long,
+        and the word occurs two and four times. Intervals: bootstrap over strings.
     Differs from the paper: measured on any attention, whose scores need not fall along a straight line.
 
     Args:
@@ -150,25 +165,19 @@ class ScoreAdvantage(MeasuredProbe):
     """
 
     name: ClassVar[str] = "score-advantage"
-    source: ClassVar[str] = (
-        "Golovneva et al. (2024), Contextual Position Encoding: Learning to Count What's Important, "
-        "https://arxiv.org/abs/2405.18719"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Measured on any attention.",)
 
-    strings: Annotated[int, Integer(1)] = 12
-    farthest: Annotated[int, Integer(4)] = 256
+    strings: Annotated[int, Integer(1)] = 24
+    farthest: Annotated[int, Integer(4)] = 64
     seed: int = 0
 
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Read random text with a repeated word; see ``Probe.run``."""
         distances = [2**power for power in range(1, self.farthest.bit_length()) if 2**power <= self.farthest]
         tokens = max(distances) + 16
-        check_length(subject, tokens)
+        check_length(subject, 2 * tokens)
         with progress("reading random text") as report:
             target, other = score_curves(subject, distances, self.strings, tokens, self.seed, report)
-        result = advantage(distances, target, other)
-        longest = float(distances[-1] - 1)
+        result = advantage(distances, target.mean(dim=0), other.mean(dim=0))
         heads: list[dict[str, Any]] = [
             {
                 "layer": layer,
@@ -181,54 +190,60 @@ class ScoreAdvantage(MeasuredProbe):
             for layer in range(subject.n_layers)
             for head in range(subject.n_heads)
         ]
-        finding = [row for row in heads if row["D"] > 0]
-        within = [row for row in finding if _of(row["measured"]) <= longest]
-        both = [row for row in within if row["predicted"] and row["measured"]]
-        agree = [row for row in finding if (_of(row["predicted"]) <= longest) == (_of(row["measured"]) <= longest)]
         best = max(range(len(heads)), key=lambda number: float(heads[number]["D"]))
         layer, head = divmod(best, subject.n_heads)
-        ratios = sorted(float(row["measured"]) / float(row["predicted"]) for row in both)
+        chosen = [distances[0], distances[len(distances) // 2], distances[-1]]
+        varied = {}
+        for name, (length, occurrences) in TEXTS.items():
+            with progress(f"random text, {name}") as report:
+                curves = score_curves(
+                    subject, chosen, self.strings, length * tokens, self.seed, report, occurrences=occurrences
+                )
+            varied[name] = {"tokens": length * tokens, "occurrences": occurrences,
+                            **_advantage_of(chosen, *curves, layer, head)}  # fmt: skip
         return Found(
             {
-                "heads_with_advantage": len(finding),
-                "heads": len(heads),
-                "crossed_within_range": len(within),
-                "agreement": len(agree) / len(finding) if finding else None,
-                "median_measured_over_predicted": ratios[len(ratios) // 2] if ratios else None,
+                **_shares(heads, float(distances[-1] - 1)),
+                "strings": self.strings,
+                "texts": self.strings * len(distances),
                 "distances": distances,
                 "example": {
-                    "layer": layer, "head": head, "word": target[layer, head].tolist(),
-                    "other": other[layer, head].tolist(),
+                    "layer": layer, "head": head, "word": target.mean(dim=0)[layer, head].tolist(),
+                    "other": other.mean(dim=0)[layer, head].tolist(),
+                    "D": estimate(_words(distances, target, other)[:, layer, head]),
                 },
+                "varied": {"distances": chosen, "texts": varied},
                 "by_head": heads,
             }
         )  # fmt: skip
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
-        """Return the scores of the head with the largest advantage, and predicted against measured crossings."""
+        """Return the scores of the head with the largest advantage, the crossings, and D in other texts."""
         summary = head["summary"]
-        figure, (left, right) = new_row(2, (11.0, 3.8))
-        example = summary["example"]
-        left.plot(
-            range(1, 1 + len(example["other"])), example["other"], color=OTHER_COLORS[1], linewidth=0.7, label="others"
-        )
-        left.plot(summary["distances"], example["word"], marker="o", color=OTHER_COLORS[2], label="the same word")
-        left.axhline(example["other"][0], color="#999999", linestyle=":", label="nearest distractor")
-        left.set_xscale("log")
-        left.set_xlabel("distance in tokens")
-        left.set_ylabel("attention score (nats)")
-        left.set_title(f"{head['model']}: layer {example['layer']}, head {example['head']}", fontsize=10, loc="left")
-        left.legend(frameon=False, fontsize=8)
+        figure, (top, middle, bottom) = new_column(3)
+        example, n = summary["example"], summary["strings"]
+        name = f"layer {example['layer']}, head {example['head']}"
+        others = example["other"]
+        top.plot(range(1, 1 + len(others)), others, color=OTHER_COLORS[1], linewidth=0.7, label="other words")
+        top.plot(summary["distances"], example["word"], marker="o", color=OTHER_COLORS[2], label="the same word")
+        top.axhline(others[0], color="#999999", linestyle=":", label="nearest distractor")
+        top.set_xscale("log")
+        finish_axes(top, f"{name}, {n} strings a distance", "distance in tokens", "attention score (nats)", columns=2)
         limit = summary["distances"][-1] * 4.0
         heads = [row for row in summary["by_head"] if row["D"] > 0]
         pairs = [[min(_of(row[key]), limit) + 1 for row in heads] for key in ("predicted", "measured")]
-        right.scatter(*pairs, s=10, color=OTHER_COLORS[3])
-        right.plot((1, limit), (1, limit), color="#999999", linestyle=":")
-        right.set_xscale("log")
-        right.set_yscale("log")
-        right.set_xlabel("predicted crossing D / d, tokens")
-        right.set_ylabel("measured crossing, tokens")
-        right.set_title("heads with an advantage; never crossing at the edge", fontsize=10, loc="left")
+        middle.scatter(*pairs, s=10, color=OTHER_COLORS[3])
+        middle.plot((1, limit), (1, limit), color="#999999", linestyle=":")
+        middle.set_xscale("log")
+        middle.set_yscale("log")
+        title = f"{len(heads)} heads with an advantage, {n} strings\n(at the edge: never)"
+        finish_axes(middle, title, "predicted crossing D / d, tokens", "measured, tokens", legend=False)
+        texts = summary["varied"]["texts"]
+        values = [text["D"] for text in texts.values()]
+        draw_estimates(bottom, range(len(values)), values, across=True, color=OTHER_COLORS[1])
+        bottom.set_yticks(range(len(values)), [name.replace(", ", ",\n") for name in texts], fontsize=9)
+        bottom.set_ylim(len(values) - 0.5, -0.5)
+        finish_axes(bottom, f"{name}, {n} strings, 95 % interval", "D (nats)", "", legend=False)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
@@ -236,12 +251,57 @@ class ScoreAdvantage(MeasuredProbe):
         best = sorted(head["summary"]["by_head"], key=lambda row: -row["D"])[:10]
         rows = [
             (
-                str(row["layer"]), str(row["head"]), f"{row['D']:.2f}", f"{row['d']:.4f}",
+                str(row["layer"]), str(row["head"]), f"{row['D']:.2f}", f"{row['d']:.2g}",
                 *("none" if row[key] is None else f"{row[key]:.0f}" for key in ("predicted", "measured")),
             )
             for row in best
         ]  # fmt: skip
         return [("layer", "head", "D (nats)", "d (nats per token)", "predicted crossing", "measured"), *rows]
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return the numbers of the summary, and what other texts change."""
+        texts = record.head["summary"]["varied"]["texts"]
+        return [
+            *super().lines(record),
+            *(
+                f"{name}: D {shown(text['D'])}; median of all heads {shown(text['median_D'])}; heads with an "
+                f"advantage {shown(text['heads_with_advantage'])}"
+                for name, text in texts.items()
+            ),
+        ]
+
+
+def _words(distances: Sequence[int], target: Tensor, other: Tensor) -> Tensor:
+    """Return D of each string and head, (strings, L, H)."""
+    difference: Tensor = (target - other[..., torch.tensor(distances) - 1]).mean(dim=-1)
+    return difference
+
+
+def _advantage_of(
+    distances: Sequence[int], target: Tensor, other: Tensor, layer: int, head: int
+) -> dict[str, dict[str, Any]]:
+    """Return D of one head, the median of all heads, and the share of heads with an advantage."""
+    words = _words(distances, target, other)
+    return {
+        "D": estimate(words[:, layer, head]),
+        "median_D": estimate(words, lambda means: means.flatten(-2).median(dim=-1).values),
+        "heads_with_advantage": estimate(words, lambda means: (means > 0).double().mean(dim=(-2, -1))),
+    }
+
+
+def _shares(heads: Sequence[Mapping[str, Any]], longest: float) -> dict[str, Any]:
+    """Return how many heads have an advantage, and how well the bound predicts where they lose the word."""
+    finding = [row for row in heads if row["D"] > 0]
+    within = [row for row in finding if _of(row["measured"]) <= longest]
+    agree = [row for row in finding if (_of(row["predicted"]) <= longest) == (_of(row["measured"]) <= longest)]
+    ratios = sorted(row["measured"] / row["predicted"] for row in within if row["predicted"] and row["measured"])
+    return {
+        "heads_with_advantage": len(finding),
+        "heads": len(heads),
+        "crossed_within_range": len(within),
+        "agreement": len(agree) / len(finding) if finding else None,
+        "median_measured_over_predicted": ratios[len(ratios) // 2] if ratios else None,
+    }
 
 
 def _finite(value: float) -> float | None:

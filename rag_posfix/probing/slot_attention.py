@@ -6,24 +6,26 @@ Depends on loaded models, layouts and evaluation data, on no method.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
-from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, environment, silent
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.prefill import passage_attention
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.layout import Layout
-from rag_posfix.probing.base import PROBES, Probe
+from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
+from rag_posfix.probing.intervals import estimate, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.settings import Settings
 
@@ -31,33 +33,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SlotAttentionRecord(ExperimentRecord):
-    """The result of ``probe_slot_attention``: the head is the profile that ``calibrated_attention`` reads."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the path of the profile, the attention of each slot, and the number of questions."""
-        files = {name: str(path) for name, path in self.files.items()}
-        return {**files, "slots": self.head["profile"], "n": self.head["n"]}
-
-
 def probe_slot_attention(
     data: Path | Sequence[PositionExample],
     *,
     documents: int = 10,
-    limit: int | None = 20,
+    limit: int | None = 24,
     skip: int = 0,
     engine: Engine | None = None,
     settings: Settings | None = None,
     out: Path | None = None,
     progress: Progress = silent,
-) -> SlotAttentionRecord:
-    """Measure the attention to a dummy passage in each slot, averaged over questions (``mean_dummy_attention``).
+) -> ProfileRecord:
+    """Measure the attention to a dummy passage in each slot, averaged over questions (``dummy_attention``).
 
     The position of the gold passage changes from question to question; several gold passages are first.
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
+
+    Returns:
+        The record, whose head is the profile that ``calibrated_attention`` reads.
     """
     examples = take_examples(data, limit, skip)
     for example in examples:  # before the model: too few passages are told at once
@@ -69,9 +64,10 @@ def probe_slot_attention(
             engine = build_engine(settings or Settings())
     layouts = [_layout(engine, example, documents, i % documents) for i, example in enumerate(examples)]
     with progress("reading prompts") as report:
-        slots = mean_dummy_attention(engine.loaded, layouts, report)
+        slots = dummy_attention(engine.loaded, layouts, report)
     profile = {
-        "profile": list(slots),
+        "profile": slots.mean(dim=0).tolist(),
+        "ci95": [estimate(values)["ci95"] for values in slots.unbind(dim=1)],
         "model": engine.model_id,
         "model_fingerprint": engine.fingerprint,
         "data": data_facts(data),
@@ -79,8 +75,7 @@ def probe_slot_attention(
         "n": len(examples),
         "environment": environment(),
     }
-    record = SlotAttentionRecord(profile)
-    return record if out is None else replace(record, files={"profile": write_record(out, "slot-attention", profile)})
+    return ProfileRecord(profile, printed={"slots": "profile", "n": "n"}).write_profile(out, "slot-attention")
 
 
 @PROBES.register("slot-attention")
@@ -99,12 +94,11 @@ class SlotAttention(Probe):
     """
 
     name: ClassVar[str] = "slot-attention"
-    source: ClassVar[str] = "Hsieh et al. (2024), Found in the Middle, https://arxiv.org/abs/2406.16008"
     reads_text: ClassVar[bool] = True
 
     data: Path
     documents: Annotated[int, Integer(2)] = 10
-    limit: Annotated[int, Integer(1)] = 20
+    limit: Annotated[int, Integer(1)] = 24
     skip: Annotated[int, Integer(0)] = 0
 
     def check(self) -> None:
@@ -123,11 +117,14 @@ class SlotAttention(Probe):
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per slot."""
-        figure, axes = new_axes((7.2, 3.2))
-        axes.bar(range(len(head["profile"])), head["profile"], color=OTHER_COLORS[1])
-        axes.set_xlabel("slot of the dummy passage, from 0")
-        axes.set_ylabel("attention per token")
-        axes.set_title(f"{head['model']}, {head['n']} questions", fontsize=10, loc="left")
+        figure, (axes,) = new_column(1)
+        measured = [{"value": value, "ci95": ci95} for value, ci95 in zip(head["profile"], head["ci95"], strict=True)]
+        axes.bar(
+            range(len(measured)), head["profile"], yerr=whiskers(measured), color=OTHER_COLORS[1], ecolor="#222222",
+            capsize=3,
+        )  # fmt: skip
+        title = f"{head['n']} questions, 95 % interval"
+        finish_axes(axes, title, "slot of the dummy passage, from 0", "attention per token", legend=False)
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
@@ -147,18 +144,21 @@ class SlotAttention(Probe):
 
 
 @torch.inference_mode()
-def mean_dummy_attention(
+def dummy_attention(
     loaded: LoadedModel, layouts: Sequence[Layout], progress: Callable[[int, int], None] | None = None
-) -> tuple[float, ...]:
-    """Return the attention of the last token to a dummy passage in each slot, averaged over prompts.
+) -> Tensor:
+    """Return the attention of the last token to a dummy passage in each slot, by prompt.
 
     Source: Hsieh et al. (2024), Found in the Middle, section 3, https://arxiv.org/abs/2406.16008
-    Formula: mean over prompts of Attn(dummy, k), the mean attention per token of a dummy in slot k, averaged over
+    Formula: Attn(dummy, k), the mean attention per token of a dummy in slot k, averaged over
         layers and heads; the other passages stay.
     Cost: each prompt is read once, and again from each dummy on.
 
     Args:
         layouts: Prompts with the same number of passages, two or more.
+
+    Shapes:
+        returns: (len(layouts), passages) float32.
     """
     counts = sorted({layout.n_passages for layout in layouts})
     if len(counts) != 1 or counts[0] < 2:
@@ -166,14 +166,12 @@ def mean_dummy_attention(
             f"{len(layouts)} prompts with {counts} passages cannot be averaged; give at least one, all with the same "
             "number of passages, two or more"
         )
-    total = torch.zeros(counts[0])
-    for done, layout in enumerate(layouts):
+    measured_slots = []
+    for layout in counted(layouts, progress):
         prompts = [layout, *(with_dummy(layout, slot) for slot in range(counts[0]))]
         measured, _ = passage_attention(loaded.reading(max(len(prompt.token_ids) for prompt in prompts)), prompts)
-        total += measured[1:].diagonal()
-        if progress is not None:
-            progress(done + 1, len(layouts))
-    return tuple(float(value) / len(layouts) for value in total)
+        measured_slots.append(measured[1:].diagonal())
+    return torch.stack(measured_slots)
 
 
 def _layout(engine: Engine, example: PositionExample, count: int, gold_position: int) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from rag_posfix.encodings import Decoder, Positions
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.record import model_facts
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, HiddenScale, MaskFunction
 from rag_posfix.settings import Settings
@@ -294,13 +295,31 @@ class LanguageModel:
         """Return name, fingerprint, dtype and device."""
         return model_facts(self.engine)
 
+    def read_prefix(self, ids: Sequence[int]) -> GrowingCache:
+        """Return keys and values of first tokens, on whose branches passes over the tokens after them begin."""
+        self._needs_all_keys()
+        cache = GrowingCache(self.n_layers)
+        self.read(torch.tensor([ids]), prefix=cache)
+        return cache
+
     @torch.inference_mode()
-    def read(self, ids: Tensor, watch: Watch = Watch(), change: Change = Change(), keep: int = 1) -> Tensor:
-        """Read tokens in one pass without a cache; see ``Subject.read``.
+    def read(
+        self,
+        ids: Tensor,
+        watch: Watch = Watch(),
+        change: Change = Change(),
+        keep: int = 1,
+        prefix: GrowingCache | None = None,
+    ) -> Tensor:
+        """Read tokens in one pass; see ``Subject.read``.
 
         Without anything to watch or change in attention the model's own attention runs.
+
+        Args:
+            prefix: Keys and values of the tokens before these; those of these are appended.
         """
-        position_ids = torch.arange(ids.shape[1]) if change.positions is None else change.positions
+        before = 0 if prefix is None else prefix.get_seq_length()
+        position_ids = torch.arange(before + ids.shape[1]) if change.positions is None else change.positions
         loaded = self.engine.loaded.reading(int(position_ids.max()) + 1)
         ids = ids.to(loaded.device)
         positions = position_ids.to(loaded.device)[None].expand(ids.shape[0], -1)
@@ -316,8 +335,8 @@ class LanguageModel:
         )  # fmt: skip
         with active(context):
             output = loaded.model(
-                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep,
-                output_hidden_states=watch.states is not None,
+                input_ids=ids, position_ids=positions[:, before:], past_key_values=prefix,
+                use_cache=prefix is not None, logits_to_keep=keep, output_hidden_states=watch.states is not None,
             )  # fmt: skip
         if watch.states is not None:  # the last of them comes after the last norm, and enters no layer
             for layer, states in enumerate(output.hidden_states[:-1]):
@@ -352,4 +371,10 @@ def open_subject(settings: Settings) -> Subject:
         return SmallDecoder(load_decoder(folder, usable_device(settings.device)).eval(), folder.name)
     from rag_posfix.pipeline.build import build_engine
 
-    return LanguageModel(build_engine(settings))
+    engine = build_engine(settings)
+    if (plain := engine.loaded.spec.plain) is not None:
+        raise UnsupportedModelError(
+            f"{engine.model_id} runs without the attention hook ({plain.reason}) and cannot be probed; choose a model "
+            "that rag-posfix verify reads with the attention hook"
+        )
+    return LanguageModel(engine)

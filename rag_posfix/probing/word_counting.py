@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
+from rag_posfix.probing.intervals import estimate, shown, whiskers
 from rag_posfix.probing.subject import LanguageModel, Subject, language_model
 
 if TYPE_CHECKING:
@@ -102,11 +103,6 @@ class WordCounting(MeasuredProbe):
     """
 
     name: ClassVar[str] = "word-counting"
-    source: ClassVar[str] = (
-        "Golovneva et al. (2024), Contextual Position Encoding: Learning to Count What's Important, "
-        "https://arxiv.org/abs/2405.18719"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("Short questions on eleven sentences; numbers are scored.",)
     reads_text: ClassVar[bool] = True
 
     limit: Annotated[int, Integer(1)] = 80
@@ -122,7 +118,7 @@ class WordCounting(MeasuredProbe):
             for done, prompt in enumerate(prompts):
                 rows.append(_row(model, prompt))
                 report(done + 1, len(prompts))
-        shares = {kind: sum(row["kind"] == kind for row in rows) / len(rows) for kind in KINDS}
+        shares = {kind: estimate(torch.tensor([float(row["kind"] == kind) for row in rows])) for kind in KINDS}
         answers = [row["answer"] for row in rows]
         constant = max(range(MOST + 1), key=lambda number: sum(row["last"] == number for row in rows))
         return Found(
@@ -140,20 +136,29 @@ class WordCounting(MeasuredProbe):
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return bars of what the answers are."""
         summary = head["summary"]
-        figure, axes = new_axes((7.2, 3.2))
-        axes.barh(list(summary["shares"]), list(summary["shares"].values()), color=OTHER_COLORS[1])
+        figure, (axes,) = new_column(1)
+        measured = list(summary["shares"].values())
+        values = [share["value"] for share in measured]
+        axes.barh(
+            list(summary["shares"]),
+            values,
+            xerr=whiskers(measured),
+            color=OTHER_COLORS[1],
+            ecolor="#222222",
+            capsize=3,
+        )
         axes.axvline(
             summary["right with one constant answer"], color="#000000", linestyle=":", label="one constant answer"
         )
         axes.invert_yaxis()
-        axes.set_xlabel(f"share of {summary['prompts']} answers")
-        axes.set_title(f"{head['model']}: words in the last of two sentences", fontsize=10, loc="left")
-        axes.legend(frameon=False, fontsize=8)
+        x = f"share of {summary['prompts']} answers, 95 % interval"
+        finish_axes(axes, f"{head['model']}\nword in the last sentence", x, "")
         return figure
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per kind of answer."""
-        return [("answer", "share"), *((kind, f"{share:.2f}") for kind, share in head["summary"]["shares"].items())]
+        rows = [(kind, shown(share)) for kind, share in head["summary"]["shares"].items()]
+        return [("answer", f"share, n = {head['summary']['prompts']}"), *rows]
 
 
 def _row(model: LanguageModel, prompt: CountingPrompt) -> dict[str, Any]:

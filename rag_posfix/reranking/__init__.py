@@ -9,6 +9,7 @@ from rag_posfix.reranking.calibrated_attention import CalibratedAttentionReranke
 from rag_posfix.reranking.cross_encoder import CrossEncoderReranker
 from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.embedding import EmbeddingReranker
+from rag_posfix.reranking.endpoint import EndpointReranker
 from rag_posfix.reranking.fused import FusedReranker
 from rag_posfix.reranking.in_context import InContextReranker
 from rag_posfix.reranking.likelihood import LikelihoodReranker
@@ -21,6 +22,7 @@ __all__ = [
     "CalibratedAttentionReranker",
     "CrossEncoderReranker",
     "EmbeddingReranker",
+    "EndpointReranker",
     "FusedReranker",
     "GuardedReranker",
     "InContextReranker",

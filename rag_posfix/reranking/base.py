@@ -15,6 +15,8 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, model_validator
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
+from rag_posfix.checked import Checked
+from rag_posfix.contracts.retrieval import DETAILS
 from rag_posfix.errors import RerankingError
 from rag_posfix.parameters import current_spelling
 from rag_posfix.registry import Registry
@@ -68,10 +70,7 @@ def sum_normalized(raw: Sequence[float]) -> list[float]:
     return [min(value / total, 1.0) for value in raw] if total > 0 else [1 / len(raw)] * len(raw)
 
 
-RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker", parts=("embeddings", "generator"))
-
-DETAILS = "reranking"
-"""Metadata key under which a reranker describes how it scored a document."""
+RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker", parts=("embeddings", "generator", "connect"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class DistinctDocuments:
     documents: tuple[CheckedDocument, ...]
 
 
-class ScoringReranker(BaseDocumentCompressor):
+class ScoringReranker(Checked, BaseDocumentCompressor):
     """Base of rerankers. A subclass sets ``name`` and implements ``_score``.
 
     Documents with equal title and text are scored once. Documents without visible text are not scored and have score
@@ -115,6 +114,8 @@ class ScoringReranker(BaseDocumentCompressor):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     name: ClassVar[str]
+    readers: ClassVar[tuple[type, ...]] = ()
+    """Protocols of which the generator must implement one; any generator, or none, if empty."""
 
     top_n: int | None = Field(default=None, ge=1)
 

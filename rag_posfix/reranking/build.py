@@ -11,6 +11,7 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, read_reranker
 from rag_posfix.reranking import RERANKERS
+from rag_posfix.reranking.endpoint import JsonServer, no_connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,23 +21,25 @@ class RerankerModels:
     Attributes:
         embeddings: Returns the embedding model that the index was built with.
         generator: Returns the served model.
+        connect: Returns the connection to the base URL of a server.
     """
 
     embeddings: Callable[[], Embeddings]
     generator: Callable[[], Generator]
+    connect: Callable[[str], JsonServer] = no_connection
 
 
 def build_reranker(spec: MethodSpec, models: RerankerModels) -> BaseDocumentCompressor:
     """Return the reranker that ``spec`` asks for.
 
-    A field called ``embeddings`` or ``generator`` is set from ``models``; the other fields are parameters.
+    A field called ``embeddings``, ``generator`` or ``connect`` is set from ``models``; the others are parameters.
 
     Raises:
         UnknownNameError: no reranker has this name.
         ConfigError: an unknown parameter, or a value outside of its range.
     """
     reranker: BaseDocumentCompressor = RERANKERS.create(
-        spec, {"embeddings": models.embeddings, "generator": models.generator}
+        spec, {"embeddings": models.embeddings, "generator": models.generator, "connect": lambda: models.connect}
     )
     return reranker
 

@@ -18,10 +18,10 @@ from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.checkpoints import check_encoder
-from rag_posfix.errors import RerankingError, missing_extra
+from rag_posfix.errors import PromptTooLongError, RerankingError, missing_extra
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.text import titled_text
+from rag_posfix.text import text_beginning, titled_text
 
 DEFAULT_MODEL = "cross-encoder/ms-marco-MiniLM-L6-v2"
 
@@ -35,7 +35,7 @@ class ChunkedText:
 
     Attributes:
         chunks: The text, or consecutive segments of it.
-        truncated: Whether the text is one chunk that exceeds the window, so that the model cuts its end.
+        truncated: Whether the end of the text is not read: one chunk exceeds the window, or there are too many.
     """
 
     chunks: tuple[str, ...]
@@ -44,9 +44,10 @@ class ChunkedText:
     @property
     def details(self) -> dict[str, Any]:
         """Metadata of the reranked document."""
-        if len(self.chunks) > 1:
-            return {"long_document": "chunked", "chunks": len(self.chunks)}
-        return {"long_document": "truncated"} if self.truncated else {}
+        chunks = {"chunks": len(self.chunks)} if len(self.chunks) > 1 else {}
+        if self.truncated:
+            return {"long_document": "truncated", **chunks}
+        return {"long_document": "chunked", **chunks} if chunks else {}
 
 
 @RERANKERS.register("cross_encoder")
@@ -63,8 +64,8 @@ class CrossEncoderReranker(ScoringReranker):
     Cost: tokens read, by the cross-encoder: question and passage, once per passage; nothing is cached. The deadline is
         checked between batches.
     Limits: a passage that exceeds the model's window is read in chunks, and the best score counts
-        (``long_document: "chunked"``); or it is truncated (``"truncated"``). The window of a langchain
-        ``BaseCrossEncoder`` is not known; it truncates without any notice.
+        (``long_document: "chunked"``); or it is truncated (``"truncated"``), as is one of more than ``max_chunks``.
+        The window of a langchain ``BaseCrossEncoder`` is not known; it truncates without any notice.
 
     Attributes:
         model: A model id, a folder, a ``CrossEncoder``, or a langchain ``BaseCrossEncoder``. Loaded on first use.
@@ -72,6 +73,7 @@ class CrossEncoderReranker(ScoringReranker):
         batch_size: Pairs per forward pass.
         max_length: Token limit of a pair; None is the model's own limit.
         long_documents: ``chunk`` or ``truncate``.
+        max_chunks: Number of chunks of a passage that are read.
         activation: ``auto`` applies a sigmoid if the model returns logits (it has no activation, or an unknown one);
             ``none`` uses the model's numbers, which must lie in [0, 1]; ``sigmoid`` always applies it.
         device: ``auto``, ``cpu``, ``cuda``, ...; for a model id or folder.
@@ -84,6 +86,7 @@ class CrossEncoderReranker(ScoringReranker):
     batch_size: int = Field(default=32, ge=1)
     max_length: int | None = Field(default=None, ge=16)
     long_documents: Literal["chunk", "truncate"] = "chunk"
+    max_chunks: int = Field(default=64, ge=1)
     activation: Literal["auto", "none", "sigmoid"] = "auto"
     device: str = "auto"
     _loaded: Any = PrivateAttr(default=None)
@@ -139,8 +142,8 @@ class CrossEncoderReranker(ScoringReranker):
         tokenizer = None if isinstance(model, BaseCrossEncoder) else getattr(model, "tokenizer", None)
         if tokenizer is None:
             return ChunkedText((text,))
-        chunk = self.long_documents == "chunk"
-        return split_into_chunks(tokenizer, question, text, self._window(model), chunk=chunk)
+        max_chunks = self.max_chunks if self.long_documents == "chunk" else 0
+        return split_into_chunks(tokenizer, question, text, self._window(model), max_chunks)
 
     def _window(self, model: Any) -> int | None:
         """Return the token limit of a pair; None if it is not known."""
@@ -187,34 +190,41 @@ class CrossEncoderReranker(ScoringReranker):
         return self._loaded
 
 
-def split_into_chunks(tokenizer: Any, question: str, text: str, window: int | None, *, chunk: bool) -> ChunkedText:
+def split_into_chunks(tokenizer: Any, question: str, text: str, window: int | None, max_chunks: int) -> ChunkedText:
     """Split a passage into chunks that fit the window together with the question.
 
     Chunks do not overlap and end between two words if there is a space. If the tokenizer cannot return the offsets of
-    its tokens in the text, the passage is one chunk.
+    its tokens in the text, or with ``max_chunks=0``, the passage is one chunk.
 
     Raises:
-        RerankingError: the question leaves fewer than ``FEWEST_TOKENS`` tokens for the passage.
+        PromptTooLongError: the question leaves fewer than ``FEWEST_TOKENS`` tokens for the passage.
     """
     if window is None:
         return ChunkedText((text,))
-    n_question = len(tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def count_tokens(part: str) -> int:
+        return len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+
+    beginning = text_beginning(question, window, count_tokens)
+    n_question = count_tokens(beginning)
     free_tokens = window - n_question - tokenizer.num_special_tokens_to_add(pair=True)
-    if free_tokens < FEWEST_TOKENS:
-        raise RerankingError(
-            f"the question takes {n_question} tokens, and the cross-encoder's window of {window} has "
-            f"{max(free_tokens, 0)} left for a passage; at least {FEWEST_TOKENS} are needed: shorten the question or "
-            "raise max_length"
+    if free_tokens < FEWEST_TOKENS or beginning != question:
+        raise PromptTooLongError(
+            f"the question takes {'at least ' * (beginning != question)}{n_question} tokens, and the cross-encoder's "
+            f"window of {window} has {max(free_tokens, 0)} left for a passage; at least {FEWEST_TOKENS} are needed: "
+            "shorten the question, or raise max_length"
         )
     has_offsets = bool(getattr(tokenizer, "is_fast", False))
+    whole, text = text, text_beginning(text, max(max_chunks, 1) * free_tokens, count_tokens)
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=has_offsets, verbose=False)
     n_tokens = len(tokens["input_ids"])
     if n_tokens <= free_tokens:
         return ChunkedText((text,))
-    if not chunk or not has_offsets:
+    if max_chunks == 0 or not has_offsets:
         return ChunkedText((text,), truncated=True)
     starts = [int(start) for start, _ in tokens["offset_mapping"]]
-    return ChunkedText(tuple(segment for segment in _split_text(text, starts, free_tokens) if segment.strip()))
+    segments = [segment for segment in _split_text(text, starts, free_tokens) if segment.strip()]
+    return ChunkedText(tuple(segments[:max_chunks]), truncated=len(segments) > max_chunks or text != whole)
 
 
 def _split_text(text: str, starts: Sequence[int], limit: int) -> Iterator[str]:

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from rag_posfix.caching.deadline import DeadlineRunner
+from rag_posfix.checked import Checked
 from rag_posfix.contracts.answer import warn
-from rag_posfix.contracts.retrieval import RerankerFailures, RerankerHealth
-from rag_posfix.errors import ConfigError, RerankingTimeoutError
+from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, RerankerFailures, RerankerHealth
+from rag_posfix.errors import ConfigError, PromptTooLongError, RerankingTimeoutError
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ CLOSING_SECONDS = 5.0
 """How long ``close`` waits for late rerankings to stop."""
 
 
-class GuardedReranker(BaseDocumentCompressor):
+class GuardedReranker(Checked, BaseDocumentCompressor):
     """Fails open: if the reranker fails, the documents are returned in their order instead of no answer.
 
     If the reranker raises, or takes longer than its deadline, a warning is logged and added to ``Answer.warnings``.
@@ -197,10 +198,17 @@ class GuardedReranker(BaseDocumentCompressor):
 
     def _report_failure(self, documents: Sequence[Document], error: Exception) -> list[Document]:
         """Report the failure; return copies in the given order. Leave out the error's text: it may hold documents."""
-        late = isinstance(error, TimeoutError | RerankingTimeoutError)
-        self.health.count_failure(self.name, error, "timeout" if late else "error")
-        problem = f"took longer than {self.deadline_seconds or 0:g} s" if late else f"failed ({type(error).__name__})"
+        details: dict[str, Any] = {}
+        if isinstance(error, PromptTooLongError):  # the caller's fault
+            problem = "has no room for a passage beside this question"
+            details = {DETAILS: {"reranker": self.name, "read": False, QUESTION_TOO_LONG: True}}
+        else:
+            late = isinstance(error, TimeoutError | RerankingTimeoutError)
+            self.health.count_failure(self.name, error, "timeout" if late else "error")
+            reason = f"failed ({type(error).__name__})"
+            problem = f"took longer than {self.deadline_seconds or 0:g} s" if late else reason
         message = f"reranker {self.name} {problem}; the documents keep their order"
         _log.warning("%s", message)
         warn(message)
-        return [document.model_copy(update={"metadata": dict(document.metadata or {})}) for document in documents]
+        copies = ({"metadata": (document.metadata or {}) | details} for document in documents)
+        return [document.model_copy(update=copy) for document, copy in zip(documents, copies, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from langchain_core.embeddings import Embeddings
@@ -11,11 +11,12 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import Generator, LikelihoodReader
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid, z_scores
 from rag_posfix.reranking.deadline import check_deadline
+from rag_posfix.reranking.endpoint import JsonServer, no_connection
 
 SCORE_FLOOR = 1e-3
 """Lower scores are raised to this before their logarithm is taken."""
@@ -55,6 +56,7 @@ class FusedReranker(ScoringReranker):
     Attributes:
         embeddings: For scorers that need an embedding model.
         generator: For scorers that need the served model.
+        connect: For scorers that are on a server.
         top_n: Number of passages to return, all if None.
         scorers: Two or more rerankers by name, with parameters as ``name:parameter=value``. In text,
             ``likelihood+embedding`` is short for ``fused:scorers=["likelihood","embedding"]``.
@@ -63,9 +65,11 @@ class FusedReranker(ScoringReranker):
     """
 
     name: ClassVar[str] = "fused"
+    readers: ClassVar[tuple[type, ...]] = (LikelihoodReader,)  # with the scorers of its default
 
     embeddings: Embeddings
     generator: Generator
+    connect: Callable[[str], JsonServer] = Field(default=no_connection, exclude=True, repr=False)
     scorers: Annotated[tuple[str, ...], AfterValidator(_check_scorers), Field(min_length=2, max_length=8)] = (
         "likelihood",
         "embedding",
@@ -86,7 +90,11 @@ class FusedReranker(ScoringReranker):
         return self
 
     def _member(self, text: str) -> ScoringReranker:
-        models = {"embeddings": lambda: self.embeddings, "generator": lambda: self.generator}
+        models: dict[str, Callable[[], Any]] = {
+            "embeddings": lambda: self.embeddings,
+            "generator": lambda: self.generator,
+            "connect": lambda: self.connect,
+        }
         try:
             reranker = RERANKERS.create(parse_method(text, "reranker", "top_n=5"), models)
         except RagPosfixError as error:

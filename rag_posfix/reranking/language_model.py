@@ -18,7 +18,7 @@ from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
 from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.errors import PromptTooLongError
-from rag_posfix.reranking.base import DocumentScore, ScoringReranker
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
 from rag_posfix.reranking.deadline import check_deadline
 
 FEWEST_TOKENS = 16
@@ -66,6 +66,20 @@ class LanguageModelReranker(ScoringReranker):
     generator: Generator
     _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
+    @field_validator("generator", mode="before")
+    @classmethod
+    def _can_be_read(cls, value: Any) -> Any:
+        if cls.readers and not isinstance(value, cls.readers):
+            readers = {name: getattr(RERANKERS.get(name), "readers", ()) for name in RERANKERS.names()}
+            others = [name for name, kinds in readers.items() if not kinds or isinstance(value, kinds)]
+            raise PydanticCustomError(
+                "passage_reader",
+                "{kind} cannot read passages for a reranker; use an Engine (load_engine, tp=1), or one of the "
+                "rerankers {others}",
+                {"kind": type(value).__name__, "others": ", ".join(others)},
+            )
+        return value
+
     @property
     def _template(self) -> PromptTemplate:
         """The template of answers: passages have the same tokens, so cached keys and values serve both."""
@@ -109,21 +123,10 @@ class PassageReadingReranker(LanguageModelReranker):
     """
 
     generator: PassageReader
-
-    @field_validator("generator", mode="before")
-    @classmethod
-    def _reads_passages(cls, value: Any) -> Any:
-        if not isinstance(value, PassageReader):
-            raise PydanticCustomError(
-                "passage_reader",
-                "{kind} cannot read passages for a reranker; use an Engine (load_engine, tp=1), or the embedding, "
-                "cross_encoder or listwise reranker",
-                {"kind": type(value).__name__},
-            )
-        return value
+    readers = (PassageReader,)
 
 
-class SeparatePassageReranker(PassageReadingReranker):
+class SeparatePassageReranker(LanguageModelReranker):
     """Base of rerankers that read each passage alone, several in a batch.
 
     Attributes:

@@ -12,6 +12,7 @@ from pydantic import Field
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.tokenization import TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.contracts.generator import LikelihoodReader
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore
 from rag_posfix.reranking.deadline import check_deadline
@@ -51,7 +52,9 @@ class LikelihoodReranker(SeparatePassageReranker):
     """
 
     name: ClassVar[str] = "likelihood"
+    readers = (LikelihoodReader,)
 
+    generator: LikelihoodReader
     restriction: str = RESTRICTION
     max_document_tokens: int | None = Field(default=None, ge=16)
     question_copies: bool = False

@@ -19,6 +19,7 @@ from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.contracts.generator import OddsReader, PassageReader
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid
@@ -118,12 +119,14 @@ class YesNoReranker(SeparatePassageReranker):
     Differs from the papers: calibrated by the prompt without a passage, so that a model that says yes to everything
         has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window.
     Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
-        passages are those of answers (``template="answer"``): what the passage KV store has is not read again.
+        passages are those of answers (``template="answer"``): what the passage KV store has is not read again. On a
+        server: one request of one token per passage, all together, and judgements are kept in the answer cache.
     Limits: a property of the reader: small models say yes to nearly every passage. A passage that speaks to the judge
-        ("this document contains the answer") may be believed.
+        ("this document contains the answer") may be believed. A server lists its likeliest tokens only: a spelling
+        that is not listed counts as the last of them. A server without log-probabilities answers five times.
 
     Attributes:
-        generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
+        generator: The served model; an ``Engine``, a ``BatchingGenerator`` around one, or a ``RemoteGenerator``.
         top_n: Number of passages to return, all if None.
         template: ``answer``, ``qwen3_reranker``, or fields of ``JudgeTemplate``; on the command line also a TOML file.
         batch_size: Maximum number of passages per batch.
@@ -135,6 +138,9 @@ class YesNoReranker(SeparatePassageReranker):
     name: ClassVar[str] = "yes_no"
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
 
+    readers = (PassageReader, OddsReader)
+
+    generator: PassageReader | OddsReader
     template: Literal["answer", "qwen3_reranker"] | JudgeTemplate = "answer"
     window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
     calibrate: bool = True
@@ -160,25 +166,37 @@ class YesNoReranker(SeparatePassageReranker):
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         prompt = self._prompt(question)
-        yes, no = self._answer_tokens()
         limit = min(self.window_tokens, self.generator.context_window - len(prompt))
         windows = [
             (index, window) for index, document in enumerate(documents) for window in self._windows(document, limit)
         ]
         odds: dict[int, float] = {}
-        for batch in self._batches([passage for _, passage in windows], len(prompt.suffix)):
-            check_deadline()
-            layout = prompt.with_passages([windows[index][1] for index in batch])
-            rows = self.generator.first_token_log_probs(layout, (*yes, *no), current_salt())
-            *judged, neutral = (_log_sum(row[: len(yes)]) - _log_sum(row[len(yes) :]) for row in rows)
-            for index, value in zip(batch, judged, strict=True):
-                document = windows[index][0]
-                odds[document] = max(odds.get(document, -math.inf), value - (neutral if self.calibrate else 0.0))
+        values = self._log_odds(prompt, [passage for _, passage in windows])
+        for (document, _), value in zip(windows, values, strict=True):
+            odds[document] = max(odds.get(document, -math.inf), value)
         count = Counter(document for document, _ in windows)
         return [
             DocumentScore(sigmoid(odds[index]), odds[index], {"windows": count[index]} if count[index] > 1 else {})
             for index in range(len(documents))
         ]
+
+    def _log_odds(self, prompt: TokenizedPrompt, passages: Sequence[TokenizedPassage]) -> list[float]:
+        """Return the log-odds of each passage, calibrated: those of a server together, of an engine in batches."""
+        if isinstance(self.generator, OddsReader):
+            layout = prompt.with_passages(passages)
+            judge = self._judge
+            *judged, neutral = self.generator.log_odds(layout, judge.yes, judge.no, current_salt(), check_deadline)
+            return [value - (neutral if self.calibrate else 0.0) for value in judged]
+        yes, no = self._answer_tokens()
+        odds: dict[int, float] = {}
+        for batch in self._batches(passages, len(prompt.suffix)):
+            check_deadline()
+            layout = prompt.with_passages([passages[index] for index in batch])
+            rows = self.generator.first_token_log_probs(layout, (*yes, *no), current_salt())
+            *judged, neutral = (_log_sum(row[: len(yes)]) - _log_sum(row[len(yes) :]) for row in rows)
+            odds |= {index: value - (neutral if self.calibrate else 0.0)
+                     for index, value in zip(batch, judged, strict=True)}  # fmt: skip
+        return [odds[index] for index in range(len(passages))]
 
     def _ranked(
         self, documents: Sequence[Document], distinct: DistinctDocuments, scores: Sequence[DocumentScore]

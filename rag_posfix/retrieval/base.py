@@ -5,67 +5,103 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import Field
 
-from rag_posfix.contracts.retrieval import Retriever
+from rag_posfix.checked import Checked
+from rag_posfix.contracts.filters import parse_filter
+from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.contracts.retrieval import Retriever, first_matching
 from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters
 from rag_posfix.text import checked_question
 
-NOTHING_RELEVANT = 0.3
-"""A best cosine below this means for the packaged embedding model that nothing relevant was found.
+PACKAGED_SIMILARITY = SimilarityRange(low=0.2, clear=0.6)
+"""For the packaged embedding model: 0.2 % of the answerable questions of XQuAD have a best cosine below ``low``."""
 
-Measured in docs/retrieval.md.
-"""
+UNDECIDED = SimilarityRange(low=0.0, clear=1.0)
+"""For scores without a scale, such as those of BM25 and of fused rankings: the judge decides about all passages."""
 
 
-class QuestionRetriever(BaseRetriever):
+def packaged_similarity(embeddings: Embeddings) -> SimilarityRange | None:
+    """Return the range of the packaged embedding model, and None for others: those are calibrated."""
+    return PACKAGED_SIMILARITY if getattr(embeddings, "model", None) == "minilm" else None
+
+
+class QuestionRetriever(Checked, BaseRetriever):
     """Base of retrievers: the pipeline's ``Retriever`` (``retrieve``) and langchain's (``invoke``, ``ainvoke``).
 
-    A subclass implements ``_search``, and ``_asearch`` if it can search asynchronously.
+    A subclass implements ``_search``, and ``_asearch`` if it can search asynchronously. All methods take a ``filter``
+    by metadata, in the language of ``contracts.filters``: only matching documents are returned.
 
     Attributes:
         k: Number of passages that ``invoke`` returns if the call gives no ``k``.
+        similarity: Between which scores the floor asks the judge; None leaves all passages above the floor.
     """
 
+    evaluates_filters: ClassVar[bool] = True
+    weighs_texts: ClassVar[bool] = True  # a query of several texts is searched for by each of them
     k: int = Field(default=10, ge=1)
+    similarity: SimilarityRange | None = None
 
-    def retrieve(self, question: str, k: int) -> list[Document]:
+    def similarity_range(self) -> SimilarityRange | None:
+        """Return between which scores the floor asks the judge; None if the scores are not known."""
+        return self.similarity
+
+    def retrieve(self, question: str, k: int, filter: Mapping[str, Any] | None = None) -> list[Document]:
         """Return at most ``k`` documents for ``question``, best first.
 
         Raises:
-            ConfigError: the question is empty, or ``k`` is below 1.
+            ConfigError: the question is empty, ``k`` is below 1, or ``filter`` is no filter.
             RetrievalError: the passages cannot be searched.
         """
-        return self._search(checked_question(question), check_count("k", k))
+        return self._search(checked_question(question), check_count("k", k), _checked(filter))
 
-    async def aretrieve(self, question: str, k: int) -> list[Document]:
+    async def aretrieve(self, question: str, k: int, filter: Mapping[str, Any] | None = None) -> list[Document]:
         """Do what ``retrieve`` does without blocking the event loop."""
-        return await self._asearch(checked_question(question), check_count("k", k))
+        return await self._asearch(checked_question(question), check_count("k", k), _checked(filter))
 
     @abstractmethod
-    def _search(self, question: str, k: int) -> list[Document]:
-        """Return at most ``k`` documents, best first, for a question and a ``k`` that were checked."""
+    def _search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
+        """Return at most ``k`` documents, best first, for arguments that were checked."""
 
-    async def _asearch(self, question: str, k: int) -> list[Document]:
-        return await asyncio.to_thread(self._search, question, k)
+    async def _asearch(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
+        return await asyncio.to_thread(self._search, question, k, metadata_filter)
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,
+        k: int | None = None,
+        filter: Mapping[str, Any] | None = None,
     ) -> list[Document]:
-        return self.retrieve(query, self.k if k is None else k)
+        return self.retrieve(query, self.k if k is None else k, filter)
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun,
+        k: int | None = None,
+        filter: Mapping[str, Any] | None = None,
     ) -> list[Document]:
-        return await self.aretrieve(query, self.k if k is None else k)
+        return await self.aretrieve(query, self.k if k is None else k, filter)
+
+
+def _checked(metadata_filter: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if metadata_filter is not None:
+        parse_filter(metadata_filter)
+    return metadata_filter
 
 
 def cosine_relevance(cosine: float) -> float:
@@ -84,6 +120,21 @@ def check_count(name: str, count: int) -> int:
     return count
 
 
+def takes_filters(runnable: object) -> bool:
+    """Return whether ``invoke`` of a retriever takes ``filter`` in the language of ``contracts.filters``.
+
+    It or its vector store says so by an attribute ``evaluates_filters``.
+    """
+    holder = runnable.vectorstore if isinstance(runnable, VectorStoreRetriever) else runnable
+    return bool(getattr(holder, "evaluates_filters", False))
+
+
+def with_own_filter(runnable: object, metadata_filter: MetadataFilter) -> MetadataFilter | None:
+    """Return a filter joined with the one in ``search_kwargs`` of a retriever, which ``invoke`` would replace."""
+    own = runnable.search_kwargs.get("filter") if isinstance(runnable, VectorStoreRetriever) else None
+    return both_filters(own, metadata_filter)
+
+
 @dataclass(frozen=True, slots=True)
 class RunnableRetriever:
     """A runnable from a question to documents, with the pipeline's interface of a retriever.
@@ -94,16 +145,28 @@ class RunnableRetriever:
 
     runnable: Runnable[str, Sequence[Document]]
 
-    def retrieve(self, question: str, k: int) -> list[Document]:
+    def retrieve(self, question: str, k: int, filter: Mapping[str, Any] | None = None) -> list[Document]:
         """Return at most ``k`` documents for ``question``, in the order of the runnable.
+
+        Args:
+            filter: Given to a runnable that ``takes_filters``; any other is asked for more documents.
 
         Raises:
             RetrievalError: the runnable returned something other than langchain documents.
         """
+        if not filter:
+            return self._invoke(question, k)
+        if takes_filters(self.runnable):
+            return self._invoke(question, k, filter=with_own_filter(self.runnable, filter))
+        options = {"widens": isinstance(self.runnable, VectorStoreRetriever)}
+        return first_matching(lambda width: self._invoke(question, width, **options), k, parse_filter(filter))
+
+    def _invoke(self, question: str, k: int, *, widens: bool = False, **options: Any) -> list[Document]:
         runnable = self.runnable
         search = runnable._get_relevant_documents if isinstance(runnable, BaseRetriever) else None
-        takes_k = search is not None and "k" in inspect.signature(search).parameters
-        result: Any = runnable.invoke(question, k=k) if takes_k else runnable.invoke(question)
+        if widens or (search is not None and "k" in inspect.signature(search).parameters):
+            options["k"] = k
+        result: Any = runnable.invoke(question, **options)
         kind = type(result).__name__
         if isinstance(result, list | tuple):
             invalid_items = [item for item in result if not isinstance(item, Document)]

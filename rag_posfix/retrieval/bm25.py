@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,18 @@ from pydantic import Field, PrivateAttr
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.index.bm25_index import BM25Index, check_bm25_parameters, split_words, top_rows
-from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, check_filter, deep_copy, stored_copy
+from rag_posfix.retrieval.index.bm25_index import BM25Index, check_bm25_parameters, top_rows
+from rag_posfix.retrieval.index.documents import (
+    DocumentTable,
+    IndexEntry,
+    both_filters,
+    check_filter,
+    checked_documents,
+    deep_copy,
+    stored_copy,
+)
 from rag_posfix.retrieval.index.storage import read_bm25, read_entries
+from rag_posfix.text import WORDS_VERSION, split_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +76,7 @@ class BM25Retriever(QuestionRetriever):
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check the fields that pydantic does not; pydantic turns errors into its ``ValidationError``."""
+        """Check the fields that pydantic does not; ``Checked`` takes the errors back from pydantic."""
         import numpy as np
 
         super().model_post_init(context)
@@ -88,10 +97,11 @@ class BM25Retriever(QuestionRetriever):
             **options: ``k``, ``k1``, ``b``, ``filter``.
 
         Raises:
-            ConfigError: bm25s is not installed.
-            ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
+            ConfigError: bm25s is not installed, or an option is outside of its range.
         """
-        entries = {str(document.id): IndexEntry(document) for document in map(stored_copy, documents)}
+        entries = {
+            str(document.id): IndexEntry(document) for document in map(stored_copy, checked_documents(documents))
+        }
         table = DocumentTable()
         table.add(entries.values())
         retriever = cls(table=table, **options)
@@ -115,8 +125,8 @@ class BM25Retriever(QuestionRetriever):
             **options: As for ``from_documents``.
 
         Raises:
-            ConfigError: there is not one of ``metadatas`` or ``ids`` per text, or bm25s is not installed.
-            ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
+            ConfigError: there is not one of ``metadatas`` or ``ids`` per text, an option is outside of its range, or
+                bm25s is not installed.
         """
         contents = list(texts)
         fields = [{} for _ in contents] if metadatas is None else list(metadatas)
@@ -138,7 +148,9 @@ class BM25Retriever(QuestionRetriever):
         cls, folder: str | Path, *, table: DocumentTable | None = None, mmap: bool = False, verify: bool = True,
         **options: Any,
     ) -> BM25Retriever:  # fmt: skip
-        """Return the retriever of an index; if it has no word statistics, they are counted now. Needs no embeddings.
+        """Return the retriever of an index; words are counted now if its statistics miss or are older.
+
+        It needs no embeddings.
 
         Args:
             table: The documents, if a ``FaissVectorStore`` of the same index has read them already.
@@ -147,15 +159,16 @@ class BM25Retriever(QuestionRetriever):
 
         Raises:
             RetrievalError: the index is missing, damaged, or of another program or version.
-            ConfigError: bm25s is not installed.
-            ValidationError: an option is outside of its range (pydantic's, a ``ValueError``).
+            ConfigError: bm25s is not installed, or an option is outside of its range.
         """
         folder = Path(folder)
         if table is None:
             table = DocumentTable(read_entries(folder, mmap=mmap, verify=verify))
         counted = read_bm25(folder, mmap=mmap, verify=verify)
         if counted is not None:
-            options = {"k1": counted[1].k1, "b": counted[1].b, "counted": counted, **options}
+            options = {"k1": counted[1].k1, "b": counted[1].b, **options}
+            if counted[1].words_version == WORDS_VERSION:
+                options["counted"] = counted
         retriever = cls(table=table, **options)
         retriever.statistics()
         return retriever
@@ -164,14 +177,15 @@ class BM25Retriever(QuestionRetriever):
         """Return the word statistics of the current passages, in the order of their keys."""
         return self._current().index
 
-    def _search(self, question: str, k: int) -> list[Document]:
+    def _search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
         import numpy as np
 
         current = self._current()
         keys, index = current.keys, current.index
         scores = index.scores(question)
-        if self.filter is not None:
-            scores = np.where(np.isin(keys, self.table.matching(self.filter)), scores, 0)
+        allowed = both_filters(self.filter, metadata_filter)
+        if allowed is not None:
+            scores = np.where(np.isin(keys, self.table.matching(allowed)), scores, 0)
         bound = index.bound(question)
         hits = []
         for row in top_rows(scores, k):

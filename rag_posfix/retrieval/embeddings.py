@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from langchain_core.embeddings import Embeddings
 
+from rag_posfix.checked import check_type
 from rag_posfix.checkpoints import check_encoder
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
 from rag_posfix.folders import default_cache_dir
-from rag_posfix.text import clean_text
+from rag_posfix.text import clean_text, text_beginning
 from rag_posfix.weight_packages import fetch_command, located
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ EncodeTexts: TypeAlias = Callable[[Sequence[str]], "NDArray[np.float32]"]
 
 _PACKAGED = "minilm"
 _PACKAGED_NAME = "all-MiniLM-L6-v2"
+_PRESETS = {"multilingual": ("intfloat/multilingual-e5-small", {"query": "query: ", "document": "passage: "})}
+"""Model id, and the texts that it needs before a question and before a document, which its files do not state."""
+
 _SAMPLES_PER_TENSOR = 4096
+"""Values of a tensor that the identities of earlier releases cover."""
 _BATCHES_PER_REPORT = 4
 
 
@@ -43,7 +48,8 @@ class SentenceEmbeddings(Embeddings):
     between threads.
 
     Args:
-        model: ``minilm`` (see ``weight_packages``), a model id, or a folder.
+        model: ``minilm`` (English; see ``weight_packages``), ``multilingual`` (``intfloat/multilingual-e5-small``, for
+            about 100 languages), a model id, or a folder.
         device: ``auto``, ``cpu``, ``cuda``, ...
         batch_size: Texts per forward pass.
         progress: Called with (texts embedded, texts to embed) while ``embed_documents`` runs.
@@ -67,6 +73,7 @@ class SentenceEmbeddings(Embeddings):
     ) -> None:
         if not str(model).strip():
             raise ConfigError("embedding model is empty; pass 'minilm', a model id, or a folder")
+        check_type("batch_size", batch_size, int, "a whole number >= 1")
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be >= 1")
         self.model = str(model)
@@ -91,13 +98,34 @@ class SentenceEmbeddings(Embeddings):
                 self._identity = f"{name}:{dimension}:{_weights_hash(self._load())}"
             return self._identity
 
+    @property
+    def earlier_identity(self) -> str:
+        """The identity that earlier releases wrote into an index: it covers a sample of each tensor."""
+        with self._lock:
+            name, _, _ = self.identity.rpartition(":")
+            return f"{name}:{_weights_hash(self._load(), _SAMPLES_PER_TENSOR)}"
+
+    @property
+    def max_tokens(self) -> int:
+        """The number of tokens that the model reads of a text; what follows has no influence. Loads the model."""
+        with self._lock:
+            return int(self._load().max_seq_length)
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text, without the model's own first and last ones. Loads the model."""
+        with self._lock:
+            tokenizer = self._load().tokenizer
+            ids = tokenizer(clean_text(text), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+            return len(ids)
+
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text, in order."""
         if self._encoder is not None and len(texts) > self.batch_size:
             with self._lock:
                 if self._encode_many is None:
                     self._encode_many = self._encoder(self._load())
-            rows: list[list[float]] = self._encode_many([clean_text(text) for text in texts]).tolist()
+                beginnings = self._beginnings(texts)
+            rows: list[list[float]] = self._encode_many(beginnings).tolist()
             if self._progress is not None:
                 self._progress(len(texts), len(texts))
             return rows
@@ -116,7 +144,7 @@ class SentenceEmbeddings(Embeddings):
     def _encode(self, method: str, texts: Sequence[str]) -> list[list[float]]:
         with self._lock:
             vectors = getattr(self._load(), method)(
-                [clean_text(text) for text in texts],
+                self._beginnings(texts),
                 batch_size=self.batch_size,
                 show_progress_bar=False,
                 convert_to_numpy=True,
@@ -125,16 +153,25 @@ class SentenceEmbeddings(Embeddings):
         result: list[list[float]] = vectors.astype("float32").tolist()
         return result
 
+    def _beginnings(self, texts: Sequence[str]) -> list[str]:
+        """Return the part of each text that the model can read."""
+        limit = self._load().max_seq_length
+        if limit is not None:
+            texts = [text_beginning(text, limit, self.count_tokens) for text in texts]
+        return [clean_text(text) for text in texts]
+
     def _load(self) -> SentenceTransformer:
         if self._loaded is None:
-            location = str(_packaged_folder(self._cache_dir)) if self.model == _PACKAGED else self.model
+            location, prompts = _PRESETS.get(self.model, (self.model, None))
+            if self.model == _PACKAGED:
+                location = str(_packaged_folder(self._cache_dir))
             try:
                 from sentence_transformers import SentenceTransformer
             except ImportError as error:
                 raise missing_extra("sentence_transformers", "local") from error
             try:
                 device = None if self.device == "auto" else self.device
-                loaded = SentenceTransformer(location, device=device)
+                loaded = SentenceTransformer(location, device=device, prompts=prompts)
                 check_encoder(location, loaded.transformers_model)
                 self._loaded = loaded
             except Exception as error:
@@ -142,7 +179,7 @@ class SentenceEmbeddings(Embeddings):
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise RetrievalError(
                     f"embedding model {self.model!r} could not be loaded on device {self.device!r}: {reason}; "
-                    "pass 'minilm', a sentence-transformers model id, or a folder"
+                    "pass 'minilm', 'multilingual', a sentence-transformers model id, or a folder"
                 ) from error
         return self._loaded
 
@@ -157,6 +194,11 @@ def embedding_identity(embeddings: Embeddings) -> str:
     return f"{type(embeddings).__name__}:{name}" if name else type(embeddings).__name__
 
 
+def matches_identity(embeddings: Embeddings, stored: str) -> bool:
+    """Return whether an index with the identity ``stored`` was made with the embedding model."""
+    return stored == embedding_identity(embeddings) or stored == getattr(embeddings, "earlier_identity", None)
+
+
 def _packaged_folder(cache_dir: Path) -> Path:
     (weights,) = located(_PACKAGED, cache_dir)
     folder = weights.parent
@@ -168,14 +210,16 @@ def _packaged_folder(cache_dir: Path) -> Path:
     return folder
 
 
-def _weights_hash(model: Any) -> str:
-    """Hash a sample of every tensor, without tensor names: they differ between sentence-transformers releases."""
+def _weights_hash(model: Any, samples: int | None = None) -> str:
+    """Hash every tensor, or a sample of each, without their names: these differ between releases of the library."""
     digests = []
     for tensor in model.state_dict().values():
         flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)].float().cpu().numpy()
-        digests.append(hashlib.blake2b(repr(tuple(tensor.shape)).encode() + sample.tobytes()).digest())
+        step = 1 if samples is None else max(1, flat.numel() // samples)
+        digest = hashlib.blake2b(repr(tuple(tensor.shape)).encode())
+        digest.update(flat[::step].float().cpu().numpy().tobytes())
+        digests.append(digest.digest())
     digest = hashlib.blake2b(str(model.max_seq_length).encode(), digest_size=8)
-    for sample_digest in sorted(digests):
-        digest.update(sample_digest)
+    for tensor_digest in sorted(digests):
+        digest.update(tensor_digest)
     return digest.hexdigest()

@@ -6,24 +6,28 @@ The result of an exact search does not depend on the order in which documents we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
+from rag_posfix.checked import check_type, checked_list
+from rag_posfix.contracts.floor import SimilarityRange
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.base import check_count, cosine_relevance
-from rag_posfix.retrieval.embeddings import embedding_identity
+from rag_posfix.parameters import shown
+from rag_posfix.retrieval.base import check_count, cosine_relevance, packaged_similarity
+from rag_posfix.retrieval.embeddings import embedding_identity, matches_identity
 from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import (
     DocumentTable,
     IndexEntry,
     MetadataFilter,
     check_filter,
+    checked_documents,
     deep_copy,
     searchable_text,
     stored_copy,
@@ -37,6 +41,8 @@ from rag_posfix.retrieval.index.vector_index import (
     import_faiss,
     unit_rows,
 )
+from rag_posfix.retrieval.ingest.ingest import Paths, read_documents
+from rag_posfix.retrieval.ingest.passages import PassageSize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,19 +73,31 @@ class FaissVectorStore(VectorStore):
         ConfigError: faiss is not installed, or ``kind`` is none of the three.
     """
 
+    evaluates_filters = True
+    """Searches take a filter in the language of ``contracts.filters``."""
+
     def __init__(
         self, embeddings: Embeddings, *, kind: IndexKind = "auto", contents: DocumentVectors | None = None
     ) -> None:
         import_faiss()
         check_kind(kind)
+        for method in ("embed_documents", "embed_query"):
+            if not callable(getattr(embeddings, method, None)):
+                raise ConfigError(f"embeddings={shown(embeddings)} must be a langchain embedding model")
         self._embeddings = embeddings
         self._contents = DocumentVectors(kind) if contents is None else contents
         self._delete_listeners: list[DeleteListener] = []
+        self._calibrated: SimilarityRange | None = None
 
     @property
     def embeddings(self) -> Embeddings:
         """The embedding model."""
         return self._embeddings
+
+    @property
+    def similarity(self) -> SimilarityRange | None:
+        """Between which similarities the floor asks the judge: calibrated, or that of the packaged model, or None."""
+        return self._calibrated or packaged_similarity(self._embeddings)
 
     @property
     def table(self) -> DocumentTable:
@@ -110,6 +128,9 @@ class FaissVectorStore(VectorStore):
             ConfigError: ``ids`` and ``documents`` differ in length, or the store was loaded with ``mmap``.
             RetrievalError: the embedding model returned unusable vectors.
         """
+        documents = checked_documents(documents)
+        if ids is not None:
+            checked_list("ids", ids, str | None, "strings")
         if ids is not None and len(ids) != len(documents):
             raise ConfigError(f"{len(ids)} ids for {len(documents)} documents; pass one id per document")
         copies = [stored_copy(document, name) for document, name in zip_longest(documents, ids or ())]
@@ -178,6 +199,7 @@ class FaissVectorStore(VectorStore):
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
         """Return the ``k`` documents nearest to ``query`` with their cosine in [-1, 1], best first, ties by id."""
         metadata_filter = _checked_filter(k, kwargs)
+        check_type("query", query, str, "text")
         if not len(self):
             return []
         return self._nearest(self._embeddings.embed_query(query), k, metadata_filter)
@@ -196,6 +218,7 @@ class FaissVectorStore(VectorStore):
         the nearest. ``lambda_mult`` is the weight of relevance, 0 to 1; the rest is the weight of variety.
         """
         metadata_filter = _checked_filter(k, kwargs)
+        check_type("query", query, str, "text")
         if not len(self):
             return []
         return self._varied(self._embeddings.embed_query(query), k, fetch_k, lambda_mult, metadata_filter)
@@ -219,7 +242,35 @@ class FaissVectorStore(VectorStore):
     ) -> FaissVectorStore:
         """Return a new store of ``texts``, with one of ``metadatas`` and ``ids`` per text."""
         store = cls(embedding, kind=kind)
+        texts = checked_list("texts", texts, str, "strings")
+        if metadatas is not None and len(checked_list("metadatas", metadatas, dict, "dicts")) != len(texts):
+            raise ConfigError(f"{len(metadatas)} metadatas for {len(texts)} texts; pass one per text")
+        if ids is not None:
+            ids = checked_list("ids", ids, str | None, "strings")
         store.add_texts(texts, metadatas, ids=ids)
+        return store
+
+    @classmethod
+    def from_files(
+        cls,
+        paths: Paths,
+        embeddings: Embeddings,
+        *,
+        kind: IndexKind = "auto",
+        size: PassageSize | None = None,
+        splitter: BaseDocumentTransformer | None = None,
+        fields: Iterable[str] = (),
+        strict: bool = True,
+    ) -> FaissVectorStore:
+        """Return a new store with the passages of files and folders, which are read as by ``read_documents``.
+
+        Raises:
+            ConfigError: as by ``read_documents``.
+            RetrievalError: as by ``read_documents``, or the embedding model returned unusable vectors.
+        """
+        documents = read_documents(paths, size=size, splitter=splitter, fields=fields, strict=strict)
+        store = cls(embeddings, kind=kind)
+        store.add_documents(documents)
         return store
 
     def compact(self) -> None:
@@ -246,7 +297,9 @@ class FaissVectorStore(VectorStore):
             dimension = self._contents.dimension or len(self._embeddings.embed_query("dimension"))
             identity = embedding_identity(self._embeddings)
             vectors = self._contents.stored(dimension)
-            return write_index(Path(folder), IndexContents(vectors, self.table.entries, identity, bm25))
+            return write_index(
+                Path(folder), IndexContents(vectors, self.table.entries, identity, bm25, self._calibrated)
+            )
 
     @classmethod
     def load(
@@ -275,10 +328,14 @@ class FaissVectorStore(VectorStore):
         """
         import_faiss()
         check_kind(kind)
-        read_manifest(Path(folder))  # before the embedding model is loaded
-        saved = read_index(Path(folder), embedding_identity(embeddings), mmap=mmap, verify=verify)
+        check_type("folder", folder, str | Path, "the path of an index folder")
+        stored = read_manifest(Path(folder)).embedding  # before the embedding model is loaded
+        identity = stored if matches_identity(embeddings, stored) else embedding_identity(embeddings)
+        saved = read_index(Path(folder), identity, mmap=mmap, verify=verify)
         vectors = VectorIndex(saved.vectors.d, kind, stored=saved.vectors, removed=saved.removed())
-        return cls(embeddings, kind=kind, contents=DocumentVectors(kind, DocumentTable(saved.entries), vectors))
+        store = cls(embeddings, kind=kind, contents=DocumentVectors(kind, DocumentTable(saved.entries), vectors))
+        store._calibrated = saved.similarity
+        return store
 
     def save_local(self, folder_path: str | Path) -> None:
         """Do what ``save`` does, under the name of langchain's FAISS store."""
@@ -331,13 +388,17 @@ class FaissVectorStore(VectorStore):
         from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
         check_count("fetch_k", fetch_k)
+        check_type("lambda_mult", lambda_mult, int | float, "from 0 (variety) to 1 (relevance)")
         if not 0 <= lambda_mult <= 1:
             raise ConfigError(f"lambda_mult={lambda_mult!r} must be from 0 (variety) to 1 (relevance)")
         documents = [document for document, _ in self._nearest(vector, max(k, fetch_k), metadata_filter)]
         if not documents:
             return []
+        question = unit_rows([vector])
+        if not question.any():  # it is as near to every document, and has no cosine
+            return documents[:k]
         rows = self.vectors_of([str(document.id) for document in documents])
-        chosen = maximal_marginal_relevance(unit_rows([vector]), list(rows), lambda_mult=lambda_mult, k=k)
+        chosen = maximal_marginal_relevance(question, list(rows), lambda_mult=lambda_mult, k=k)
         return [documents[index] for index in chosen]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from langchain_core.documents import Document
 from pydantic import Field
 
-from rag_posfix.contracts.retrieval import Retriever
+from rag_posfix.contracts.retrieval import Retriever, SearchQuery, retrieve_matching, retrieve_query
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.index.documents import deep_copy, stored_id
@@ -40,8 +40,8 @@ class HybridRetriever(QuestionRetriever):
         k: Number of passages that ``invoke`` returns if the call gives no ``k``.
 
     Raises:
-        ValidationError: fewer than two retrievers, an object that is none, unusable weights, or another value outside
-            of its range (pydantic's, a ``ValueError``).
+        ConfigError: fewer than two retrievers, an object that is none, unusable weights, or another value outside of
+            its range.
     """
 
     retrievers: Sequence[Any]
@@ -51,7 +51,7 @@ class HybridRetriever(QuestionRetriever):
     candidates: int = Field(default=100, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check the fields that pydantic does not; pydantic turns errors into its ``ValidationError``."""
+        """Check the fields that pydantic does not; ``Checked`` takes the errors back from pydantic."""
         super().model_post_init(context)
         if len(self.retrievers) < 2:
             raise ConfigError(f"hybrid retrieval needs two or more retrievers, got {len(self.retrievers)}")
@@ -67,16 +67,22 @@ class HybridRetriever(QuestionRetriever):
                 f"weights={weights!r} for {len(self.retrievers)} retrievers; give a number >= 0 for each, and one > 0"
             )
 
-    def _search(self, question: str, k: int) -> list[Document]:
+    def _search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
         width = max(k, self.candidates)
-        return self._fused([retriever.retrieve(question, width) for retriever in self.retrievers], k)
+        results = [retrieve_matching(retriever, question, width, metadata_filter) for retriever in self.retrievers]
+        return self._fused(results, k)
 
-    async def _asearch(self, question: str, k: int) -> list[Document]:
+    def retrieve_query(self, query: SearchQuery, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
+        """Fuse what the retrievers return for the whole query: its weights are of scores, and fused ranks are none."""
+        width = max(k, self.candidates)
+        return self._fused([retrieve_query(each, query, width, metadata_filter) for each in self.retrievers], k)
+
+    async def _asearch(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
         width = max(k, self.candidates)
         calls = (
             retriever.aretrieve(question, width)
-            if hasattr(retriever, "aretrieve")
-            else asyncio.to_thread(retriever.retrieve, question, width)
+            if hasattr(retriever, "aretrieve") and not metadata_filter
+            else asyncio.to_thread(retrieve_matching, retriever, question, width, metadata_filter)
             for retriever in self.retrievers
         )
         return self._fused(await asyncio.gather(*calls), k)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.errors import RetrievalError
@@ -20,7 +20,16 @@ from rag_posfix.retrieval.index.file_formats import BM25_ROLES
 from rag_posfix.retrieval.index.folder_lock import EmbeddedTexts, embedded_texts, locked
 from rag_posfix.retrieval.index.storage import IndexManifest, check_writable, read_entries, read_manifest
 from rag_posfix.retrieval.index.vector_index import IndexKind
-from rag_posfix.retrieval.ingest.ingest import FilesRead, PassageSize, SkippedFile, no_documents, read_files
+from rag_posfix.retrieval.ingest.ingest import (
+    FileNote,
+    FilesRead,
+    Paths,
+    SkippedFile,
+    no_documents,
+    path_list,
+    read_files,
+)
+from rag_posfix.retrieval.ingest.passages import PassageSize
 
 _TEXTS_PER_STEP = 256
 """Texts that are embedded together and then kept: several batches for each core."""
@@ -39,6 +48,7 @@ class IndexUpdate:
         removed_documents: Documents that are not in the index any more, former versions of changed texts included.
         continued: Number of texts whose vectors an unfinished update had computed.
         skipped: Files that gave no document of their own.
+        notes: What is worth knowing about files that were read.
     """
 
     manifest: IndexManifest
@@ -50,6 +60,7 @@ class IndexUpdate:
     removed_documents: tuple[Document, ...]
     continued: int = 0
     skipped: tuple[SkippedFile, ...] = ()
+    notes: tuple[FileNote, ...] = ()
 
 
 @dataclass(slots=True)
@@ -66,12 +77,14 @@ class _Changes:
 
 
 def build_index(
-    paths: Iterable[str | Path],
+    paths: Paths,
     folder: str | Path,
     embeddings: Embeddings,
     *,
     progress: Progress | None = None,
     size: PassageSize | None = None,
+    splitter: BaseDocumentTransformer | None = None,
+    fields: Iterable[str] = (),
     kind: IndexKind = "auto",
 ) -> IndexManifest:
     """Read files, embed their passages and save them as an index, replacing an existing one.
@@ -82,12 +95,21 @@ def build_index(
     Raises:
         RetrievalError: the files cannot be read, the folder cannot be used, or writing failed.
     """
-    update = update_index(paths, folder, embeddings, rebuild=True, progress=progress, size=size, kind=kind)
-    return update.manifest
+    return update_index(
+        paths,
+        folder,
+        embeddings,
+        rebuild=True,
+        progress=progress,
+        size=size,
+        splitter=splitter,
+        fields=fields,
+        kind=kind,
+    ).manifest
 
 
 def update_index(
-    paths: Iterable[str | Path],
+    paths: Paths,
     folder: str | Path,
     embeddings: Embeddings,
     *,
@@ -95,6 +117,8 @@ def update_index(
     progress: Progress | None = None,
     reading: Progress | None = None,
     size: PassageSize | None = None,
+    splitter: BaseDocumentTransformer | None = None,
+    fields: Iterable[str] = (),
     kind: IndexKind = "auto",
     strict: bool = True,
 ) -> IndexUpdate:
@@ -115,20 +139,20 @@ def update_index(
         rebuild: Replace an existing index, which may be damaged or of another model, without reusing its vectors or
             keeping its other passages.
         reading: Called with (files read, files to read).
-        size: Limits of a passage; the defaults of PassageSize if None.
+        size: As for ``read_documents``; so are ``splitter`` and ``fields``.
         kind: As for ``FaissVectorStore``.
-        strict: Raise at the first file that cannot be read; otherwise skip it. What an existing index holds of an
-            unreadable file stays.
+        strict: Raise at the first file or record that cannot be read; otherwise leave it out. What an existing index
+            holds of an unreadable file stays.
 
     Raises:
         RetrievalError: the files cannot be read, the folder cannot be used, another process is writing the index, an
             existing index is damaged or of another model, an id belongs to another document there, no document would
             be left, or writing failed.
     """
-    folder, sources = Path(folder), [Path(path) for path in paths]
+    folder, sources = Path(folder), path_list(paths)
     check_writable(folder)
     with locked(folder):
-        read = read_files(sources, size=size, strict=strict, progress=reading)
+        read = read_files(sources, size=size, splitter=splitter, fields=fields, strict=strict, progress=reading)
         return _update(folder, sources, read, embeddings, rebuild, progress, kind)
 
 
@@ -176,6 +200,7 @@ def _update(
         removed_documents=(*changes.removed_documents, *invalid),
         continued=continued,
         skipped=read.skipped,
+        notes=read.notes,
     )
 
 

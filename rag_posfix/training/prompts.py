@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError, PlanConflictError
-from rag_posfix.generation.model.one_pass import AnsweredPrompt, can_share_pass, forward_with_answers
+from rag_posfix.generation.model.one_pass import TRAINABLE, AnsweredPrompt, can_share_pass, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.prefill.rows import resolve
@@ -80,8 +80,7 @@ def answered_prompt(loaded: LoadedModel, layout: Layout, plan: Plan, answer: Seq
     """
     if len(plan.rows) > 1 or plan.calibration is not None or plan.blend is not None or plan.draft is not None:
         raise PlanConflictError(
-            f"a plan with {len(plan.rows)} rows, a calibration or a blend has no training forward; train under none, "
-            "parallel_windows, set_prompting or parallel_encoding"
+            f"a plan with {len(plan.rows)} rows, a calibration or a blend has no training forward; {TRAINABLE}"
         )
     row = resolve(plan.rows[0], layout, loaded.device)
     return AnsweredPrompt(row.layout.token_ids, row.positions, row.overrides, answer)

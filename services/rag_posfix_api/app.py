@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -48,19 +49,27 @@ ROUTERS = {
 
 ERROR_FORMS = {
     anthropic.PATH: ANTHROPIC,
+    anthropic.COUNT_PATH: ANTHROPIC,
     cohere.PATH: COHERE,
-    ollama.CHAT_PATH: OLLAMA,
-    ollama.TAGS_PATH: OLLAMA,
     rerank.JINA_PATH: JINA,
     rerank.COHERE_PATH: COHERE,
     rerank.TEI_PATH: TEI,
 }
-"""The dialect that reports the errors of a path; OpenAI's elsewhere."""
+"""The dialect that reports the errors of a path; Ollama's below its folder, OpenAI's elsewhere."""
 
 
 def error_form(path: str) -> ErrorForm:
     """Return the form of the errors of a path."""
-    return ERROR_FORMS.get(path, OPENAI)
+    return OLLAMA if path.startswith(ollama.FOLDER) else ERROR_FORMS.get(path, OPENAI)
+
+
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Return the document of the API, with the key: pages that try it out then ask for one."""
+        schema = super().openapi()
+        schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}, {}]
+        return schema
 
 
 def create_app(
@@ -87,7 +96,7 @@ def create_app(
     state = Service(settings, limits, telemetry)
     if pipeline is not None:
         state.adopt(pipeline)
-    app = FastAPI(
+    app = _Application(
         title="rag_posfix",
         summary="Answers from documents that do not depend on the order of the documents.",
         version=package_version(),

@@ -9,11 +9,13 @@ import socket
 import threading
 import time
 import webbrowser
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 import uvicorn
+from prometheus_client import CollectorRegistry, start_http_server
 
 from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -67,22 +69,35 @@ def run(
         address, number = listener.getsockname()[:2]
         on_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
         with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
-        if not (on_loopback or with_keys):
+        if not (on_loopback or with_keys or limits.allow_anonymous):
             raise ConfigError(
                 f"{address} can be reached from other machines, and there is no API key; create one with: rag-posfix "
-                "keys create TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or listen on 127.0.0.1"
+                "keys create TENANT (or set RAG_POSFIX_SERVICE_API_KEY), listen on 127.0.0.1, or set "
+                "RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS=true to serve everyone who reaches the port"
             )
         configure_logging(log_format or limits.log_format)
+        if not (on_loopback or with_keys):
+            _log.warning(
+                "no API key is needed (allow_anonymous): everyone who reaches %s may use the service", address
+            )
         scheme = "http" if limits.tls_cert is None else "https"
         _log.info("listening on %s://%s:%d", scheme, f"[{address}]" if ":" in address else address, number)
         hosts = None
         if on_loopback and not with_keys:
             hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
-        on_ready = partial(open_page, page_address(address, number, scheme)) if opens_page else None
+        on_ready = partial(_announce, page_address(address, number, scheme), opens_page)
         server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
-        server.run(sockets=[listener])
+        with serve_metrics(limits.metrics_address, server.metrics):
+            server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+
+
+def _announce(page: str, opens_page: bool) -> None:
+    """Log that the service is ready, with the address of its page."""
+    _log.info("ready: %s", page)
+    if opens_page:
+        open_page(page)
 
 
 class DrainingServer(uvicorn.Server):
@@ -110,6 +125,11 @@ class DrainingServer(uvicorn.Server):
         self._notice_seconds = min(notice_seconds, drain_seconds)
         self._on_ready = on_ready
         self._signalled_at: float | None = None
+
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """The metrics of the service."""
+        return self._service.metrics.registry
 
     @property
     def failure(self) -> RagPosfixError | None:
@@ -174,6 +194,31 @@ def make_server(
     return DrainingServer(
         config, app.state.service, service.shutdown_timeout_seconds, service.shutdown_notice_seconds, on_ready
     )
+
+
+@contextmanager
+def serve_metrics(address: str | None, registry: CollectorRegistry) -> Iterator[None]:
+    """Serve metrics on an address of their own, without a key, during the block; nowhere if None.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    if address is None:
+        yield
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"metrics_address={address!r} cannot be listened on ({error}); give another HOST:PORT of this machine"
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def bind(host: str, port: int) -> socket.socket:

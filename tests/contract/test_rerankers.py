@@ -14,11 +14,13 @@ from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.generation.remote.connection import Connection
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from tests.support.cross_encoder import tiny_cross_encoder
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.upstream import scored_by_length, upstream
 
 TEXTS = ["Rome lies on the Tiber.", "Paris lies on the Seine.", "Bread is baked.", "Ovens are hot."]
 READING = ["attention_sorting", "calibrated_attention", "in_context", "likelihood"]
@@ -37,9 +39,13 @@ def engine():
 @pytest.fixture(scope="module")
 def rerankers(engine, tmp_path_factory):
     """Every registered reranker, made by name."""
-    models = RerankerModels(embeddings=lambda: DeterministicFakeEmbedding(size=8), generator=lambda: engine)
-    parameters = {"cross_encoder": {"model": str(tiny_cross_encoder(tmp_path_factory.mktemp("ce")))}}
-    return {name: build_reranker(MethodSpec(name, parameters.get(name, {})), models) for name in RERANKERS.names()}
+    models = RerankerModels(lambda: DeterministicFakeEmbedding(size=8), lambda: engine, Connection)
+    with upstream(scored_by_length) as server:
+        parameters = {
+            "cross_encoder": {"model": str(tiny_cross_encoder(tmp_path_factory.mktemp("ce")))},
+            "endpoint": {"url": server.url},
+        }
+        yield {name: build_reranker(MethodSpec(name, parameters.get(name, {})), models) for name in RERANKERS.names()}
 
 
 @pytest.fixture(params=RERANKERS.names())
@@ -154,8 +160,9 @@ def test_scores_do_not_depend_on_the_order_given(rerankers, name):
 @pytest.mark.parametrize("name", READING)
 def test_a_generator_that_cannot_read_passages_is_refused_by_name(name):
     models = RerankerModels(embeddings=lambda: None, generator=lambda: FakeGenerator(ToyEncoder()))
-    with pytest.raises(ConfigError, match=f"{name}: generator=.*FakeGenerator cannot read passages for a reranker"):
+    with pytest.raises(ConfigError, match=f"{name}: generator=.*FakeGenerator cannot read passages for a") as caught:
         build_reranker(MethodSpec(name), models)
+    assert str(caught.value).endswith("or one of the rerankers cross_encoder, embedding, endpoint, listwise")
 
 
 @pytest.mark.parametrize("name", RERANKERS.names())

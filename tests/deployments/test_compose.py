@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import yaml
 
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
+from tests.support.compose_file import compose_parser, with_defaults
 from tests.support.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,17 +31,7 @@ def services(project):
 
 @pytest.fixture(scope="module")
 def parse():
-    """compose-spec reads a file as the Compose specification has it: unknown keys and values are errors."""
-    if importlib.util.find_spec("compose_spec") is None:
-        pytest.skip("no compose-spec: it has no wheel for this platform")
-    from compose_spec import PyCompose
-
-    return PyCompose.from_yaml
-
-
-def with_defaults(text):
-    """Put defaults in place of variables, ``x`` where there is none, as ``docker compose`` does before it parses."""
-    return re.sub(r"\$\{\w+(?::-([^}]*)|:\?[^}]*)\}", lambda found: found.group(1) or "x", text)
+    return compose_parser()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -88,6 +78,11 @@ def test_containers_are_confined_and_ports_are_on_loopback(services):
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
     assert services["redis"]["networks"] == ["inside"]
     assert "ports" not in services["redis"]
+
+
+def test_keys_and_collections_of_tenants_are_on_a_volume(services, parse):
+    assert "data:/data" in services["service"]["volumes"]
+    assert "/data" not in services["service"]["tmpfs"]
 
 
 def test_the_service_variables_are_settings(services, monkeypatch):
@@ -165,6 +160,8 @@ def test_prometheus_and_grafana_read_what_is_mounted(services):
     (scrape,) = prometheus["scrape_configs"]
     assert scrape["dns_sd_configs"][0]["names"] == ["service"]
     assert scrape["metrics_path"] == "/metrics"
+    address = services["service"]["environment"]["RAG_POSFIX_SERVICE_METRICS_ADDRESS"]
+    assert address == f"0.0.0.0:{scrape['dns_sd_configs'][0]['port']}"
     providers = yaml.safe_load((FOLDER / "grafana" / "dashboards.yml").read_text("utf-8"))["providers"]
     dashboards = providers[0]["options"]["path"]
     assert f"../grafana/rag-posfix.json:{dashboards}/rag-posfix.json:ro" in services["grafana"]["volumes"]

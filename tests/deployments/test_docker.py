@@ -68,12 +68,13 @@ def test_base_images_are_pinned_and_uv_is_not_in_the_final_image(steps):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_final_image_runs_as_a_numeric_user_with_one_volume(target, steps):
+def test_the_final_image_runs_as_a_numeric_user_with_volumes_for_caches_and_data(target, steps):
     assert of_target(target, steps, "USER") == ["10001:10001"]
-    assert of_target(target, steps, "VOLUME") == ["/cache"]
+    assert of_target(target, steps, "VOLUME") == ['["/cache", "/data"]']
     assert of_target(target, steps, "CMD") == ['["rag-posfix", "serve"]']
     variables = " ".join(of_target(target, steps, "ENV"))
     assert "RAG_POSFIX_CACHE_DIR=/cache" in variables
+    assert "RAG_POSFIX_SERVICE_DATA_DIR=/data" in variables
     assert "HOME=/tmp" in variables  # the root is read-only
 
 

@@ -168,6 +168,15 @@ def test_containers_are_confined(name):
         assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/cache", "/tmp"}
 
 
+def test_keys_and_collections_of_tenants_are_on_the_claim_that_is_named():
+    values = merged(values_of("laptop"), {"data": {"existingClaim": "keys"}})
+    (volume,) = [volume for volume in pod_of(values)["volumes"] if volume["name"] == "data"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "keys"}
+    (mount,) = [mount for mount in container_of(values)["volumeMounts"] if mount["name"] == "data"]
+    assert mount["mountPath"] == one_of("ConfigMap", values)["data"]["RAG_POSFIX_SERVICE_DATA_DIR"]
+    assert "readOnly" not in mount
+
+
 def test_weights_are_fetched_by_an_init_container_or_mounted_and_never_both():
     laptop, production = pod_of(values_of("laptop")), pod_of(values_of("production"))
     (fetch,) = laptop["initContainers"]
@@ -230,7 +239,9 @@ def test_the_service_monitor_scrapes_the_port_of_the_service():
     spec = one_of("ServiceMonitor", values)["spec"]
     (endpoint,) = spec["endpoints"]
     (port,) = one_of("Service", values)["spec"]["ports"]
-    assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics")
+    assert port["name"] == "http", "metrics are not in the Service: they need no key"
+    ports = {port["name"]: port["containerPort"] for port in container_of(values)["ports"]}
+    assert (ports[endpoint["targetPort"]], endpoint["path"]) == (9464, "/metrics")
     labels = one_of("Service", values)["metadata"]["labels"]
     assert spec["selector"]["matchLabels"].items() <= labels.items()
 
@@ -262,6 +273,8 @@ REFUSED = [
     ("laptop", {"redis": {"existingSecret": "r"}}, "model.dtype=auto with redis.existingSecret"),
     ("laptop", {"drain": {"noticeSeconds": 11}}, "drain.noticeSeconds=11 must be at most drain.timeoutSeconds=10"),
     ("laptop", {"model": {"device": "cuda"}}, "model.device=cuda needs gpu.enabled=true"),
+    ("laptop", {"replicas": 2}, "data.maxCollections=100 with up to 2 replicas: each replica would have"),
+    ("production", {"data": {"maxCollections": 1}}, "data.maxCollections=1 with up to 24 replicas"),
     ("laptop", {"podDisruptionBudget": {"enabled": True}}, "needs two replicas or more, there may be 1"),
     ("laptop", {"networkPolicy": {"enabled": True}}, "weights.source=fetch needs networkPolicy.weightsTo"),
     ("gpu", {"gpu": {"count": 2}}, "model.tensorParallel=1 must be gpu.count=2"),

@@ -7,7 +7,7 @@ import pytest
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.probing import PROBES
 from rag_posfix.probing.retrieval_heads import probe_retrieval_heads
-from rag_posfix.probing.slot_attention import mean_dummy_attention
+from rag_posfix.probing.slot_attention import dummy_attention
 from rag_posfix.probing.subject import LanguageModel
 from tests.support.tiny import toy_layout
 from tests.support.tiny_evaluation import EXAMPLES
@@ -19,7 +19,7 @@ PARAMETERS = {
     "bias-at-init": {"strings": 2, "tokens": 32, "seeds": 1},
     "causal-perturbation": {"first": 20, "last": 40, "shift": 8, "tokens": 64, "strings": 2, "pairs": 3},
     "hidden-geometry": {"contexts": 3, "tokens": 24, "words": 2},
-    "norm-by-position": {"strings": 2, "tokens": 24},
+    "norm-by-position": {"strings": 3, "tokens": 24},
     "positional-dimensions": {"strings": 2, "tokens": 64, "top": 2, "pairs": 2},
     "positional-vectors": {"strings": 2, "tokens": 24},
     "rope-waveform": {"context": 32, "bases": 2, "candidates": 3},
@@ -42,7 +42,7 @@ def retrieval_heads(device: str) -> object:
 
 
 def slot_attention(device: str) -> object:
-    return mean_dummy_attention(tiny_engine_on(device, layers=2).loaded, [toy_layout(), toy_layout(seed=1)])
+    return dummy_attention(tiny_engine_on(device, layers=2).loaded, [toy_layout(), toy_layout(seed=1)])
 
 
 def by_head(device: str) -> object:

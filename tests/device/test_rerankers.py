@@ -52,7 +52,7 @@ def identity(device: str) -> str:
     return SentenceEmbeddings(folder("embedding"), device=device).identity
 
 
-@pytest.mark.parametrize("name", RERANKERS.names())
+@pytest.mark.parametrize("name", sorted({*RERANKERS.names()} - {"endpoint"}))  # a server scores there
 def test_a_reranker_scores_on_the_device_as_on_the_cpu(on_both, name):
     assert on_both(reranked, name).difference <= TOLERANCE
 

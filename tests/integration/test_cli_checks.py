@@ -46,6 +46,8 @@ def index(tmp_path):
         (["ask", "x", "--index", "INDEX", "--order", "revers"], "Did you mean 'reverse'"),
         (["ask", "x", "--index", "INDEX", "--mitigation", "pines"], "Did you mean 'pine'"),
         (["ask", "x", "--index", "INDEX", "--reranker", "likelyhood"], "Did you mean 'likelihood'"),
+        (["ask", "x", "--index", "INDEX", "--max-tokens", "8192"], "--max-tokens 8192 leaves no room for a prompt"),
+        (["index", "FILES", "--out", "OUT"], "no documents in 'FILES'; give files with text"),
         (["serve", "--index", "MISSING", "--port", "0"], "there is no folder 'MISSING'"),
         (["serve", "--index", "FILES", "--port", "0"], "no index in 'FILES'"),
         (["serve", "--mitigation", "pines", "--port", "0"], "Did you mean 'pine'"),
@@ -60,11 +62,11 @@ def test_it_is_told_before_anything_is_loaded(run, loads_nothing, index, tmp_pat
     (tmp_path / "file").write_text("")
     places = {
         "INDEX": str(index), "MISSING": str(tmp_path / "missing"), "FILES": str(tmp_path / "files"),
-        "FILE": str(tmp_path / "file"),
+        "FILE": str(tmp_path / "file"), "OUT": str(tmp_path / "new.index"),
     }  # fmt: skip
 
     def filled(text):
-        for name in ("MISSING", "FILES", "FILE", "INDEX"):
+        for name in ("MISSING", "FILES", "FILE", "INDEX", "OUT"):
             text = text.replace(name, places[name])
         return text
 
@@ -90,6 +92,7 @@ def test_serve_ends_with_1_in_a_process_of_its_own(tmp_path):
 def test_a_cached_answer_is_given_without_the_model(run, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("The Maravel lighthouse was designed by Ilse Korvanth.")
     assert run("index", tmp_path / "a.txt", "--out", tmp_path / "my.index")[0] == 0
+    monkeypatch.setenv("RAG_POSFIX_KEEP_ON_DISK", "true")
     asked = ["ask", "Who designed the lighthouse?", "--index", tmp_path / "my.index", "--max-tokens", "2", "--json"]
     first = json.loads(run(*asked)[1])
     monkeypatch.setattr("rag_posfix.pipeline.build.load_engine", lambda *_, **__: pytest.fail("loaded"))

@@ -72,11 +72,20 @@ def test_a_method_of_the_application_gives_one_answer_for_both_orders():
 
 
 @pytest.mark.weights
-def test_own_data_is_measured_by_position(capsys):
+def test_own_data_is_measured_by_position_and_measured_answers_are_kept(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "own_data.py"), run_name="__main__")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["none", "context_experts"]
-    assert lines[1].endswith("gold passage first to last: 100%, 100%, 100%")
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["none", "default"]
+    accuracies = lines[1].partition("gold passage first to last: ")[2].split(", ")
+    assert (len(accuracies), len(set(accuracies))) == (3, 1)  # the same answers for every order
+    assert " of " in printed.err
+    journal = tmp_path / "own_data_results" / "positions-journal.jsonl"
+    before = journal.read_bytes()
+    runpy.run_path(str(EXAMPLES / "own_data.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == lines
+    assert journal.read_bytes() == before
 
 
 @pytest.mark.weights

@@ -19,8 +19,9 @@ from rag_posfix.evaluation import (
     measure_speed,
     read_record,
 )
-from rag_posfix.probing.positional_channels import probe_positional_channels
+from rag_posfix.probing.positional_dimensions import PositionalDimensions
 from rag_posfix.probing.slot_attention import probe_slot_attention
+from rag_posfix.probing.subject import open_subject
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
@@ -169,7 +170,7 @@ def test_probes(run, data, settings, tmp_path):
                                                                        **printed}  # fmt: skip
     options = ["--strings", 2, "--tokens", 64, "--top", 3, "--factor", 0.5]
     channels = run("probe", "positional-dimensions", *options, "--out", tmp_path / "channels")
-    found = probe_positional_channels(strings=2, tokens=64, top=3, factor=0.5, settings=settings)
+    found = PositionalDimensions(strings=2, tokens=64, top=3, factor=0.5).run(open_subject(settings))
     assert {channels.pop(kind)[-4:] for kind in ("svg", "png")} == {".svg", ".png"}
     assert {"profile": channels.pop("profile"), **found.to_json()} == {
         "profile": str(profile_in(tmp_path / "channels")), **channels

@@ -11,7 +11,7 @@ import torch
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.errors import PromptTooLongError, UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import answer_and_score
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import stock_copy
@@ -49,7 +49,7 @@ def lay_out(gemma, reverse=False):
 
 
 def test_the_hook_changes_nothing(gemma):
-    assert (gemma.model_id, gemma.context_window) == ("gemma-3-270m", 32768)
+    assert (gemma.model_id, gemma.context_window) == ("gemma-3-270m", WEIGHTS["gemma3-270m"].context_window)
     assert verify(gemma.loaded.model, gemma.loaded.spec).max_logit_difference == 0.0
 
 
@@ -61,8 +61,11 @@ def test_methods_that_need_what_it_lacks_are_refused_with_the_reason(gemma):
     for name in lacking:
         method = MITIGATIONS.get(name)()
         assert re.search(f"{name} needs .*: {reason}", method.refusal(gemma.loaded.spec.shape) or ""), name
-    with pytest.raises(UnsupportedModelError, match=f"parallel_windows needs full_cache, .*: {reason}"):
-        gemma.open(prompt, MitigationChoice("parallel_windows"))
+    assert MITIGATIONS.get("stable_mask")().refusal(gemma.loaded.spec.within.shape) is None
+    with pytest.raises(PromptTooLongError, match="sliding windows keep 512"):
+        gemma.open(prompt, MitigationChoice("stable_mask"))
+    with pytest.raises(UnsupportedModelError, match=f"inter_document needs .*: {reason}"):
+        gemma.open(prompt, MitigationChoice("inter_document"))
 
 
 def test_none_answers_as_the_stock_generate_does_beyond_the_sliding_window(gemma):

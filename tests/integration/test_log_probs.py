@@ -77,7 +77,6 @@ def test_the_tokens_of_a_chat_answer_are_scored_plain_streamed_and_from_the_cach
         "max_tokens": 4,
         "logprobs": True,
         "top_logprobs": 3,
-        "extra_body": {"documents": []},
     }
     answers = [client.chat.completions.create(**asked) for _ in range(2)]
     assert [answer.model_extra["cached"] for answer in answers] == [False, True]
@@ -100,9 +99,7 @@ def test_the_tokens_of_a_chat_answer_are_scored_plain_streamed_and_from_the_cach
         assert token.logprob == pytest.approx(float(row[number]), abs=TOLERANCE)
         assert [one.logprob for one in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
         assert bytes(token.bytes or ()) == token.token.encode()
-    chunks = list(
-        client.chat.completions.create(**{**asked, "stream": True, "extra_body": {"documents": [], "cache": False}})
-    )
+    chunks = list(client.chat.completions.create(**{**asked, "stream": True, "extra_body": {"cache": False}}))
     pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
     streamed = [token for piece in pieces if piece is not None for token in piece.content or ()]
     assert [token.token for token in streamed] == [token.token for token in first.content]

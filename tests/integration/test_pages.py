@@ -12,7 +12,7 @@ from tests.support.pages import blocks, examples
 
 @pytest.mark.weights
 @pytest.mark.parametrize(
-    "page", ["assembly.md", "evaluation.md", "haystack.md", "index.md", "langchain.md", "llama_index.md"]
+    "page", ["assembly.md", "evaluation.md", "frameworks.md", "index.md", "langchain.md", "prompts.md"]
 )
 def test_the_examples_of_a_page_print_what_it_says(page, monkeypatch):
     monkeypatch.setenv("RAG_POSFIX_CACHE_DISK_BYTES", "0")
@@ -35,3 +35,10 @@ def test_the_two_changed_lines_of_a_chain_are_lines_of_the_program_below_them():
     assert len(added) == 2
     program, _ = examples("langchain.md")[0]
     assert all(line in program.splitlines() for line in added)
+
+
+def test_the_example_of_passages_prints_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, expected = next((code, text) for code, text in examples("retrieval.md") if "read_documents(" in code)
+    exec(compile(code, "retrieval.md", "exec"), {})
+    assert capsys.readouterr().out == expected

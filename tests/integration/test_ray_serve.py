@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rag_posfix.settings import environment_with
+from rag_posfix.process import environment_with
 
 pytestmark = pytest.mark.slow
 

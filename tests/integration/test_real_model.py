@@ -1,4 +1,4 @@
-"""The main config on the real SmolLM2: the stock model depends on order, the order-free methods do not."""
+"""The main config on the real SmolLM2: the stock model depends on order, the order-invariant methods do not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rag_posfix.generation.batching.session_batch import generate_batch
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import ATTENTION_NAME
 from rag_posfix.patching.verify import verify
+from rag_posfix.weight_packages import WEIGHTS
 from tests.support.attention_hook import attention_of
 
 pytestmark = pytest.mark.weights
@@ -34,6 +35,7 @@ def passages(question, count=4, characters=None):
 
 
 def layout(engine, question, documents):
+    assert engine.context_window == WEIGHTS["smollm2"].context_window
     assembler = Assembler(engine.encoder, engine.context_window)
     return assembler.assemble(question.question, documents, order="original", max_new_tokens=16).layout
 

@@ -3,6 +3,7 @@
 import time
 from contextlib import closing
 
+import orjson
 import pytest
 
 from rag_posfix.caching.answers.blob import Blob, BlobCodec
@@ -10,10 +11,13 @@ from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import CacheError
+from tests.support.certificates import make_certificate
 from tests.support.clock import Clock
 from tests.support.passages import get_blob, set_blob
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, free_port
+from tests.support.serving import make_pipeline, post, serving
 from tests.support.threads import in_threads
+from tests.support.tls_proxy import TlsProxy
 
 
 @pytest.fixture
@@ -149,6 +153,28 @@ def test_a_cluster_is_one_more_redis():
             assert cache.stats().errors == 0
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_cluster_behind_tls_is_used_if_its_certificate_is_trusted(tmp_path, trusted):
+    certificate, key = make_certificate(tmp_path)
+    other, _ = make_certificate(tmp_path, "other")
+    port = free_port()
+    directives = {"cluster-enabled": "yes", "cluster-announce-port": str(port)}
+    with (
+        RedisServer(password="hush-hush", **directives) as server,
+        TlsProxy(port, server.port, certificate, key) as proxy,
+    ):
+        server.command("CLUSTER", "ADDSLOTS", *(str(slot) for slot in range(16384)))
+        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
+            time.sleep(0.05)
+        trust = certificate if trusted else other
+        url = f"rediss-cluster://:hush-hush@localhost:{port}?ssl_ca_certs={trust}&ssl_check_hostname=false"
+        with closing(RedisTier(url, BlobCodec(), timeout_seconds=2)) as cache:
+            set_blob(cache, "key", b"answer", 60, ["tag"])
+            assert get_blob(cache, "key") == (b"answer" if trusted else None)
+        assert (b"answer" in server.command("KEYS", "*")) is trusted
+        assert (proxy.handshakes > 0) is trusted
+
+
 def test_sentinel_names_the_master(redis_server):
     with RedisServer(sentinel_of=redis_server.port) as sentinel:
         url = f"redis-sentinel://127.0.0.1:{sentinel.port}/mymaster/0"
@@ -179,3 +205,20 @@ def test_the_options_of_a_url_cannot_undo_ours(redis_server):
 def test_a_timeout_of_nothing_is_refused():
     with pytest.raises(CacheError, match=r"timeout_seconds=0 must be above 0"):
         RedisTier("redis://127.0.0.1", BlobCodec(), timeout_seconds=0)
+
+
+def test_a_forged_entry_that_opens_is_a_miss_and_no_error(redis_server):
+    """The seal and the envelope are right, only the answer's numbers are not."""
+    tier = RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)
+    with closing(TieredAnswerCache([tier])) as cache, serving(make_pipeline(cache=cache)) as url:
+        answer = post(url, temperature=0).json()["choices"][0]["message"]["content"]
+        names = redis_server.command("KEYS", "rag_posfix:answer:*").decode().split()
+        (key,) = [name.removeprefix("rag_posfix:answer:") for name in names if name.startswith("rag_posfix:answer:")]
+        for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+            for number in (-1, True, 2.5, "3", None):
+                envelope = orjson.loads(get_blob(tier, key))
+                envelope["value"][name] = number
+                set_blob(tier, key, orjson.dumps(envelope), 60)
+                response = post(url, temperature=0)
+                assert response.status_code == 200, (name, number, response.text)
+                assert response.json()["choices"][0]["message"]["content"] == answer

@@ -41,8 +41,8 @@ def open_cache(url, breaker=None):
     return RedisTier(url, BlobCodec(), timeout_seconds=timeout, breaker=breaker)
 
 
-def seconds_of_a_pair(cache):
-    answers = TieredAnswerCache([cache])
+def seconds_of_a_pair(cache, answers=None):
+    answers = answers or TieredAnswerCache([cache])
     start = time.perf_counter()
     found = answers.get("key")
     answers.put("key", {"text": "answer"}, ["document"])
@@ -188,9 +188,10 @@ def test_recovers_from_a_server_that_drips():
 def test_an_outage_is_paid_once_not_per_request():
     with faulty.faulty_server(faulty.never_answers) as url, closing(open_cache(url)) as cache:
         get_blob(cache, "key")
+        answers = TieredAnswerCache([cache])
         start = time.perf_counter()
         for _ in range(200):
-            seconds_of_a_pair(cache)
+            seconds_of_a_pair(cache, answers)
         assert time.perf_counter() - start < 0.2
         assert cache.stats().errors == 1
 
@@ -258,6 +259,50 @@ def test_a_redis_that_comes_back_is_used_within_seconds_and_rests_are_counted():
 
 
 @contextmanager
+def slow_cache(seconds):
+    """A cache with the default time limit, whose Redis wants a password and answers ``seconds`` late."""
+    with RedisServer(password="right") as server:
+        with closing(open_cache(server.url)) as direct:
+            wait_until(lambda: set_blob(direct, "key", b"answer", 60) or get_blob(direct, "key") == b"answer")
+        relay = faulty.DelayingRelay(server.port, seconds)
+        with faulty.faulty_server(relay) as url, closing(open_cache(url.replace("//", "//:right@"))) as cache:
+            yield cache, relay
+
+
+def count_hits(cache, repeats, pause=0.0):
+    hits = 0
+    for _ in range(repeats):
+        hits += get_blob(cache, "key") == b"answer"
+        time.sleep(pause)
+    return hits
+
+
+def test_a_slow_healthy_redis_is_used_from_the_second_second_on():
+    with slow_cache(0.1) as (cache, _):
+        count_hits(cache, 10, 0.1)
+        assert count_hits(cache, 30) >= 27
+        answers = TieredAnswerCache([cache])
+        answers.put("other", {"text": "answer"}, ["document"])  # its tags take further round trips
+        assert answers.get("other") == {"text": "answer"}
+
+
+def test_a_redis_beyond_the_bound_adds_nothing_and_keeps_its_connections():
+    with slow_cache(0.17) as (cache, relay):
+        count_hits(cache, 15, 0.1)  # a probe opens four connections
+        connections = relay.connections
+        spent = []
+        for _ in range(100):
+            started = time.perf_counter()
+            assert get_blob(cache, "key") is None
+            spent.append(time.perf_counter() - started)
+            time.sleep(0.015)  # probes follow after 1 and 2 s
+        assert max(spent) < 0.01
+        assert relay.connections == connections
+        relay.seconds = 0.0
+        wait_until(lambda: get_blob(cache, "key") == b"answer")
+
+
+@contextmanager
 def warm(server, timeout_seconds=0.02):
     clock = Clock()
     with closing(
@@ -270,6 +315,11 @@ def warm_up(cache, clock):
     """Return ``cache`` once it is connected and its breaker closed, however busy the machine is."""
     for _ in range(100):
         clock.advance(31)
+        get_blob(cache, "warm")
+        for _ in range(20):  # a probe runs in a thread
+            if cache.stats().available:
+                break
+            time.sleep(0.005)
         set_blob(cache, "warm", b"up", 60)
         get_blob(cache, "warm")
         if cache.stats().available:

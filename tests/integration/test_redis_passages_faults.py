@@ -82,12 +82,16 @@ def test_paused_while_connected_and_recovers(redis_server):
                 if get(tier, "key") is not None:
                     break
                 clock.advance(31)
+                get(tier, "key")
+                time.sleep(0.05)
             server.pause()
             assert get(tier, "key") is None
             assert not tier.stats().available
             server.resume()
             for _ in range(20):
                 clock.advance(31)
+                get(tier, "key")
+                time.sleep(0.05)  # a probe runs in a thread
                 if (found := get(tier, "key")) is not None:
                     break
             assert same(found, entry(1))

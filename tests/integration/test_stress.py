@@ -73,6 +73,7 @@ class Vandal:
     """Damages and drops what the tiers hold, once for every few answers, whatever the speed of the machine."""
 
     ANSWERS = 5
+    FILES = 6
 
     def __init__(self, store, folder, port, chance):
         self.done = Counter()
@@ -117,12 +118,17 @@ class Vandal:
         return data[:at] + bytes([data[at] ^ (1 << self._chance.randrange(8))]) + data[at + 1 :]
 
     def _rewrite(self, damaged):
-        """Write into a file where it is, perhaps while it is read."""
+        """Write into files where they are, perhaps while they are read; return how many.
+
+        Several at a time: most files are evicted before anybody reads them again.
+        """
         files = sorted(self._folder.rglob("values/*"))
-        if not files:
-            return False
+        chosen = self._chance.sample(files, min(self.FILES, len(files)))
+        return sum(self._rewrite_file(file, damaged) for file in chosen)
+
+    def _rewrite_file(self, path, damaged):
         try:
-            with self._chance.choice(files).open("r+b") as file:
+            with path.open("r+b") as file:
                 data = file.read()
                 if not data:
                     return False

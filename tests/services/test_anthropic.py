@@ -9,7 +9,13 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import CitationCharLocation, CitationContentBlockLocation, DocumentBlockParam, TextBlock
+from anthropic.types import (
+    CitationCharLocation,
+    CitationContentBlockLocation,
+    CitationsSearchResultLocation,
+    DocumentBlockParam,
+    TextBlock,
+)
 
 from rag_posfix.contracts.answer import Answer, Citation
 from rag_posfix.contracts.request import Generation, GenerationRequest, Usage
@@ -61,16 +67,19 @@ def test_citations_are_characters_of_the_document(client: anthropic.Anthropic):
         messages=asked(document(HARBOUR), document(text, title="Bridges")),
         system="Answer in one sentence.",
     )
-    (block,) = message.content
-    assert isinstance(block, TextBlock)
-    assert block.text == text.split(". ")[0] == "News of 1911.\n\n" + ANSWER
-    assert block.citations is not None
-    (citation,) = block.citations
-    assert isinstance(citation, CitationCharLocation)
-    assert citation.cited_text == text[citation.start_char_index : citation.end_char_index] == block.text
-    assert (citation.document_index, citation.document_title) == (1, "Bridges")
+    blocks = [block for block in message.content if isinstance(block, TextBlock)]
+    written = "".join(block.text for block in blocks)
+    assert written == text.split(". ")[0] == "News of 1911.\n\n" + ANSWER
+    cited = [block for block in blocks if block.citations]
+    assert [block.text for block in cited] == ["News of 1911.", ANSWER]  # each sentence has its own evidence
+    for block, sentence in zip(cited, ("News of 1911.", f"{ANSWER}."), strict=True):
+        assert block.citations is not None
+        (citation,) = block.citations
+        assert isinstance(citation, CitationCharLocation)
+        assert citation.cited_text == text[citation.start_char_index : citation.end_char_index] == sentence
+        assert (citation.document_index, citation.document_title) == (1, "Bridges")
     assert (message.stop_reason, message.role, message.model) == ("end_turn", "assistant", "fake")
-    assert message.usage.output_tokens == len(block.text.split())
+    assert message.usage.output_tokens == len(written.split())
     assert message.usage.input_tokens > 20
     assert message.model_extra is not None
     assert message.model_extra["posfix"]["documents"][0]["id"] in ("doc_0", "doc_1")
@@ -124,9 +133,9 @@ def test_text_around_quotes_is_in_blocks_of_its_own():
     assert before.citations is after.citations is None
     assert cited.citations is not None
     (citation,) = cited.citations
-    assert citation.cited_text == "the BRIDGE of Arvo: was built in 1911"
+    assert citation.cited_text == "the BRIDGE of Arvo: was built in 1911."
     assert citation.type == "char_location"
-    assert (citation.start_char_index, citation.end_char_index) == (8, 45)
+    assert (citation.start_char_index, citation.end_char_index) == (8, 46)
     assert (citation.answer_start_index, citation.answer_end_index) == (start, end)
 
 
@@ -147,13 +156,15 @@ def test_blocks_of_a_document_are_cited_as_blocks(client: anthropic.Anthropic):
         max_tokens=50,
         messages=asked(document("", source=source)),
     )
-    (block,) = [one for one in message.content if isinstance(one, TextBlock) and one.citations]
-    assert block.citations is not None
-    (citation,) = block.citations
-    assert isinstance(citation, CitationContentBlockLocation)
-    cited = parts[citation.start_block_index : citation.end_block_index]
-    assert citation.cited_text == "".join(cited)
-    assert block.text in "\n".join(cited)
+    blocks = [one for one in message.content if isinstance(one, TextBlock) and one.citations]
+    assert blocks
+    for block in blocks:
+        assert block.citations is not None
+        (citation,) = block.citations
+        assert isinstance(citation, CitationContentBlockLocation)
+        cited = parts[citation.start_block_index : citation.end_block_index]
+        assert citation.cited_text == "".join(cited)
+        assert block.text in "\n".join(cited)
 
 
 def test_a_stream_has_the_events_of_the_api_and_citations_with_places_on_both_sides(client: anthropic.Anthropic):
@@ -170,7 +181,7 @@ def test_a_stream_has_the_events_of_the_api_and_citations_with_places_on_both_si
     assert block.citations is not None
     (citation,) = block.citations
     assert isinstance(citation, CitationCharLocation)
-    assert BRIDGE[citation.start_char_index : citation.end_char_index] == citation.cited_text == ANSWER
+    assert BRIDGE[citation.start_char_index : citation.end_char_index] == citation.cited_text == f"{ANSWER}."
     assert citation.model_extra == {"answer_start_index": 0, "answer_end_index": len(ANSWER)}
     assert message.stop_reason == "end_turn"
     assert message.usage.input_tokens > 20
@@ -265,3 +276,76 @@ def test_bad_requests_get_an_error_of_the_dialect(fields: dict[str, Any], status
     assert error["type"] == "error"
     assert error["error"]["type"] == "invalid_request_error"
     assert part in error["error"]["message"]
+
+
+def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic):
+    messages = asked(document(BRIDGE), document(HARBOUR))
+    counted = client.messages.count_tokens(model="fake", messages=messages, system="Be short.")
+    message = client.messages.create(model="fake", max_tokens=50, messages=messages, system="Be short.")
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    retrieved = client.messages.count_tokens(model="fake", messages=[{"role": "user", "content": QUESTION}])
+    assert retrieved.input_tokens > len(HARBOUR.split())
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.count_tokens(model="gpt-9", messages=messages)
+    with pytest.raises(anthropic.UnprocessableEntityError):
+        client.messages.count_tokens(model="fake", messages=[])
+
+
+def test_the_stop_sequence_is_named_whole_streamed_and_cached():
+    with serving(make_pipeline(retriever=ListRetriever(BRIDGE), cache=DictCache()), api_key="right") as url:
+        client = connect(url)
+        body: Any = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": QUESTION}]}
+        for _ in range(2):  # the second answer is cached
+            message = client.messages.create(**body, stop_sequences=["never", " was built"])
+            assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " was built")
+        with client.messages.stream(**body, stop_sequences=[" Arvo"]) as stream:
+            streamed = stream.get_final_message()
+        assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", " Arvo")
+        unstopped = client.messages.create(**body, stop_sequences=["never"])
+        assert (unstopped.stop_reason, unstopped.stop_sequence) == ("end_turn", None)
+        cut = client.messages.create(**{**body, "max_tokens": 2}, stop_sequences=["never"])
+        assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
+        client.close()
+
+
+def test_a_stream_begins_with_the_input_tokens(client: anthropic.Anthropic):
+    messages = asked(document(BRIDGE))
+    counted = client.messages.count_tokens(model="fake", messages=messages).input_tokens
+    with client.messages.create(model="fake", max_tokens=50, messages=messages, stream=True) as stream:
+        first = next(iter(stream))
+    assert first.type == "message_start"
+    assert first.message.usage.input_tokens == counted
+
+
+def test_models_are_those_of_the_sdk(client: anthropic.Anthropic):
+    (model,) = client.models.list()
+    assert model == client.models.retrieve(model.id)
+    assert (model.id, model.type, model.display_name, model.lifecycle) == ("fake", "model", "fake", "active")
+    assert model.created_at.tzinfo is not None
+    assert model.max_input_tokens
+
+
+def test_search_results_are_passages_and_are_cited(client: anthropic.Anthropic):
+    def result(text: str, title: str) -> Any:
+        content = [{"type": "text", "text": part} for part in text.split(". ")]
+        source = f"https://example.org/{title}"
+        return {
+            "type": "search_result", "source": source, "title": title, "content": content,
+            "citations": {"enabled": True},
+        }  # fmt: skip
+
+    blocks = [result(HARBOUR, "harbour"), document("Nothing of the kind."), result("News. " + ANSWER, "bridge")]
+    message = client.messages.create(model="fake", max_tokens=50, messages=asked(*blocks))
+    cited = [block for block in message.content if isinstance(block, TextBlock) and block.citations]
+    for index, block in enumerate(cited):
+        assert block.citations is not None
+        (citation,) = block.citations
+        assert isinstance(citation, CitationsSearchResultLocation)
+        assert (citation.search_result_index, citation.source) == (1, "https://example.org/bridge")
+        assert citation.title == "bridge"
+        assert (citation.start_block_index, citation.end_block_index) == (index, index + 1)
+    assert len(cited) == 2
+    bare: Any = {"type": "search_result", "source": "x", "title": "y"}
+    with pytest.raises(anthropic.BadRequestError, match="without text"):
+        client.messages.create(model="fake", max_tokens=50, messages=asked(bare))

@@ -42,4 +42,4 @@ def test_without_its_package_the_page_says_what_to_install(client: TestClient, m
     for path in ("/docs", "/docs/swagger-ui.css"):
         response = client.get(path)
         assert response.status_code == 404
-        assert "pip install 'rag-posfix[server]'" in response.text
+        assert "pip install '.[server]'" in response.text

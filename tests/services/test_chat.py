@@ -18,6 +18,7 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -89,8 +90,11 @@ def test_documents_come_in_every_form(document: dict[str, Any]):
     body = ask(documents=[document])
     assert body["choices"][0]["message"]["content"] == ANSWER
     assert body["documents"] == [
-        {"id": str(document.get("id", "doc_0")), "score": 0.5, "position": 0, "attention": 1.0}
-    ]
+        {
+            "id": str(document.get("id", "doc_0")), "score": 0.5, "position": 0, "attention": 1.0, "weight": None,
+            "title": document.get("data", {}).get("title"), "source": None, "page": None, "text": None,
+        }
+    ]  # fmt: skip
 
 
 def test_without_documents_they_are_retrieved_and_an_empty_list_brings_none():
@@ -98,7 +102,9 @@ def test_without_documents_they_are_retrieved_and_an_empty_list_brings_none():
     assert [d["id"] for d in ask(pipeline)["documents"]] == ["r0", "r1"]
     assert [d["id"] for d in ask(pipeline, documents=None)["documents"]] == ["r0", "r1"]
     assert [d["id"] for d in ask(pipeline, k=1)["documents"]] == ["r0"]
-    assert ask(pipeline, documents=[])["documents"] == []
+    empty = ask(pipeline, documents=[])
+    assert (empty["documents"], empty["grounded"]) == ([], False)
+    assert empty["choices"][0]["message"]["content"] == NO_PASSAGE_TEXT
 
 
 def test_documents_without_scores_are_scored():
@@ -178,7 +184,6 @@ def test_fields_that_change_nothing_are_read_over():
         ("tool_choice", "required"),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"1": 5}),
-        ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]),
     ],
 )

@@ -10,22 +10,15 @@ from fastapi.testclient import TestClient
 from rag_posfix.contracts.method_spec import MethodSpec
 from tests.support.serving import (
     BRIDGE,
+    CHAT_BODIES,
     HARBOUR,
-    QUESTION,
+    MESSAGES,
     ListRetriever,
     WordReranker,
     client_for,
     make_pipeline,
 )
 
-MESSAGES = [{"role": "user", "content": QUESTION}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/responses": {"input": QUESTION},
-    "/v1/messages": {"model": "fake", "max_tokens": 20, "messages": MESSAGES},
-    "/v2/chat": {"model": "fake", "messages": MESSAGES},
-    "/api/chat": {"model": "fake", "messages": MESSAGES, "stream": False},
-}
 DOCUMENTS = [{"id": "h", "text": HARBOUR, "score": 0.9}, {"id": "b", "text": BRIDGE, "score": 0.1}]
 
 
@@ -52,10 +45,10 @@ def provenance(body: dict[str, Any]) -> dict[str, Any]:
     return dict(body.get("posfix", body))
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", CHAT_BODIES)
 def test_an_index_is_chosen_by_its_name_in_every_dialect(client: TestClient, path: str):
     answers = [
-        client.post(path, json={**BODIES[path], "posfix": posfix}).json()
+        client.post(path, json={**CHAT_BODIES[path], "posfix": posfix}).json()
         for posfix in ({}, {"index": None}, {"index": "bridges", "mitigation": "none"})
     ]
     attended = [provenance(answer)["documents"][0] for answer in answers]
@@ -65,9 +58,9 @@ def test_an_index_is_chosen_by_its_name_in_every_dialect(client: TestClient, pat
     assert "built in 1911" in texts[2]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", CHAT_BODIES)
 def test_an_unknown_index_is_refused_in_every_dialect(client: TestClient, path: str):
-    response = client.post(path, json={**BODIES[path], "posfix": {"index": "../etc"}})
+    response = client.post(path, json={**CHAT_BODIES[path], "posfix": {"index": "../etc"}})
     assert response.status_code == 400
     assert "unknown index '../etc'. Available: bridges" in response.text
 

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
+from prometheus_client import generate_latest
 
+from rag_posfix.caching.answers.blob import BlobCodec
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import StorageError
 from tests.support.durable_stores import full_disk
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.notes import NOTES, add, notes_client
 from tests.support.opened_collection import opened, texts
+from tests.support.redis_server import RedisServer
 from tests.support.serving import ANSWER, BRIDGE, CHAT, HARBOUR, chat, make_pipeline
 from tests.support.tenants import Tenants
-
-NOTES = "/v1/collections/notes"
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
-    """A client of a tenant with the collection ``notes``."""
-    made = Tenants(tmp_path).client("acme")
-    assert made.post("/v1/collections", json={"name": "notes"}).status_code == 201
-    return made
-
-
-def add(client: TestClient, *documents: Any) -> dict[str, Any]:
-    response = client.post(f"{NOTES}/documents", json={"documents": list(documents)})
-    assert response.status_code == 200, response.text
-    return dict(response.json())
+    return notes_client(tmp_path)
 
 
 def counts(added: dict[str, Any]) -> tuple[int, ...]:
@@ -59,6 +58,23 @@ def test_a_collection_is_made_listed_described_and_deleted(client: TestClient):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
     assert client.post("/v1/collections", json={"name": "notes"}).json()["documents"] == 0
     assert found(client, "bridge") == []
+
+
+def test_a_deletion_that_redis_does_not_have_is_pending_until_redis_works(tmp_path: Path):
+    with RedisServer() as server, closing(answer_cache_of(server)) as cache:
+        client = Tenants(tmp_path, make_pipeline(embeddings=LetterEmbeddings(), cache=cache)).client("acme")
+        client.post("/v1/collections", json={"name": "notes"})
+        add(client, {"id": "a", "text": BRIDGE}, {"id": "b", "text": HARBOUR})
+        server.stop()
+        deleted = client.delete(f"{NOTES}/documents/a").json()
+        assert deleted["deleted"] is True
+        assert deleted["pending"] >= 1
+        server.start()
+        wait_until(lambda: cache.pending_deletions == 0, seconds=60)
+
+
+def answer_cache_of(server: RedisServer) -> TieredAnswerCache:
+    return TieredAnswerCache([MemoryTier(), RedisTier(server.url, BlobCodec(), timeout_seconds=2)])
 
 
 def test_adding_is_idempotent_by_id_and_by_content(client: TestClient):
@@ -232,3 +248,74 @@ def test_a_full_disk_is_reported_and_leaves_everything_as_it_was(client: TestCli
     assert found(client, "harbour") == ["a"]
     assert counts(add(client, {"id": "b", "text": HARBOUR})) == (1, 0, 0, 2)
     assert set(texts(opened(tmp_path / "collections"))) == {"a", "b"}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_refused_and_named(number: str, client: TestClient):
+    """pandas writes NaN; in a file of JSON it would make every later commit fail."""
+    add(client, {"id": "a", "text": BRIDGE})
+    for metadata in ('{"x": NUMBER}', '{"list": [1, {"deep": [NUMBER]}]}'):
+        sound = '{"id": "b", "text": "b", "metadata": {"x": 1e308}}'
+        wrong = '{"id": "c", "text": "c", "metadata": METADATA}'.replace(
+            "METADATA", metadata.replace("NUMBER", number)
+        )
+        body = f'{{"documents": [{sound}, {wrong}]}}'
+        headers = {"content-type": "application/json"}
+        response = client.post(f"{NOTES}/documents", content=body, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (422, "documents[1].metadata")
+        assert "has the number" in error["message"]
+        assert found(client, "a") == ["a"]
+    add(client, {"id": "d", "text": "d", "metadata": {"none": None, "number": 1e308}})
+
+
+@pytest.mark.parametrize("name", ["\n", "a\n", "\0", "a\0b", "\r\n", "\x1f", "\x7f", "\x85", ".", ".."])
+def test_an_id_that_no_url_can_name_is_refused(name: str, client: TestClient):
+    response = client.post(
+        f"{NOTES}/documents", json={"documents": [{"id": "a", "text": "a"}, {"id": name, "text": "b"}]}
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (422, "documents[1].id")
+    assert "could not be deleted by its URL" in error["message"]
+    assert found(client, "a") == []
+
+
+def test_every_id_that_is_taken_can_be_deleted(client: TestClient):
+    names = [
+        "a",
+        "...",
+        ".a",
+        "../a",
+        "a/./b",
+        "/",
+        "//",
+        " ",
+        "?",
+        "#",
+        "a b",
+        "\u2028",
+        "\u00e9\U0001f600",
+        "\ufffd",
+    ]
+    add(client, *({"id": name, "text": f"text {number}"} for number, name in enumerate(names)))
+    for name in names:
+        path = quote(name, safe="")
+        assert client.delete(f"{NOTES}/documents/{path}%0A").status_code == 404
+        assert client.delete(f"{NOTES}/documents/{path}").json() == {"id": name, "deleted": True}
+    assert client.get(NOTES).json()["documents"] == 0
+
+
+def test_a_commit_that_fails_is_counted_and_told_by_the_readiness_probe(client: TestClient):
+    metric = 'rag_posfix_collection_failures_total{action="write"} '
+    assert f"{metric}0.0" in generate_latest(client.app.state.service.metrics.registry).decode()
+    assert client.get("/readyz").json() == {"status": "ready"}
+    with full_disk(0):
+        body = {"documents": [{"id": "a", "text": BRIDGE}]}
+        assert client.post(f"{NOTES}/documents", json=body).json()["error"]["code"] == "not_stored"
+    assert f"{metric}1.0" in generate_latest(client.app.state.service.metrics.registry).decode()
+    ready = client.get("/readyz")
+    assert ready.status_code == 200
+    assert ready.json()["detail"].startswith("write of 1 collections fails since ")
+    assert not any(name in ready.text for name in ("acme", "notes"))
+    add(client, {"id": "a", "text": BRIDGE})
+    assert client.get("/readyz").json() == {"status": "ready"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from langchain_core.documents import Document
 
 import rag_posfix_api.collections.collection as collection_file
 from rag_posfix.errors import OverloadedError, RetrievalError
+from rag_posfix.process import environment_with
 from rag_posfix.retrieval.index.document_file import DocumentFile
-from rag_posfix.settings import environment_with
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.http.errors import NotFoundError
+from rag_posfix_api.http.errors import NotFoundError, StorageError
+from tests.support.durable_stores import full_disk
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.opened_collection import opened, texts
 from tests.support.waiting import wait_until
@@ -44,8 +47,8 @@ def test_a_reader_follows_a_writer(tmp_path: Path):
         if number % 3 == 0:
             assert texts(reader) == expected
     assert texts(opened(tmp_path)) == texts(reader) == expected
-    (file,) = writer.folder.glob("*.sqlite")
-    assert file.stat().st_mode & 0o077 == 0, "documents are private"
+    assert len(list(writer.folder.iterdir())) == 2
+    assert all(file.stat().st_mode & 0o077 == 0 for file in writer.folder.iterdir()), "documents are private"
 
 
 def old_collection(root: Path) -> Path:
@@ -73,7 +76,7 @@ def test_a_collection_of_an_earlier_release_is_converted_once(tmp_path: Path, ca
     (best, *_) = collection.search("text e", 1)
     # Letters of 'E text e': e 3, t 2, x 1; of 'text e': e 2, t 2, x 1; their cosine is 11 / sqrt(14 * 9).
     assert (best.metadata["title"], best.metadata["relevance_score"]) == ("E", 0.979958)
-    assert [path.suffix for path in folder.iterdir()] == [".sqlite"]
+    assert {path.suffix for path in folder.iterdir()} == {".sqlite", ".sqlite-journal"}
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("rag_posfix_api")]
     assert messages == [f"converted the collection {folder} to one file"]
     collection.put([Document(id="f", page_content="new")])
@@ -96,12 +99,36 @@ def test_a_conversion_that_stops_anywhere_loses_nothing(step: str, tmp_path: Pat
     assert texts(opened(tmp_path)) == OLD_STATES[-1]
 
 
-@pytest.mark.parametrize("torn", [b"0", b'0badc0de {"op": "put"', b"\x00" * 100, b"deadbeef {}\n"])
+@pytest.mark.parametrize("torn", [b"0", b'0badc0de {"op": "put"', b"\x00" * 100])
 def test_what_a_killed_writer_left_in_an_old_log_is_not_read(torn: bytes, tmp_path: Path):
     folder = old_collection(tmp_path)
     with (folder / "log-1.jsonl").open("ab") as handle:
         handle.write(torn)
     assert texts(opened(tmp_path)) == OLD_STATES[-1]
+
+
+def test_a_bit_that_flipped_in_a_complete_line_of_an_old_log_is_an_error(tmp_path: Path):
+    """In the last line, too: it was acknowledged."""
+    folder, choose = old_collection(tmp_path), random.Random(3)
+    log = folder / "log-1.jsonl"
+    content = log.read_bytes()
+    last = content[:-1].rfind(b"\n") + 1
+    for offset in choose.sample(range(last, len(content) - 1), 25):
+        damaged = bytearray(content)
+        damaged[offset] ^= 1 << choose.choice([0, 2, 4, 6])  # none makes a line break
+        log.write_bytes(damaged)
+        with pytest.raises(RetrievalError, match=f"damaged at byte {last}; restore it"):
+            opened(tmp_path).documents()
+    log.write_bytes(content)
+    assert texts(opened(tmp_path)) == OLD_STATES[-1]
+
+
+def test_an_old_log_that_was_cut_between_two_changes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = old_collection(tmp_path)
+    log = folder / "log-1.jsonl"
+    log.write_bytes(b"\n".join(log.read_bytes().split(b"\n")[:2]) + b"\n")
+    assert texts(opened(tmp_path)) == OLD_STATES[2]
+    assert f"collection {folder}: had 4 documents, and 3 are in its index and log" in caplog.text
 
 
 def test_an_old_log_gives_a_prefix_of_its_changes_wherever_it_is_cut(tmp_path: Path):
@@ -237,3 +264,74 @@ def test_a_writer_that_finds_the_collection_locked_says_so(tmp_path: Path, monke
             writer.put([Document(id="b", page_content="two")])
         assert texts(writer) == texts(opened(tmp_path)) == {"a": "one"}  # reading waits for nobody
     assert writer.put([Document(id="b", page_content="two")]).documents == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write a file until the disk is full."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no program mount")
+def test_documents_of_any_size_are_deleted_on_a_full_disk(small_disk: Path):
+    collection = opened(small_disk, max_documents=10_000)
+    expected = {f"d{number}": f"text {number} " * 30 for number in range(100)} | {"big": " ".join(["long"] * 100_000)}
+    collection.put([Document(id=name, page_content=text) for name, text in expected.items()])
+    fill(small_disk / "other")
+    with pytest.raises(StorageError, match="cannot write"):
+        collection.put([Document(id="more", page_content="more " * 200_000)])
+    for name in [*(f"d{number}" for number in range(0, 100, 3)), "big"]:
+        assert collection.delete([name]) == 1
+        del expected[name]
+        assert texts(collection) == expected
+    assert texts(opened(small_disk)) == expected
+    (small_disk / "other").unlink()
+    assert collection.put([Document(id="more", page_content="more")]).documents == len(expected) + 1
+
+
+def test_failures_are_counted_logged_once_in_a_row_and_described_without_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    collections = Collections(tmp_path, 10, 1000)
+    letters = LetterEmbeddings()
+    for name in ("one", "two"):
+        collections.create("acme", name, letters)
+    one, two = (collections.get("acme", name, letters, lambda gone: None) for name in ("one", "two"))
+    document = Document(id="a", page_content="b" * 200_000)
+    assert collections.failures.describe() is None
+    for _ in range(3):
+        with full_disk(0), pytest.raises(StorageError):
+            one.put([document])
+    two.put([document])  # another collection that can be written changes nothing
+    assert collections.failures.counts == {"write": 3, "read": 0}
+    assert re.fullmatch(
+        r"write of 1 collections fails since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \(StorageError\)",
+        collections.failures.describe(),
+    )
+    assert caplog.text.count("write failed") == 1
+    one.put([document])
+    assert collections.failures.describe() is None
+    (path,) = two.folder.glob("*.sqlite")
+    path.write_bytes(b"no database" * 500)
+    for _ in range(2):
+        assert [info.name for info in collections.of("acme")] == ["one"]
+    assert "read of 1 collections fails since" in collections.failures.describe()
+    assert collections.failures.counts == {"write": 3, "read": 2}
+    assert caplog.text.count("read failed") == 1
+    collections.delete("acme", "two", two)
+    assert collections.failures.describe() is None

@@ -351,7 +351,7 @@ def test_the_log_line_of_a_request_has_the_id_of_its_key_and_not_the_key(
 def test_without_a_key_the_service_listens_on_loopback_only(host: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="there is no API key; create one with: rag-posfix keys create") as refused:
         server.run(Settings(), host, service=limits(data_dir=tmp_path), pipeline=pipeline_with_embeddings())
-    assert "or listen on 127.0.0.1" in str(refused.value)
+    assert "listen on 127.0.0.1" in str(refused.value)
 
 
 @pytest.mark.parametrize("single", [True, False])

@@ -93,7 +93,7 @@ LIMITS = {
     ),
     "stop strings": Limit(asked(stop=["a"] * 5), 400, "invalid_value", ("stop has 5", "at most 4")),
     "length of a stop string": Limit(asked(stop="s" * 300), 400, "invalid_value", ("300", "at most 256")),
-    "context window": Limit(asked(max_tokens=9000), 400, "context_length_exceeded", ("max_new_tokens=9000", "8192")),
+    "context window": Limit(asked(max_tokens=9000), 400, "context_length_exceeded", ("max_tokens=9000", "8192")),
     "tokens of a request": Limit(
         asked(max_tokens=900),
         400,

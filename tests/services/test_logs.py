@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from pydantic import ValidationError
 
 from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import server
@@ -174,6 +174,8 @@ def root_logger() -> Iterator[logging.Logger]:
     yield root
     root.handlers[:] = before
     root.setLevel(level)
+    for library in ("faiss", "sentence_transformers"):
+        logging.getLogger(library).setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize(("log_format", "begins"), [("json", '{"time"'), ("text", "20")])
@@ -183,6 +185,8 @@ def test_logs_go_to_stderr_in_the_format_that_is_asked_for(
     configure_logging(log_format)
     logging.getLogger("x").info("hello")
     logging.getLogger("x").debug("not at this level")
+    logging.getLogger("faiss.loader").info("Could not load library")  # libraries do not tell how they were loaded
+    logging.getLogger("sentence_transformers.base.model").info("No device provided, using cpu")
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
@@ -212,5 +216,5 @@ def test_the_option_goes_before_the_setting(
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         ServiceSettings(log_format="xml")  # type: ignore[arg-type]

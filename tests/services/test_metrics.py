@@ -212,6 +212,14 @@ def test_tokens_of_the_model_are_read_reused_or_generated_and_cached_answers_hav
     assert reading.change("tokens_total", kind="completion") == 16
 
 
+def test_answers_with_a_fault_of_form_are_counted_and_named():
+    client, reading = client_for(make_pipeline())
+    document = {"id": "d", "text": "The answer is:"}  # the generator answers with a sentence of it
+    body = client.post(CHAT, json=chat(documents=[document])).json()
+    assert (body["well_formed"], body["form_fault"]) == (False, "fragment")
+    assert reading.change("malformed_answers_total", fault="fragment") == 1
+
+
 def test_tied_scores_are_counted():
     client, reading = client_for(make_pipeline(reranker=WordReranker()))
     client.post("/v1/rerank", json={"query": "bridge", "documents": ["a bridge", "the bridge"]})

@@ -107,3 +107,58 @@ def test_a_failure_in_a_stream_is_its_last_line():
         assert "the model failed" in json.loads(lines[-1])["error"]
         with ollama.Client(host=url) as client, pytest.raises(ollama.ResponseError, match="the model failed"):
             list(client.chat(model="fake", messages=MESSAGES, stream=True))
+
+
+RECORDED = {"user-agent": "litellm/1.83.0", "accept": "*/*"}
+"""Headers of litellm's requests for a chat or an answer: none says what the body is."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_litellm_whole_and_streamed_as_recorded(url: str, stream: bool):
+    message = {"role": "user", "content": QUESTION, "images": []}
+    bodies: dict[str, dict[str, Any]] = {
+        "/api/chat": {"model": "fake", "messages": [message], "options": {}, "stream": stream},
+        "/api/generate": {"model": "fake", "prompt": QUESTION, "options": {}, "stream": stream, "images": []},
+    }
+    for path, body in bodies.items():
+        response = httpx2.post(url + path, content=json.dumps(body).encode(), headers=RECORDED, timeout=20)
+        assert "content-type" not in response.request.headers
+        lines = [json.loads(line) for line in response.text.splitlines()]
+        texts = [line["message"]["content"] if path == "/api/chat" else line["response"] for line in lines]
+        assert ("".join(texts), len(lines) > 1, lines[-1]["done"]) == (ANSWER, stream, True)
+
+
+def test_a_form_of_curl_is_read_and_that_of_another_site_is_not(url: str):
+    body = json.dumps({"model": "fake", "messages": MESSAGES}).encode()
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert httpx2.post(url + "/api/chat", content=body, headers=form).status_code == 200
+    for page in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        response = httpx2.post(url + "/api/chat", content=body, headers={**form, **page})
+        assert (response.status_code, set(response.json())) == (422, {"error"})
+
+
+def test_the_client_generates(client: ollama.Client):
+    whole = client.generate(model="fake", prompt=QUESTION, options={"num_predict": 3})
+    assert (whole.response, whole.done_reason, whole.eval_count) == ("The bridge of ", "length", 3)
+    chunks = list(client.generate(model="fake", prompt=QUESTION, system="Be short.", stream=True))
+    assert "".join(chunk.response or "" for chunk in chunks) == ANSWER
+    with pytest.raises(ollama.ResponseError, match="raw is not supported"):
+        client.generate(model="fake", prompt=QUESTION, raw=True)
+
+
+def test_the_client_shows_the_model(client: ollama.Client, url: str):
+    shown = client.show("fake:latest")
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["rag_posfix.context_length"] >= 100
+    assert shown.capabilities == ["completion"]
+    by_name = httpx2.post(url + "/api/show", json={"name": "fake"})  # as litellm asks
+    assert by_name.json()["model_info"] == shown.modelinfo
+    with pytest.raises(ollama.ResponseError, match="'gpt-9' is not served here"):
+        client.show("gpt-9")
+
+
+def test_the_version_and_errors_of_unknown_paths(url: str):
+    assert set(httpx2.get(url + "/api/version").json()) == {"version"}
+    unknown = httpx2.post(url + "/api/embed", json={"model": "fake", "input": "x"})
+    assert (unknown.status_code, set(unknown.json())) == (404, {"error"})
+    assert "nothing is served at POST '/api/embed'" in unknown.json()["error"]

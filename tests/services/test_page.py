@@ -18,7 +18,7 @@ from rag_posfix_api.app import create_app
 from rag_posfix_api.page import routes
 from rag_posfix_api.server import bind, make_server, open_page, page_address
 from tests.support.order_biased import OrderBiasedGenerator
-from tests.support.serving import client_for, limits, make_pipeline
+from tests.support.serving import BRIDGE, ListRetriever, client_for, limits, make_pipeline
 from tests.support.waiting import wait_until
 
 STATIC = Path(routes.__file__).with_name("static")
@@ -69,12 +69,13 @@ def test_the_page_needs_no_key_and_the_service_does():
 
 
 def test_the_page_learns_what_the_service_can_do():
-    plain = {"ready": True, "key": False, "attention": False}
+    plain = {"ready": True, "key": False, "attention": False, "index": False}
     found = client_for().get("/page/service.json").json()
     assert found == plain
     assert client_for(make_pipeline(OrderBiasedGenerator()), api_key="k").get("/page/service.json").json() == {
         **found, "key": True, "attention": True,
     }  # fmt: skip
+    assert client_for(make_pipeline(retriever=ListRetriever(BRIDGE))).get("/page/service.json").json()["index"] is True
     loading = TestClient(create_app(Settings(), None, limits())).get("/page/service.json").json()
     assert (loading["ready"], loading["attention"]) == (False, False)
 

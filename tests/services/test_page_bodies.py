@@ -58,7 +58,6 @@ def test_the_page_finds_the_model(client: TestClient):
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "1"}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "search"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"n": 2}, "n"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
     ],

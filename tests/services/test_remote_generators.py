@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,6 +116,48 @@ def test_every_failure_has_its_status(reply: Reply, status: int, code: str, tmp_
         assert httpx2.get(url + "/readyz").status_code == 200  # the next answer may succeed
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert ("retry-after" in response.headers) == (status == 429)
+
+
+_CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("delta", "finish", "reason"),
+    [
+        ({"content": None}, "length", "without any content; raise max_tokens"),
+        ({"content": None, "tool_calls": [_CALL]}, "tool_calls", "called a tool"),
+        ({"content": "", "tool_calls": [_CALL]}, "tool_calls", "called a tool"),
+    ],
+)
+def test_an_answer_without_text_is_502_with_a_reason(
+    delta: dict[str, Any], finish: str, reason: str, stream: bool, tmp_path: Path
+):
+    first = event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    reply = Reply(first, event(piece(finish=finish)), event(b"[DONE]"))
+    with upstream(reply) as server, service(server.model, tmp_path) as url:
+        response = httpx2.post(url + CHAT, json={**BODIES[CHAT], "stream": stream}, timeout=30)
+    assert response.status_code == 502
+    assert reason in response.json()["error"]["message"]
+    assert server.url not in response.text
+
+
+def test_a_model_that_says_nothing_is_no_failure(tmp_path: Path):
+    with upstream(streamed("")) as server, service(server.model, tmp_path) as url:
+        response = httpx2.post(url + CHAT, json=BODIES[CHAT], timeout=30)
+    assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, "")
+
+
+def test_a_server_that_is_busy_for_hours_costs_no_permit(tmp_path: Path):
+    busy = error(429, "busy", retry_after="7200")
+    with upstream(busy) as server, service(server.model, tmp_path, retries=2) as url:
+        started = time.monotonic()
+        for _ in range(3):
+            response = httpx2.post(url + CHAT, json=BODIES[CHAT], timeout=60)
+            assert (response.status_code, response.headers["retry-after"]) == (429, "600")
+        assert time.monotonic() - started < 5, "each held its permit for 20 s"
+        assert "rag_posfix_running_answers 0.0" in httpx2.get(url + "/metrics").text
+    assert len(server.bodies) == 3
 
 
 def test_a_stream_that_is_cut_ends_with_an_error_event(tmp_path: Path):

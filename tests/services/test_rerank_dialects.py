@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import cohere
@@ -12,7 +13,9 @@ import pytest
 from cohere.core.api_error import ApiError
 from fastapi.testclient import TestClient
 
-from tests.support.serving import BRIDGE, HARBOUR, WordReranker, client_for, make_pipeline, serving
+from rag_posfix.reranking import CrossEncoderReranker, GuardedReranker
+from tests.support.cross_encoder import tiny_cross_encoder
+from tests.support.serving import BRIDGE, CHAT, HARBOUR, WordReranker, chat, client_for, make_pipeline, serving
 
 QUERY = "the bridge of Arvo"
 TEXTS = [HARBOUR, BRIDGE, "nothing"]
@@ -128,3 +131,45 @@ def test_scores_that_are_all_equal_are_logged_and_counted(client: TestClient, ca
     assert "rag_posfix_reranking_ties_total 1.0" in client.get("/metrics").text
     assert caplog.text.count("have the same score") == 1
     assert "secret" not in caplog.text
+
+
+def test_infinitys_documents_are_strings(client: TestClient):
+    def documents(**fields: Any) -> list[Any]:
+        body = post(client, "/rerank", query=QUERY, documents=TEXTS, model="any", **fields).json()
+        return [result.get("document") for result in body["results"]]
+
+    assert sorted(documents(return_documents=True)) == sorted(TEXTS)
+    assert documents(return_documents=False) == [None] * len(TEXTS)
+    # infinity-client sends all fields of its API.
+    assert documents(return_documents=False, raw_scores=False) == [None] * len(TEXTS)
+    assert sorted(documents(return_documents=True, raw_scores=False, top_n=None)) == sorted(TEXTS)
+
+
+def test_a_path_of_its_own_tells_infinitys_clients_from_vllms(client: TestClient):
+    body = {"model": "any", "query": QUERY, "documents": TEXTS, "return_documents": True}
+    results = client.post("/infinity/rerank", json=body, headers={"user-agent": "litellm/1.83.0"}).json()["results"]
+    assert [result["document"] for result in results] == [TEXTS[result["index"]] for result in results]
+    assert client.post("/infinity/rerank", json={**body, "query": " "}).json()["error"]["param"] == "query"
+
+
+def test_a_query_that_the_reranker_cannot_read_is_a_400_and_no_failure_of_it(tmp_path: Path):
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(str(tiny_cross_encoder(tmp_path)), device="cpu")
+    client = client_for(make_pipeline(reranker=GuardedReranker(reranker=CrossEncoderReranker(model=model))))
+    for query in ("river " * 50, "river " * 50_000):
+        response = client.post("/v1/rerank", json={"query": query, "documents": ["seine", "tiber"]})
+        assert response.status_code == 400
+        assert "query is longer than the reranker can read" in response.text
+    for _ in range(3):
+        documents = [{"text": "the seine"}, {"text": "the tiber"}]
+        answer = client.post(CHAT, json=chat("river " * 50, documents=documents)).json()
+        assert "no room for a passage beside this question" in answer["warnings"][0]
+    assert client.get("/readyz").json() == {"status": "ready"}
+    assert client.post("/v1/rerank", json={"query": "river", "documents": ["seine", "tiber"]}).status_code == 200
+
+
+def test_litellm_sends_infinitys_field_to_vllm_too(client: TestClient):
+    body = {"model": "any", "query": QUERY, "documents": TEXTS, "return_documents": True}
+    response = client.post("/rerank", json=body, headers={"user-agent": "litellm/1.83.0"})
+    assert {result["document"]["text"] for result in response.json()["results"]} == set(TEXTS)

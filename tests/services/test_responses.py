@@ -61,7 +61,7 @@ def test_a_conversation_with_documents(client: openai.OpenAI):
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_stream_has_the_nine_types_of_events_in_order(client: openai.OpenAI):
+def test_a_stream_has_the_ten_types_of_events_in_order(client: openai.OpenAI):
     events = list(client.responses.create(model="fake", input=QUESTION, stream=True))
     assert [event.type for event in events] == [
         "response.created",
@@ -69,6 +69,7 @@ def test_a_stream_has_the_nine_types_of_events_in_order(client: openai.OpenAI):
         "response.output_item.added",
         "response.content_part.added",
         *["response.output_text.delta"] * 8,
+        "response.output_text.annotation.added",
         "response.output_text.done",
         "response.content_part.done",
         "response.output_item.done",
@@ -103,12 +104,14 @@ def test_a_failure_in_the_stream_is_its_last_event():
         ({"input": [{"type": "function_call_output", "output": "x"}]}, 400, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
         ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
-        ({"text": {"format": {"type": "json_object"}}}, 400, "text"),
+        ({"text": {"format": {"type": "json_object"}}}, 400, None),  # this generator writes no JSON
+        ({"text": {"format": {"type": "json_schema"}}}, 400, "text"),
+        ({"text": {"format": {"type": "grammar"}}}, 422, "text.format.type"),
         ({"documents": ["a"] * 4}, 413, "documents"),
         ({"model": "gpt-9"}, 404, "model"),
     ],
 )
-def test_bad_requests_are_told_as_openai_does(fields: dict[str, Any], status: int, param: str):
+def test_bad_requests_are_told_as_openai_does(fields: dict[str, Any], status: int, param: str | None):
     client = client_for(max_documents=3)
     response = client.post("/v1/responses", json={"input": QUESTION, **fields})
     assert response.status_code == status, response.text

@@ -41,6 +41,9 @@ NOT_IN_A_SCHEMA = (
     "unknown reranker",
     "no parameter",
     "must be parameter=value",  # in the text of an order, which has a syntax of its own
+    "unknown template",
+    "takes no template of this kind",  # a setting of the service
+    "prompt template",  # a heading holds {title}
     "arrangement",  # a text with a syntax of its own
     "context window",  # depends on the tokenizer
     "the model's vectors have",  # so many numbers, depending on the embedding model
@@ -48,8 +51,17 @@ NOT_IN_A_SCHEMA = (
     "max_tokens_in_flight",  # a setting of the service
     "is given twice",  # one of two fields, at different depths
     "documents and a collection are given",
+    "documents and a filter are given",
+    "filter",  # a language of its own
+    "text.format",  # likewise
+    "writes no JSON by a schema",  # depends on the generator
+    "response_format",  # a schema in JSON Schema, which the service reads
+    "is empty; give",  # Python's white space has U+001C to U+001F, and JSON Schema's has not
 )
 """Beginnings of the messages that refuse a body for a rule that JSON Schema cannot state."""
+
+CANCELLED_AND_READABLE = "/precompute"
+"""DELETE on this path cancels a job; its state remains readable."""
 
 
 class PrecomputingGenerator(OrderBiasedGenerator):
@@ -65,6 +77,13 @@ class PrecomputingGenerator(OrderBiasedGenerator):
 def refused_by_unstated_rule(response: Any) -> bool:
     """Whether a response with status 400 names one of these rules."""
     return response.status_code == 400 and any(rule in response.text for rule in NOT_IN_A_SCHEMA)
+
+
+def is_expected(check: str, interaction: Any) -> bool:
+    """Whether a check fails by a rule that the schema cannot express."""
+    if check == "use_after_free":
+        return interaction.request.uri.endswith(CANCELLED_AND_READABLE)
+    return check == "positive_data_acceptance" and refused_by_unstated_rule(interaction.response)
 
 
 @pytest.mark.slow
@@ -93,16 +112,19 @@ def test_the_service_is_what_its_document_says(tmp_path: Path):
             if event.recorder.label != "Stateful tests":
                 answered[event.recorder.label] += interaction.response.status_code < 300
             for check in checks:
-                if check.failure_info is None or (
-                    check.name == "positive_data_acceptance" and refused_by_unstated_rule(interaction.response)
-                ):
+                if check.failure_info is None or is_expected(check.name, interaction):
                     continue
                 message = " ".join(check.failure_info.failure.message.split())
                 sent = f"{interaction.request.method} {interaction.request.uri} {interaction.request.body!r:.200}"
-                failures.append(f"{event.recorder.label} {check.name}: {message} | {sent}")
-    assert failures == []
+                got = f"{interaction.response.status_code} {interaction.response.text:.300}"
+                failures.append(f"{event.recorder.label} {check.name}: {message} | {sent} | {got}")
+    assert not failures, "\n".join(failures)
     operations = {f"{method.upper()} {path}" for path, item in schema.raw_schema["paths"].items() for method in item}
     assert set(answered) == operations
-    # A key and a document are deleted by an id that no example has; the tests of keys and collections do that.
-    never = {"DELETE /admin/keys/{key_id}", "DELETE /v1/collections/{name}/documents/{document_id}"}
-    assert {operation for operation, count in answered.items() if not count} <= never
+    # These need an id or a collection that few examples have; the tests of keys and collections call them.
+    rarely = {
+        "DELETE /admin/keys/{key_id}",
+        "DELETE /v1/collections/{name}/documents/{document_id}",
+        "DELETE /v1/collections/{name}/precompute",
+    }
+    assert {operation for operation, count in answered.items() if not count} <= rarely

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,6 +22,7 @@ from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.logs import JsonFormatter
+from rag_posfix_api.keys.store import KeyStore
 from tests.support.recorded_telemetry import RecordedTelemetry
 from tests.support.serving import (
     BRIDGE,
@@ -94,6 +96,14 @@ def test_an_unsampled_trace_of_the_caller_is_not_recorded():
     recorded = RecordedTelemetry()
     client_for(recorded).post(CHAT, json=chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     assert recorded.spans == []
+
+
+def test_the_server_span_names_the_tenant_of_the_key(tmp_path: Path):
+    recorded = RecordedTelemetry()
+    _, key = KeyStore(tmp_path).create("acme")
+    response = client_for(recorded, data_dir=tmp_path).post(CHAT, json=chat(), headers={"x-api-key": key})
+    assert response.status_code == 200
+    assert recorded.attributes(f"POST {CHAT}")["rag_posfix.tenant"] == "acme"
 
 
 def test_no_text_of_the_client_or_the_model_is_in_a_span():

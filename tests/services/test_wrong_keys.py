@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import multiprocessing
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import anyio
 import pytest
 
 import rag_posfix_api.http.auth as auth
+from benchmarks.faults.service import Host
 from benchmarks.service_load import wrong_keys
 from rag_posfix.errors import ConfigError, OverloadedError
-from rag_posfix_api.http.auth import KeyChecker, Pace
+from rag_posfix_api.http.auth import KeyChecker, Rejections, source_of
 from rag_posfix_api.keys.store import KeyStore, digest, matches_scrypt, split_key
 from tests.support.clock import Clock
 from tests.support.old_keys import hashes, make_old
-from tests.support.serving import make_pipeline, serving
 from tests.support.tenants import Tenants, key_of
 
 WRONG = "A" * 43
@@ -159,15 +160,57 @@ async def test_wrong_secrets_of_an_old_key_do_not_keep_other_old_keys_waiting(
 
 def test_refusals_are_a_fiftieth_of_a_second_apart_and_wait_five_seconds_at_most():
     clock = Clock()
-    pace = Pace(clock)
-    assert pace.pause() == 0
-    assert pace.pause() == pytest.approx(0.02)
-    assert pace.pause() == pytest.approx(0.04)
+    rejections = Rejections(clock)
+    assert rejections.pause("a") == 0
+    assert rejections.pause("a") == pytest.approx(0.02)
+    assert rejections.pause("a") == pytest.approx(0.04)
     clock.now += 0.05
-    assert pace.pause() == pytest.approx(0.01)
-    assert max(pace.pause() for _ in range(400)) == 5
+    assert rejections.pause("a") == pytest.approx(0.01)
+    assert max(rejections.pause("a") for _ in range(400)) == 5
+    assert rejections.pause("b") == 0, "another source does not wait"
+    for number in range(5000):
+        rejections.pause(f"source {number}")
+    assert rejections.pause("a") == 0, "the oldest of many sources is forgotten"
     clock.now += 60
-    assert pace.pause() == 0
+    assert rejections.pause("b") == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "source"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("testclient", "testclient"),
+    ],
+)
+def test_a_source_is_an_address_or_a_network_that_one_customer_has(host: str, source: str):
+    assert source_of({"type": "http", "client": (host, 1234)}) == source
+    assert source_of({"type": "http"}) == source_of({"type": "http", "client": None}) == ""
+
+
+async def test_wrong_secrets_from_one_source_do_not_keep_the_same_key_from_another_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, gate = KeyStore(tmp_path), threading.Event()
+    _, key = store.create("acme")
+    make_old(tmp_path, key)
+    checker = KeyChecker(store)
+    with counted(monkeypatch, gate) as secrets:
+        wrong = [asyncio.create_task(checker.caller(with_wrong_secret(key), "203.0.113.9")) for _ in range(257)]
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(OverloadedError):
+            await checker.caller(key.encode(), "203.0.113.9")
+        valid = asyncio.create_task(checker.caller(key.encode(), "192.0.2.7"))
+        await anyio.wait_all_tasks_blocked()
+        gate.set()
+        caller = await valid
+        assert caller is not None
+        assert caller.tenant == "acme"
+        assert secrets == [WRONG, split_key(key)[1]]
+        assert await asyncio.gather(*wrong) == [None] * 257
+        assert len(secrets) == 2, "the digest is there: no further scrypt"
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["digests", "scrypt hashes"])
@@ -176,7 +219,18 @@ def test_no_valid_key_is_refused_under_wrong_secrets_on_200_connections(old: boo
     attacked, *valid = [store.create(f"tenant{number}")[1] for number in range(16)]
     if old:
         make_old(tmp_path, attacked, *valid)
-    with serving(make_pipeline(), data_dir=tmp_path) as url, ThreadPoolExecutor(1) as flooding:
-        measured = wrong_keys(url, attacked, valid, 1.0, flooding)
-    assert (measured["connections"], measured["valid"], measured["refused"]) == (200, 15, 0)
-    assert 0 < measured["wrong_per_s"] <= 60  # what keeps the event loop free for /livez
+    spawned = multiprocessing.get_context("spawn")
+    with Host() as host, ProcessPoolExecutor(1, spawned) as flooding:
+        url = host.serve(limits={"data_dir": str(tmp_path)})
+        for _ in range(3):  # other programs may take the cores while one of the two is measured
+            # A scrypt hash takes 16 MiB and a core: its first use waits for what was presented for the same key.
+            measured = wrong_keys(url, [attacked] if old else [attacked, *valid], valid, 1.0, flooding)
+            assert (measured["connections"], measured["valid"], measured["refused"]) == (200, 15, 0)
+            assert measured["wrong_per_s"] <= 60  # what keeps the event loop free for others
+            if old:
+                break
+            pairs = [(measured[name]["p99_ms"], measured[f"{name}_quiet"]["p99_ms"]) for name in ("livez", "cached")]
+            if all(busy <= 2 * quiet for busy, quiet in pairs):
+                break
+        else:
+            pytest.fail(f"p99 in ms under attack and in quiet: {pairs}")

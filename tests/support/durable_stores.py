@@ -16,6 +16,7 @@ from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix_api.collections.collection import Collection
 from rag_posfix_api.collections.store import Collections
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.opened_collection import texts
 
 Store = Callable[[Path], "IndexStore | CollectionStore"]
 
@@ -61,12 +62,14 @@ class CollectionStore:
 
     def read(self) -> dict[str, str]:
         """Return all texts by id, as another process reads them."""
-        return {str(document.id): document.page_content for document in self._collection().documents()}
+        return texts(self._collection())
 
 
 def damage_file(folder: Path, choose: random.Random) -> None:
     """Flip, overwrite, cut off or remove bytes of a file in a folder, or the file."""
-    path = choose.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    files = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    # A journal is empty except for its size while nobody writes.
+    path = choose.choice(sorted(path for path in files if not path.name.endswith("-journal")))
     data = bytearray(path.read_bytes())
     offset = choose.randrange(len(data))
     kind = choose.choice(["flip", "flip", "overwrite", "zero", "cut", "remove"])

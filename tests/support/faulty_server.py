@@ -71,21 +71,19 @@ def sends_one_byte_at_a_time(connection: socket.socket, over: threading.Event) -
         connection.sendall(b"x")
 
 
-class StallingRelay:
-    """Passes requests on to a sound server and its replies back, until it has passed on so many bytes of replies.
+class Relay:
+    """Passes requests on to a sound server and its replies back; ``faulty_server`` serves it.
 
-    From then on it passes on one byte at a time, often enough that no socket timeout ends, until ``resume`` is set.
-    ``faulty_server`` serves it. ``requests`` is what it was sent, ``passed`` counts bytes of replies.
+    ``requests`` is what it was sent, ``connections`` counts what was accepted.
     """
 
-    def __init__(self, port: int, free_bytes: int) -> None:
-        self.resume = threading.Event()
+    def __init__(self, port: int) -> None:
         self.requests = b""
-        self.passed = 0
+        self.connections = 0
         self._port = port
-        self._free_bytes = free_bytes
 
     def __call__(self, connection: socket.socket, over: threading.Event) -> None:
+        self.connections += 1
         connection.settimeout(5)
         with socket.create_connection(("127.0.0.1", self._port)) as server:
             while not over.is_set():
@@ -97,9 +95,26 @@ class StallingRelay:
                         self.requests += data
                         server.sendall(data)
                     else:
-                        self._reply(connection, data)
+                        self.reply(connection, data, over)
 
-    def _reply(self, connection: socket.socket, data: bytes) -> None:
+    def reply(self, connection: socket.socket, data: bytes, over: threading.Event) -> None:
+        raise NotImplementedError
+
+
+class StallingRelay(Relay):
+    """Passes replies on until they had so many bytes.
+
+    From then on it passes on one byte at a time, often enough that no socket timeout ends, until ``resume`` is set.
+    ``passed`` counts bytes of replies.
+    """
+
+    def __init__(self, port: int, free_bytes: int) -> None:
+        super().__init__(port)
+        self.resume = threading.Event()
+        self.passed = 0
+        self._free_bytes = free_bytes
+
+    def reply(self, connection: socket.socket, data: bytes, over: threading.Event) -> None:
         while data:
             free = len(data) if self.resume.is_set() else max(1, self._free_bytes - self.passed)
             connection.sendall(data[:free])
@@ -107,6 +122,18 @@ class StallingRelay:
             data = data[free:]
             if data:
                 self.resume.wait(0.05)
+
+
+class DelayingRelay(Relay):
+    """Passes each reply on ``seconds`` later: a slow network."""
+
+    def __init__(self, port: int, seconds: float) -> None:
+        super().__init__(port)
+        self.seconds = seconds
+
+    def reply(self, connection: socket.socket, data: bytes, over: threading.Event) -> None:
+        over.wait(self.seconds)
+        connection.sendall(data)
 
 
 @contextmanager

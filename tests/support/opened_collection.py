@@ -20,4 +20,8 @@ def opened(folder: Path, removed: Any = None, name: str = "notes", **options: An
 
 
 def texts(collection: Collection) -> dict[str, str]:
-    return {str(document.id): document.page_content for document in collection.documents()}
+    """Return the texts of documents by id; the passages of a long document are joined by spaces."""
+    passages: dict[str, list[str]] = {}
+    for document in collection.documents():
+        passages.setdefault(document.metadata.get("document_id", str(document.id)), []).append(document.page_content)
+    return {name: " ".join(parts) for name, parts in passages.items()}

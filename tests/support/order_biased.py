@@ -16,13 +16,14 @@ class OrderBiasedGenerator(FakeGenerator):
     """Answers with the first sentence of the first passage under ``none``, by content alone otherwise.
 
     Implements ``PassageReader`` too: the passage at place i, from 1, gets an attention in proportion to 1 / i. Pieces
-    after the second one wait for ``gate``.
+    after the second one wait for ``gate``. With ``weighted`` the shares of other methods are weights of experts.
     """
 
     def __init__(self) -> None:
         super().__init__(ToyEncoder())
         self.gate = threading.Event()
         self.gate.set()
+        self.weighted = False
         self.asked: list[tuple[str, tuple[str, ...]]] = []
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
@@ -34,7 +35,7 @@ class OrderBiasedGenerator(FakeGenerator):
         self.asked.append((request.mitigation.name, tuple(texts)))
         found = super().generate(request)
         if request.mitigation.name != "none" or not texts:
-            return found
+            return replace(found, weighted=self.weighted)
         return replace(found, text=texts[0].split(". ")[0], attention=tuple(_shares(len(texts))))
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:

@@ -43,9 +43,9 @@ class ScriptedReader:
     def describe(self, choice):
         return MitigationInfo("none", "none", False)
 
-    def question_likelihood(self, layout, salt=""):
+    def question_likelihood(self, layout, salt="", *, bare=False):
         self._read(layout, salt, together=False)
-        return tuple(self.values[text] for text in self.texts(layout))
+        return tuple(self.values[text] for text in (*self.texts(layout), *([""] if bare else [])))
 
     def first_token_log_probs(self, layout, tokens, salt=""):
         self._read(layout, salt, together=False)

@@ -31,6 +31,16 @@ HARBOUR = "The harbour froze in 1963. Ships waited for weeks."
 QUESTION = "When was the bridge of Arvo built?"
 ANSWER = "The bridge of Arvo was built in 1911"
 
+MESSAGES = [{"role": "user", "content": QUESTION}]
+CHAT_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": QUESTION},
+    "/v1/messages": {"model": "fake", "max_tokens": 20, "messages": MESSAGES},
+    "/v2/chat": {"model": "fake", "messages": MESSAGES},
+    "/api/chat": {"model": "fake", "messages": MESSAGES, "stream": False},
+}
+"""The question as a body of every dialect, by path."""
+
 
 def chat(question: str = QUESTION, **fields: Any) -> dict[str, Any]:
     """A request body."""

@@ -31,6 +31,7 @@ class RecordingSession:
         self.prefill_seconds = 0.0
         self.cached_tokens = 0
         self.can_share_pass = name not in engine.alone
+        self.weighted = False
         self.at = 0
 
     def attention(self):

@@ -9,6 +9,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly import PromptTemplate, tokenize_passage, tokenize_prompt
 
 TEMPLATE = PromptTemplate()
+HISTORY_FIRST = PromptTemplate(history_first=True)
 HISTORY = [
     {"role": "system", "content": "Be brief, please."},
     {"role": "user", "content": " Hi (there):\n"},
@@ -34,6 +35,20 @@ def turn_of(passages, question):
     return TEMPLATE.opening + written + TEMPLATE.question_prefix + question + TEMPLATE.answer_cue
 
 
+def passages_first(passages, question, history):
+    """Return the messages of a prompt whose passages are in the first turn of the user."""
+    if not history:
+        return [{"role": "user", "content": turn_of(passages, question)}]
+    system, first, reply = (message["content"] for message in history)
+    written = "".join("".join(passage.written) for passage in passages)
+    contents = [TEMPLATE.question_prefix + asked + TEMPLATE.answer_cue for asked in (first, question)]
+    return [
+        {"role": "user", "content": f"{TEMPLATE.opening}{written}{system}\n\n{contents[0]}"},
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": contents[1]},
+    ]
+
+
 def squeezed(text):
     """Return a text without spaces and what stands for them in vocabularies."""
     return re.sub(r"[\s\u2581]", "", text)
@@ -50,12 +65,19 @@ def check_prompts(tokenizer, encoder, *, is_lossless, reaches_lines=False):
     for question, history in QUESTIONS:
         chat = tokenize_prompt(encoder, TEMPLATE, question, history=history, has_passages=False).with_passages(())
         asked = tokenize_prompt(encoder, TEMPLATE, question, history=history).with_passages(passages)
-        for layout, content in ((chat, question), (asked, turn_of(passages, question))):
-            assert list(layout.token_ids) == stock_ids(tokenizer, content, history)
-            rendered = encoder.render_chat([*history, {"role": "user", "content": content}])
+        last = tokenize_prompt(encoder, HISTORY_FIRST, question, history=history).with_passages(passages)
+        for layout, messages in (
+            (chat, [*history, {"role": "user", "content": question}]),
+            (last, [*history, {"role": "user", "content": turn_of(passages, question)}]),
+            (asked, passages_first(passages, question, history)),
+        ):
+            *earlier, content = messages
+            content = content["content"]
+            assert list(layout.token_ids) == stock_ids(tokenizer, content, earlier)
+            rendered = encoder.render_chat(messages)
             assert squeezed(encoder.decode(layout.token_ids)) == squeezed(rendered)
             assert encoder.decode(layout.token_ids) == rendered or not is_lossless
-            contents = [*(message["content"] for message in history), content]
+            contents = [message["content"] for message in messages]
             spans = [layout.question, *layout.texts, *(turn.content for turn in layout.turns)]
             texts = [question, *(text for text, _ in rows[: layout.n_passages]), *contents]
             for span, text in zip(spans, texts, strict=True):

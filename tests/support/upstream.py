@@ -86,6 +86,29 @@ def first_passage(body: dict[str, Any]) -> Reply:
     return streamed(text) if body["stream"] else whole(text)
 
 
+def scored_by_length(body: dict[str, Any]) -> Reply:
+    """Answer a rerank request: the longer a text, the higher its score; best first, as servers do."""
+    scores = [1 - 1 / (1 + len(text)) for text in body["documents"]]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return as_json({"results": [{"index": index, "relevance_score": scores[index]} for index in order]})
+
+
+def judging(content: str, alternatives: dict[str, float]) -> dict[str, Any]:
+    """A chat completion of one token with log-probabilities."""
+    top = [{"token": token, "logprob": value} for token, value in alternatives.items()]
+    return {
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": content},
+                "finish_reason": "length",
+                "logprobs": {"content": [{**top[0], "top_logprobs": top}]},
+            }
+        ],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 1},
+    }
+
+
 class Upstream:
     """What a scripted server was sent. Each request gets the next reply; further ones the last.
 

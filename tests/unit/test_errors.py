@@ -60,4 +60,4 @@ def test_a_wrong_setting_is_a_value_error_for_callers_who_know_only_those():
 def test_a_missing_extra_says_how_to_install_it():
     error = errors.missing_extra("faiss", "local")
     assert isinstance(error, errors.ConfigError)
-    assert str(error) == "faiss is not installed; install it with: pip install 'rag-posfix[local]'"
+    assert str(error) == "faiss is not installed; in a copy of the repository run: pip install '.[local]'"

@@ -164,7 +164,7 @@ def test_names_types_and_ranges_are_checked(methods, act, spec, message):
 def test_a_check_needs_no_part_and_creating_does(methods):
     spec = MethodSpec("loaded", {"count": 2})
     methods.check(spec)
-    with pytest.raises(ConfigError, match="Field required"):
+    with pytest.raises(ConfigError, match="loaded needs model; pass model="):
         methods.create(spec, {})
 
 

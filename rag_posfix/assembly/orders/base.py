@@ -54,6 +54,7 @@ class Order(ABC):
         example: Parameters for tests, if the order has parameters without a default.
         by_content: Whether the permutation follows from scores and content alone, so that it does not depend on the
             order in which scored documents were given.
+        reads_recent: Whether the permutation depends on recent prompts.
         file_parameters: Parameters that the command line and the settings read from a file: name -> function that
             turns the path into values of parameters. The order itself never reads a file.
     """
@@ -61,6 +62,7 @@ class Order(ABC):
     name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     by_content: ClassVar[bool] = False
+    reads_recent: ClassVar[bool] = False
     file_parameters: ClassVar[Mapping[str, Callable[[str], Mapping[str, Any]]]] = MappingProxyType({})
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ class CacheAware(Order):
         other documents best first. The result is the candidate with the longest p whose loss is at most ``bound``; of
         equal length, the one with the lower loss, then that of the newer prompt. Loss: sum_i |position_i - rank_i| /
         floor(n^2 / 2), the displacement from best first: 0 for that order, 1 for its reverse. Without a candidate:
-        best first. For an order-free method the loss is 0, and the documents after p are sorted by content key: the
-        same documents make the same prompt, whatever their scores.
+        best first. For an order-invariant method the loss is 0, and the documents after p are sorted by content key:
+        equal sets of documents make equal prompts, whatever their scores.
     Cost: recent prompts times documents; no model is used.
     Limits: the cached keys and values may have been evicted meanwhile; then the displacement gains nothing. Methods
         that read passages independently reuse them in any order and do not need this one.
@@ -40,6 +40,7 @@ class CacheAware(Order):
     """
 
     name = "cache_aware"
+    reads_recent = True
 
     bound: Annotated[float, Number(0, 1)] = 0.25
 

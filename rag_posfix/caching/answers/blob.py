@@ -17,12 +17,14 @@ SEAL_BYTES = len(_MAGIC) + _DIGEST_BYTES
 class Blob:
     """Bytes that can be deleted by each of ``tags`` and expire at ``expires_at`` (seconds since 1970).
 
-    A tier may return the bytes alone, without tags and expiry.
+    ``position`` is how far the log of deletions was read before they were computed. A tier may return the bytes alone,
+    without tags, expiry and position.
     """
 
     data: bytes
     tags: tuple[str, ...] = ()
     expires_at: float = math.inf
+    position: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -40,6 +42,7 @@ class BlobCodec:
     redis_prefix = "rag_posfix:answer:"
     redis_tag_prefix = "rag_posfix:tag:"
     redis_index: str | None = None
+    redis_deletions = "rag_posfix:answer-deletions"
 
     def encode(self, key: str, entry: Blob) -> list[bytes | memoryview]:
         return [seal(key, entry.data)]

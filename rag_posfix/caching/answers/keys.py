@@ -35,6 +35,8 @@ class AnswerKey:
         order_invariant: Whether the mitigation gives the same answer for every order of the passages. The hashes are
             then sorted, so that shuffled passages give the same key.
         tenant: Salt that separates the answers of tenants.
+        filter: ``filter_key`` of the filter that the passages were retrieved under: answers of one set of permissions
+            are never given to another. Empty without a filter: the key is then that of earlier releases.
     """
 
     model: str
@@ -47,12 +49,14 @@ class AnswerKey:
     order_invariant: bool
     history: str = ""
     tenant: str = ""
+    filter: str = ""
 
     def digest(self) -> str:
         """Return the key as 32 hexadecimal digits."""
         documents = sorted(self.documents) if self.order_invariant else self.documents
+        version = f"answer-v{SCHEMA_VERSION}"
         return content_hash(
-            f"answer-v{SCHEMA_VERSION}",
+            *((f"{version}-filtered", self.filter) if self.filter else (version,)),
             self.model,
             self.template,
             self.assembly,

@@ -14,6 +14,7 @@ from typing import Any, Final
 import orjson
 
 from rag_posfix.caching.answers.blob import Blob, BlobCodec
+from rag_posfix.caching.deletions import EVERYTHING
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.guard import Counters
 from rag_posfix.caching.memory import MemoryTier
@@ -21,11 +22,11 @@ from rag_posfix.caching.redis import RedisTier
 from rag_posfix.caching.tier import Tier, TieredCache
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import CacheError
+from rag_posfix.folders import ANSWERS_FOLDER
 from rag_posfix.settings import CacheSettings
 from rag_posfix.text import content_hash
 
 _MEMORY_BYTES = 64 * 1024**2
-_FOLDER = "answers"
 _ENVELOPE_VERSION = 1
 _CHECK_SECONDS: Final = 0.05
 """How often a waiting thread checks whether its request was cancelled."""
@@ -51,27 +52,34 @@ def build_answer_cache(settings: CacheSettings, cache_dir: Path) -> TieredAnswer
     if settings.memory_entries:
         tiers.append(MemoryTier(_MEMORY_BYTES, settings.memory_entries))
     if settings.disk_bytes:
-        tiers.append(DiskTier(cache_dir / _FOLDER, BlobCodec(), max_bytes=settings.disk_bytes))
+        tiers.append(DiskTier(cache_dir / ANSWERS_FOLDER, BlobCodec(), max_bytes=settings.disk_bytes))
     if settings.redis_url is not None:
         url, timeout = settings.redis_url.get_secret_value(), settings.redis_timeout_seconds
         tiers.append(RedisTier(url, BlobCodec(), timeout_seconds=timeout, ttl_seconds=settings.ttl_seconds))
     if not tiers:
         return None
-    return TieredAnswerCache(tiers, ttl_seconds=settings.ttl_seconds, max_entry_bytes=settings.max_entry_bytes)
+    return TieredAnswerCache(
+        tiers,
+        ttl_seconds=settings.ttl_seconds,
+        max_entry_bytes=settings.max_entry_bytes,
+        lease_seconds=settings.lease_seconds,
+    )
 
 
 class TieredAnswerCache(TieredCache[Blob]):
     """Keeps answers in every tier and returns them from the first that has them.
 
-    An entry contains its key, when it expires, and the hashes of its documents. So a copy in a faster tier expires
-    with the original and can be dropped with it. ``drop_documents`` reaches the tiers of this process; the memory of
-    other processes keeps its copies until they expire.
+    An entry contains its key, when it expires, the hashes of its documents, and how far the log of deletions was read
+    before it was computed. So a copy in a faster tier expires with the original, and no process that shares a tier
+    serves it after a deletion (``rag_posfix.caching.deletions``).
 
     Args:
         tiers: The tiers, fastest first, at least one.
         ttl_seconds: How long an answer is kept, > 0.
         max_entry_bytes: Larger answers (as JSON) are not kept.
         max_wait_seconds: Longest wait in ``single_flight``.
+        lease_seconds: How long answers are served while the shared tier does not say what was deleted, and so how long
+            a deletion is pending; 0 for no limit.
         clock: Seconds since 1970, the same for every process that shares a tier.
 
     Raises:
@@ -85,23 +93,27 @@ class TieredAnswerCache(TieredCache[Blob]):
         ttl_seconds: float = 24 * 3600.0,
         max_entry_bytes: int = 1024**2,
         max_wait_seconds: float = 60.0,
+        lease_seconds: float = 2.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not (ttl_seconds > 0 and math.isfinite(ttl_seconds)):
             raise CacheError(f"answer cache: ttl_seconds={ttl_seconds} must be above 0 and finite")
-        super().__init__(tiers, BlobCodec.cache)
+        super().__init__(tiers, BlobCodec.cache, lease_seconds=lease_seconds, lifetime_seconds=ttl_seconds)
         self._ttl = ttl_seconds
         self._max_entry_bytes = max_entry_bytes
         self._clock = clock
         self._flight = SingleFlight(max_wait_seconds)
         self._counters = Counters()
+        self._missed: OrderedDict[str, int] = OrderedDict()  # where the log of deletions was when a key was looked up
+        self._missed_lock = threading.Lock()
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the stored answer, or None."""
         answer: dict[str, Any] | None = None
+        position = self._deletions_log.position
 
         def accept(blobs: dict[str, Blob]) -> dict[str, Blob]:
-            """Return the blob with the tags and the expiry that are in it, unless it is damaged or expired."""
+            """Return the blob with the tags, expiry and position that are in it, unless it is damaged or expired."""
             nonlocal answer
             envelope = _parse(key, blobs[key].data) if blobs else None
             if envelope is None:
@@ -110,9 +122,15 @@ class TieredAnswerCache(TieredCache[Blob]):
             if envelope["expires_at"] <= self._clock():
                 return {}
             answer = envelope["value"]
-            return {key: Blob(blobs[key].data, tuple(envelope["tags"]), envelope["expires_at"])}
+            position = envelope.get("position", 0)
+            return {key: Blob(blobs[key].data, tuple(envelope["tags"]), envelope["expires_at"], position)}
 
-        self._search({key: None}, accept)
+        if not self._search({key: None}, accept):
+            answer = None
+            with self._missed_lock:
+                self._missed[key] = position
+                if len(self._missed) > _REMEMBERED_KEYS:
+                    self._missed.popitem(last=False)
         self._counters.add("misses" if answer is None else "hits")
         return answer
 
@@ -125,15 +143,19 @@ class TieredAnswerCache(TieredCache[Blob]):
         if answer is None or len(answer) > self._max_entry_bytes:
             self._counters.add("rejected")
             return
+        self._deletions_log.start()
+        with self._missed_lock:
+            position = self._missed.pop(key, self._deletions_log.position)
         tags, expires_at = _tags(document_ids), self._clock() + self._ttl
         envelope = {
             "version": _ENVELOPE_VERSION,
             "key": key,
             "expires_at": expires_at,
             "tags": tags,
+            "position": position,
             "value": orjson.Fragment(answer),
         }
-        self._put({key: Blob(orjson.dumps(envelope), tuple(tags), expires_at)}, len(self._tiers))
+        self._put({key: Blob(orjson.dumps(envelope), tuple(tags), expires_at, position)}, len(self._tiers))
 
     def single_flight(self, key: str) -> AbstractContextManager[bool]:
         """Hold while computing ``key``; requests for the same key wait. True if one may have stored the answer now."""
@@ -141,17 +163,16 @@ class TieredAnswerCache(TieredCache[Blob]):
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:
         """Drop every answer made from one of ``document_ids``; return the most that one tier held."""
-        tags = _tags(document_ids)
-        return self._delete(lambda tier: tier.delete_tags(tags))
+        return self._delete_tags(_tags(document_ids))
 
     def clear(self) -> int:
         """Drop every answer; return the most that one tier held."""
-        return self._delete(lambda tier: tier.clear())
+        return self._delete(lambda tier: tier.clear(), lambda: self._deletions_log.delete([EVERYTHING]))
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the cache and, under ``tiers``, those of each tier."""
         counts = {name: self._counters[name] for name in ("hits", "misses", "rejected", "damaged")}
-        return {**counts, "tiers": self.tier_stats()}
+        return {**counts, "pending_deletions": self.pending_deletions, "tiers": self.tier_stats()}
 
 
 class _KeyLock:
@@ -229,6 +250,10 @@ def _tags(document_ids: Sequence[str]) -> list[str]:
     return sorted({content_hash("document", document_id) for document_id in document_ids})
 
 
+def _is_position(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _parse(key: str, data: bytes) -> dict[str, Any] | None:
     """Return the envelope in ``data``, or None if it is damaged or belongs to another key."""
     try:
@@ -241,6 +266,7 @@ def _parse(key: str, data: bytes) -> dict[str, Any] | None:
     well_formed = (
         isinstance(envelope.get("value"), dict)
         and isinstance(envelope.get("expires_at"), float)
+        and _is_position(envelope.get("position", 0))
         and isinstance(tags, list)
         and all(isinstance(tag, str) for tag in tags)
     )

@@ -29,6 +29,7 @@ _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _MAX_HEADER_BYTES = 1024**2
 _TENSOR = "kv"
 _TAGS = "tags"
+_POSITION = "position"
 _COMPRESSED_MAGIC = b"RPKZ"
 _COMPRESSION_LEVEL = 1
 _DTYPES = {
@@ -77,6 +78,7 @@ class PassageKV:
     Attributes:
         kv: (2, L, Hkv, T, D), keys first, contiguous, on any device.
         tags: Content keys of the documents that it was made from; it can be deleted by each.
+        position: How far the log of deletions was read before it was stored.
 
     Raises:
         CacheError: ``kv`` has another number of dimensions or is not contiguous.
@@ -84,6 +86,7 @@ class PassageKV:
 
     kv: Tensor
     tags: tuple[str, ...] = ()
+    position: int = 0
     expires_at: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
@@ -120,10 +123,11 @@ class PassageKV:
             kv = kv.clone()
         return self if kv is self.kv else replace(self, kv=kv)
 
-    def tagged(self, tags: Sequence[str]) -> PassageKV:
-        """Return the entry with ``tags`` added to its own."""
+    def tagged(self, tags: Sequence[str], position: int = 0) -> PassageKV:
+        """Return the entry with ``tags`` added to its own, and at ``position``."""
         merged = tuple(sorted({*self.tags, *tags}))
-        return self if merged == self.tags else replace(self, tags=merged)
+        is_unchanged = (merged, position) == (self.tags, self.position)
+        return self if is_unchanged else replace(self, tags=merged, position=position)
 
 
 class KVCodec:
@@ -134,6 +138,7 @@ class KVCodec:
     redis_prefix = "rag_posfix:passage:"
     redis_tag_prefix = "rag_posfix:passage-tag:"
     redis_index: str | None = "rag_posfix:passage-index"
+    redis_deletions = "rag_posfix:passage-deletions"
 
     def __init__(self, compress: bool = False) -> None:
         self._compress = compress
@@ -205,7 +210,7 @@ def deserialize(key: str, data: object, expected: EntryShape) -> PassageKV | Non
         copy = allocate(len(content))
         copy[:] = content
         content = copy
-    return PassageKV(_tensor(content, expected), tags)
+    return PassageKV(_tensor(content, expected), tags, _position(header))
 
 
 def _header_end(start: memoryview) -> int | None:
@@ -217,7 +222,8 @@ def _header_end(start: memoryview) -> int | None:
 
 
 def _serialized_header(entry: PassageKV) -> bytes:
-    header = {"__metadata__": {_TAGS: json.dumps(entry.tags)}, _TENSOR: _description(entry.shape)}
+    metadata = {_TAGS: json.dumps(entry.tags)} | ({_POSITION: str(entry.position)} if entry.position else {})
+    header = {"__metadata__": metadata, _TENSOR: _description(entry.shape)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # aligns the tensor
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -245,6 +251,12 @@ def _tags(header: dict[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         return None
     return tuple(tags)
+
+
+def _position(header: dict[str, Any]) -> int:
+    """Return the position of an entry; 0, before every deletion, for an entry of an earlier release."""
+    text = str(header["__metadata__"].get(_POSITION, "0"))
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 def _tensor(content: memoryview, shape: EntryShape) -> Tensor:

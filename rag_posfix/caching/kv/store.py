@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rag_posfix.caching.deletions import EVERYTHING
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.guard import Counters
 from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
@@ -63,7 +64,8 @@ class PassageStore(TieredCache[PassageKV]):
     Tiers that are not immediate are written in the background, after the answer. A hit is copied to the tiers before
     it, with its tags, so that a copy can be dropped with the original. A tier is searched only for entries that
     earlier tiers lack, so an entry that memory serves is not marked as used on disk. ``drop`` and ``clear`` reach the
-    tiers of this process; the memory of other processes keeps its copies.
+    tiers of this process, and within half a second the memory of processes that share a Redis. There is no lease: keys
+    and values are read only for a passage that is in the prompt, and go on being used while Redis is away.
 
     Args:
         tiers: The tiers, fastest first, at least one.
@@ -109,8 +111,9 @@ class PassageStore(TieredCache[PassageKV]):
             tags: For each key the content keys of the documents it was made from. A key that is put again loses
                 its earlier tags; a hit keeps them.
         """
-        tags_of = tags or {}
-        tagged = {key: entry.tagged(tags_of.get(key, ())) for key, entry in entries.items()}
+        self._deletions_log.start()
+        tags_of, position = tags or {}, self._deletions_log.position
+        tagged = {key: entry.tagged(tags_of.get(key, ()), position) for key, entry in entries.items()}
         self._put(self._on_device(tagged), len(self._tiers))
 
     def flush(self, timeout_seconds: float = 30.0) -> bool:
@@ -119,11 +122,16 @@ class PassageStore(TieredCache[PassageKV]):
 
     def drop(self, tags: Sequence[str]) -> int:
         """Drop every entry that has one of ``tags``; return the most that one tier held."""
-        return self._delete(lambda tier: tier.delete_tags(tags), lambda: self._behind.cancel(tags))
+        return self._delete_tags(tags, lambda: self._behind.cancel(tags))
 
     def clear(self) -> int:
         """Drop every entry; return the most that one tier held."""
-        return self._delete(lambda tier: tier.clear(), self._behind.cancel)
+
+        def prepare() -> None:
+            self._behind.cancel()
+            self._deletions_log.delete([EVERYTHING])
+
+        return self._delete(lambda tier: tier.clear(), prepare)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the store and, under ``tiers``, those of each tier.
@@ -134,7 +142,8 @@ class PassageStore(TieredCache[PassageKV]):
         tiers = self.tier_stats()
         counts = {name: self._counters[name] for name in ("hits", "misses", "hit_bytes", "errors", "dropped_writes")}
         n_bytes = sum(int(tier.get("bytes") or 0) for tier in tiers)
-        return {**counts, "bytes": n_bytes, "pending_writes": self._behind.pending, "tiers": tiers}
+        pending = {"pending_writes": self._behind.pending, "pending_deletions": self.pending_deletions}
+        return {**counts, "bytes": n_bytes, **pending, "tiers": tiers}
 
     def memory_tags(self) -> frozenset[str]:
         """Return the tags of the entries in memory; reads neither disk nor Redis."""

@@ -13,6 +13,7 @@ import json
 import re
 import string
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import checked_document, content_key
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.contracts.answer_form import WORDS, repeats
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Reranker
@@ -47,13 +49,23 @@ MAX_WORDS = 30
 """A short answer has at most this many words in its first line."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_SPACES = re.compile("[\u0e01-\u0ecd\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+_SURPLUS_SPACE = re.compile(f"(?<={_NO_SPACES.pattern}) | (?={_NO_SPACES.pattern})")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_WORDS = re.compile(r"\w+")
 
 
 def normalize(text: str) -> str:
-    """Return ``text`` in lower case without punctuation, articles and surplus spaces, as SQuAD compares answers."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return ``text`` in lower case without punctuation, articles and surplus spaces, as SQuAD compares answers.
+
+    A text of a script without spaces (Chinese, Japanese, Thai, ...) is compared in Unicode's NFKC form, without the
+    punctuation of any script, and without the spaces next to characters of such a script.
+    """
+    unspaced = _NO_SPACES.search(text) is not None
+    if unspaced:
+        text = unicodedata.normalize("NFKC", text)
+        text = "".join(" " if unicodedata.category(character).startswith("P") else character for character in text)
+    words = " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return _SURPLUS_SPACE.sub("", words) if unspaced else words
 
 
 def first_line(text: str) -> str:
@@ -71,22 +83,10 @@ def best_subspan_em(answer: str, accepted: Sequence[str]) -> float:
     return float(any((gold := normalize(candidate)) and gold in normalized for candidate in accepted))
 
 
-def repeats(text: str) -> bool:
-    """Return whether a run of words occurs in succession: a word three times, or two words or more twice."""
-    words = _WORDS.findall(text.lower())
-    for length in range(1, len(words) // 2 + 1):
-        times = 3 if length == 1 else 2
-        for start in range(len(words) - times * length + 1):
-            run = words[start : start + length]
-            if words[start : start + times * length] == run * times:
-                return True
-    return False
-
-
 def is_sound(answer: str) -> bool:
     """Return whether an answer is well formed: its first line has 1 to 30 words, and no run of words is repeated."""
     first = answer.split("\n", 1)[0]
-    return 1 <= len(_WORDS.findall(first)) <= MAX_WORDS and not repeats(answer)
+    return 1 <= len(WORDS.findall(first)) <= MAX_WORDS and not repeats(answer)
 
 
 def summarize_form(answers: Sequence[str]) -> dict[str, float]:
@@ -95,7 +95,7 @@ def summarize_form(answers: Sequence[str]) -> dict[str, float]:
     return {
         "sound": sum(map(is_sound, answers)) / count,
         "repeats": sum(map(repeats, answers)) / count,
-        "words": sum(len(_WORDS.findall(answer)) for answer in answers) / count,
+        "words": sum(len(WORDS.findall(answer)) for answer in answers) / count,
     }
 
 
@@ -185,7 +185,11 @@ def answer_all(
 def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> GenerationRequest:
     count = len(trial.documents)
     assembled = assembler.assemble(
-        trial.example.question, trial.documents, order=trial.order, max_new_tokens=max_new_tokens
+        trial.example.question,
+        trial.documents,
+        order=trial.order,
+        max_new_tokens=max_new_tokens,
+        history=trial.example.history,
     )
     if len(assembled.documents) != count:
         raise EvaluationError(
@@ -215,7 +219,7 @@ def score_passages(reranker: Reranker, example: PositionExample, count: int) -> 
     """
     documents = sorted(example.documents(count), key=content_key)
     name = getattr(reranker, "name", type(reranker).__name__)
-    ranked = rerank_or_raise(reranker, documents, example.question, label=name, query=example.id)
+    ranked = rerank_or_raise(reranker, documents, example.query, label=name, query=example.id)
     return {str(d.id): d for d in ranked}
 
 
@@ -259,5 +263,6 @@ def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_orde
         "any_order": any_order,
         "max_new_tokens": max_new_tokens,
         **({} if trial.order == "original" else {"order": trial.order}),
+        **({"history": trial.example.history} if trial.example.history else {}),
     }
     return content_hash(json.dumps(fields, sort_keys=True))

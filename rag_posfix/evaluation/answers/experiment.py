@@ -126,11 +126,13 @@ def arrangement_rerankers(
 ) -> dict[str, Reranker]:
     """Return the rerankers that ``arrangements`` name, by label; ``settings`` name their embeddings."""
     from rag_posfix.pipeline.build import build_embeddings
+    from rag_posfix.pipeline.servers import connect_with
     from rag_posfix.reranking.build import RerankerModels, build_reranker
 
     specs = {choice.reranker.label: choice.reranker for choice in arrangements if choice.reranker is not None}
-    embeddings = functools.cache(lambda: build_embeddings(settings or Settings()))
-    models = RerankerModels(embeddings=embeddings, generator=lambda: engine)
+    settings = settings or Settings()
+    embeddings = functools.cache(lambda: build_embeddings(settings))
+    models = RerankerModels(embeddings, lambda: engine, connect_with(settings))
     return {label: build_reranker(spec, models) for label, spec in specs.items()}
 
 

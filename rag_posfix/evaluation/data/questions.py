@@ -15,8 +15,10 @@ from typing import Any
 from langchain_core.documents import Document
 from pydantic import ValidationError
 
+from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import file_digest
+from rag_posfix.pipeline.query import history_query
 
 __all__ = ["GoldPosition", "PositionExample", "data_facts", "load_examples", "take_examples"]
 
@@ -35,6 +37,7 @@ class PositionExample:
         gold: The passages that the answer needs: one, or two of a multi-hop question.
         distractors: The others, the most tempting first.
         planted: A wrong answer that a hostile passage among them gives; empty without such a passage.
+        history: Earlier messages of the conversation.
 
     Raises:
         EvaluationError: ``gold`` is no tuple of documents.
@@ -46,12 +49,18 @@ class PositionExample:
     gold: tuple[Document, ...]
     distractors: tuple[Document, ...]
     planted: str = ""
+    history: tuple[ChatMessage, ...] = ()
 
     def __post_init__(self) -> None:
         if not (isinstance(self.gold, tuple) and self.gold and all(isinstance(d, Document) for d in self.gold)):
             raise EvaluationError(
                 f"question {self.id}: gold is a {type(self.gold).__name__}, must be a tuple of one document or more"
             )
+
+    @property
+    def query(self) -> str:
+        """What rerankers get: the question, joined with the last messages of the user before it."""
+        return history_query(self.question, self.history).text
 
     def documents(self, count: int, gold_position: GoldPosition | None = None) -> list[Document]:
         """Return the gold passages and the first distractors, ``count`` in all.
@@ -96,11 +105,12 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     """Read Lost-in-the-Middle rows, HotpotQA rows or SQuAD articles (XQuAD is one such file); the content tells which.
 
     Lost in the Middle is one JSON object per line with ``question``, ``answers`` and ``ctxs``, of which one has
-    ``isgold``; the other contexts are the distractors, in the order of the file. HotpotQA is one JSON object per line
-    with ``question``, ``answer``, ``supporting_facts`` and ``context``; two paragraphs are gold. SQuAD is one JSON
-    object whose ``data`` lists articles: the paragraph of a question is gold; its distractors are the other paragraphs
-    of the article, then one paragraph of each following article in turn. SQuAD's questions come one per paragraph and
-    article in turn, so that the first few cover many articles.
+    ``isgold``; the other contexts are the distractors, in the order of the file. Rows of these two may have a
+    ``history``, a list of messages ``{"role", "content"}``: they are turns of a conversation. HotpotQA is one JSON
+    object per line with ``question``, ``answer``, ``supporting_facts`` and ``context``; two paragraphs are gold. SQuAD
+    is one JSON object whose ``data`` lists articles: the paragraph of a question is gold; its distractors are the
+    other paragraphs of the article, then one paragraph of each following article in turn. SQuAD's questions come one
+    per paragraph and article in turn, so that the first few cover many articles.
 
     Args:
         path: The file; compressed if its name ends in ``.gz``.
@@ -151,7 +161,8 @@ def data_facts(data: Path | Sequence[PositionExample]) -> dict[str, str | None]:
     for example in data:
         passages = (*example.gold, *example.distractors)
         documents = [[d.id, d.metadata.get("title", ""), d.page_content] for d in passages]
-        digest.update(json.dumps([example.id, example.question, example.answers, documents]).encode())
+        turn = [example.id, example.question, example.answers, documents, *example.history]
+        digest.update(json.dumps(turn).encode())
     return {"name": None, "sha256": digest.hexdigest()}
 
 
@@ -196,15 +207,31 @@ def _rows(text: str, path: Path, limit: int | None, skip: int) -> Iterator[Posit
         if number < skip or not line.strip():
             continue
         try:
-            row = json.loads(line)
-            yield (_hotpotqa_example if "supporting_facts" in row else _lost_in_the_middle_example)(row, number)
-        except (AttributeError, KeyError, ValueError, TypeError, StopIteration) as error:
+            yield example_of_row(json.loads(line), number)
+        except ROW_ERRORS as error:
             raise EvaluationError(
                 f"{path}:{number + 1} is not a Lost-in-the-Middle row ({malformed(error)}); it needs "
                 "question, answers and ctxs with one isgold, or as a HotpotQA row question, answer, supporting_facts "
                 "and context"
             ) from error
         count += 1
+
+
+ROW_ERRORS = (AttributeError, KeyError, ValueError, TypeError, StopIteration)
+"""What reading a malformed row raises; ``malformed`` says it in words."""
+
+
+def example_of_row(row: Mapping[str, Any], number: int) -> PositionExample:
+    """Return the question of a HotpotQA or Lost-in-the-Middle row; one of ``ROW_ERRORS`` if it is malformed."""
+    return (_hotpotqa_example if "supporting_facts" in row else _lost_in_the_middle_example)(row, number)
+
+
+def _history(row: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
+    messages = row.get("history", [])
+    for message in messages if isinstance(messages, list) else [messages]:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"history is {messages!r}, must be a list of messages with role and content")
+    return tuple(messages)
 
 
 def _lost_in_the_middle_example(row: Mapping[str, Any], number: int) -> PositionExample:
@@ -215,7 +242,7 @@ def _lost_in_the_middle_example(row: Mapping[str, Any], number: int) -> Position
     ]
     gold = next(i for i, context in enumerate(row["ctxs"]) if context.get("isgold"))
     distractors = (*documents[:gold], *documents[gold + 1 :])
-    return PositionExample(str(number), question, answers, (documents[gold],), distractors)
+    return PositionExample(str(number), question, answers, (documents[gold],), distractors, history=_history(row))
 
 
 def _hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
@@ -234,7 +261,9 @@ def _hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
     if not titles or len(gold) != len(titles):
         raise ValueError(f"supporting_facts name {len(titles)} titles, of which the context has {len(gold)}")
     distractors = tuple(document for document in documents if document.metadata["title"] not in titles)
-    return PositionExample(str(row.get("id", number)), question.strip(), answers, gold, distractors)
+    return PositionExample(
+        str(row.get("id", number)), question.strip(), answers, gold, distractors, history=_history(row)
+    )
 
 
 def _squad_articles(text: str, path: Path) -> list[Any] | None:

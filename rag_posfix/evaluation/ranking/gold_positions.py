@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.data.hostile import hostile_id, with_hostile_passage
 from rag_posfix.evaluation.data.questions import (
     GoldPosition,
     PositionExample,
@@ -49,6 +50,7 @@ class GoldRank:
         forward_passes: Forward passes of the generator.
         tokens_read: Tokens in these, padding included.
         reused: Whether the ranking is from the journal.
+        hostile_first: Whether the hostile passage is ranked first; None without such a passage.
     """
 
     question: str
@@ -60,6 +62,7 @@ class GoldRank:
     forward_passes: int
     tokens_read: int
     reused: bool
+    hostile_first: bool | None = None
 
 
 def evaluate_reranking_positions(
@@ -70,6 +73,7 @@ def evaluate_reranking_positions(
     documents: int = 10,
     limit: int | None = None,
     skip: int = 0,
+    hostile: str | None = None,
     fresh: bool = False,
     settings: Settings | None = None,
     out: Path | None = None,
@@ -87,6 +91,7 @@ def evaluate_reranking_positions(
         documents: Number of passages per list.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
+        hostile: Replace the first distractor by a passage that repeats the question (``evaluation.data.hostile``).
         fresh: Recompute what is in the journal.
         settings: Models; read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.
@@ -104,6 +109,7 @@ def evaluate_reranking_positions(
         raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
     check_rerankers(rerankers)
     examples = take_examples(data, limit, skip)
+    examples = with_hostile_passage(examples, hostile) if hostile else examples
     for example in examples:  # before the model is loaded
         for gold_position in gold_positions:
             example.documents(documents, gold_position)
@@ -116,7 +122,7 @@ def evaluate_reranking_positions(
     for choice in rerankers:
         rows += rank_gold_positions(
             local_ranker(open_reranker(choice, models)), examples, gold_positions=gold_positions,
-            n_documents=documents, journal=journal, progress=progress,
+            n_documents=documents, journal=journal, hostile=hostile, progress=progress,
         )  # fmt: skip
     head = {
         "kind": "rerank-positions",
@@ -125,6 +131,7 @@ def evaluate_reranking_positions(
         "rerankers": {choice.label: choice.recorded_parameters for choice in rerankers},
         "settings": {
             "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
+            **({"hostile": hostile} if hostile else {}),
             "model": chosen.model, "embedding_model": chosen.embedding_model, "dtype": chosen.dtype,
             "device": chosen.device, "rankings_of_earlier_runs_by": journal.sources,
         },
@@ -140,6 +147,7 @@ def rank_gold_positions(
     gold_positions: Sequence[GoldPosition],
     n_documents: int,
     journal: RankJournal,
+    hostile: str | None = None,
     progress: Progress = silent,
 ) -> list[GoldRank]:
     """Rank the passages of every question with the gold passage at each position.
@@ -150,7 +158,7 @@ def rank_gold_positions(
     pairs = [(example, position) for example in examples for position in gold_positions]
     ids = [f"{example.id}@{position_label(position)}" for example, position in pairs]
     queries = [
-        QueryCandidates(query, example.question, tuple(example.documents(n_documents, position)))
+        QueryCandidates(query, example.query, tuple(example.documents(n_documents, position)))
         for query, (example, position) in zip(ids, pairs, strict=True)
     ]
     ranked = rerank(ranker, queries, journal, progress)
@@ -158,8 +166,14 @@ def rank_gold_positions(
     for query, (example, position) in zip(ids, pairs, strict=True):
         ranking, gold = ranked.rankings[query], {str(document.id) for document in example.gold}
         rank = max(map(ranking.ids.index, gold)) if gold <= set(ranking.ids) else None
-        reused = query in ranked.reused
-        rows.append(GoldRank(example.id, ranker.label, position, rank, reused=reused, **ranking.cost()))
+        planted = hostile and hostile_id(hostile, example)
+        is_planted = planted in [document.id for document in example.distractors]  # an FAQ plants none
+        rows.append(
+            GoldRank(
+                example.id, ranker.label, position, rank, reused=query in ranked.reused,
+                hostile_first=ranking.ids[0] == planted if is_planted else None, **ranking.cost(),
+            )
+        )  # fmt: skip
     return rows
 
 
@@ -171,7 +185,8 @@ def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
     ``first_minus_last`` compares the first requested position with the last, questions paired; ``p`` is the p-value of
     a randomisation test, ``p_holm`` after Holm's correction over the rerankers and both cuts. ``rankings_that_change``
     is the share of questions whose gold passage ends at another rank from another position: 0 for a scorer that does
-    not look at the order. ``rows`` has every question at every position under every reranker.
+    not look at the order. ``hostile_first`` is the share of rankings with the hostile passage first.
+    ``rows`` has every question at every position under every reranker.
     """
     by_reranker: dict[str, list[GoldRank]] = {}
     for row in rows:
@@ -194,10 +209,12 @@ def _summary(rows: Sequence[GoldRank]) -> dict[str, Any]:
     columns = list(table.values())
     ranks = zip(*([row.gold_rank for row in column] for column in columns), strict=True)
     calls = [float(row.calls) for row in rows if row.calls is not None]
+    captured = [float(row.hostile_first) for row in rows if row.hostile_first is not None]
     return {
         "places": {position_label(position): _at_position(column) for position, column in table.items()},
         **{f"recall@{cut}": _over_positions([_recalls(column, cut) for column in columns]) for cut in CUTS},
         "rankings_that_change": mean([float(len(set(by_position)) > 1) for by_position in ranks]),
+        **({"hostile_first": mean(captured)} if captured else {}),
         "seconds": mean([row.seconds for row in rows]),
         "calls": mean(calls) if calls else None,
         "forward_passes": mean([float(row.forward_passes) for row in rows]),

@@ -20,6 +20,7 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.plan import Plan
 
 
 @runtime_checkable
@@ -33,6 +34,15 @@ class SteppedGenerator(Generator, Protocol):
         self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
     ) -> Session:
         """Read a prompt and return the session that continues it."""
+        ...
+
+
+@runtime_checkable
+class PlanningGenerator(Generator, Protocol):
+    """A generator that checks a prompt without reading it; for example the engine."""
+
+    def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
+        """Return what a mitigation does with a prompt. Runs no model."""
         ...
 
 
@@ -162,7 +172,7 @@ def write_tokens(running: Sequence[RunningRequest]) -> list[RunningRequest]:
     scored: list[tuple[RunningRequest, Tensor]] = []
     for request in running:
         try:
-            scored.append((request, request.session.next_log_probs()))
+            scored.append((request, request.writer.next_log_probs()))
         except Exception as error:
             request.handle.fail(error)
     try:

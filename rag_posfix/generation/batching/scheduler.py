@@ -12,10 +12,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from rag_posfix.contracts.generator import PassageReader
-from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix.contracts.generator import CachingGenerator, Generator, PassageReader
+from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, whole_answer
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.batching.requests import (
+    PlanningGenerator,
     RequestHandle,
     RunningRequest,
     SteppedGenerator,
@@ -23,6 +24,7 @@ from rag_posfix.generation.batching.requests import (
     write_tokens,
 )
 from rag_posfix.generation.delegating import DelegatingGenerator
+from rag_posfix.generation.model.kv_cache import cache_bytes
 from rag_posfix.plan.layout import Layout
 
 __all__ = ["BatchingGenerator"]
@@ -54,6 +56,11 @@ class Worker:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        caches = [batch.cache for request in list(self._running) for batch in request.session.batches]
+        return cache_bytes(caches)
 
     def submit(self, handle: RequestHandle) -> None:
         """Queue a request; GenerationError if the worker was closed."""
@@ -193,6 +200,11 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         return self._worker.waiting
 
     @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the KV caches of the answers that are decoded, their spare capacity included."""
+        return self._worker.kv_cache_bytes
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed: further requests are refused."""
         return self._worker.closed
@@ -201,17 +213,24 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """Return a generator of the same size over another engine; this one stays as it is."""
         return BatchingGenerator(engine, self._max_running, self._on_step)
 
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Return the whole answer. Errors as those of ``stream``."""
+        return whole_answer(self._chunks(RequestHandle(request)))
+
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
 
-        Nothing happens before the first piece is asked for. From then on the answer is computed at the model's pace,
-        whether its pieces are read or not. Closing the iterator takes the answer out before the next step.
+        Only the request is checked before the first piece is asked for. From then on the answer is computed at the
+        model's pace, whether its pieces are read or not. Closing the iterator takes the answer out before the next
+        step.
 
         Raises:
-            RagPosfixError: those of ``Engine.open``, when the first piece is asked for.
+            RagPosfixError: those of ``Engine.open``, in this call where the engine can plan without reading.
             GenerationError: a step that several answers shared failed, or this generator was closed.
         """
-        yield from self._chunks(RequestHandle(request))
+        if isinstance(self._inner, PlanningGenerator):
+            self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens)
+        return self._chunks(RequestHandle(request))
 
     def stream_watched(
         self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
@@ -225,9 +244,14 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """
         yield from self._chunks(RequestHandle(request, check, released))
 
-    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
+    def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
+        """Return whether the engine's store has the prefix, and each passage, of a prompt. Runs no model."""
+        engine = self.engine
+        return engine.cached_segments(request) if isinstance(engine, CachingGenerator) else ()
+
+    def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
         """As ``Engine.question_likelihood``, in the thread of the caller: beside the answers, not between them."""
-        return self._reader().question_likelihood(layout, salt)
+        return self._reader().question_likelihood(layout, salt, bare=bare)
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
         """As ``Engine.first_token_log_probs``, in the thread of the caller."""
@@ -276,3 +300,13 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
                     return
         finally:
             handle.cancel()
+
+
+def batched(generator: Generator) -> Generator:
+    """Return ``generator`` with continuous batching; unchanged if it has it, or cannot be advanced step by step."""
+    return BatchingGenerator(generator) if isinstance(generator, SteppedGenerator) else generator
+
+
+def unbatched(generator: Generator) -> Generator:
+    """Return the generator that ``generator`` batches, or ``generator``."""
+    return generator.engine if isinstance(generator, BatchingGenerator) else generator

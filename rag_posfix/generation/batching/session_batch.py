@@ -96,7 +96,7 @@ def generate_batch(
     writers = [AnswerWriter(engine.encoder, s, r) for s, r in zip(sessions, requests, strict=True)]
     while True:
         open_answers = [pair for pair in zip(sessions, writers, strict=True) if not pair[1].done]
-        scores = [session.next_log_probs() for session, _ in open_answers]
+        scores = [writer.next_log_probs() for _, writer in open_answers]
         chosen = choose_together([writer.sampler for _, writer in open_answers], scores)
         for (_, writer), token, log_probs in zip(open_answers, chosen, scores, strict=True):
             writer.accept(token, log_probs)

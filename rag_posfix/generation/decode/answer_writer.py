@@ -21,6 +21,7 @@ from rag_posfix.contracts.request import (
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import score_tokens
 from rag_posfix.generation.model.tokenizer import Tokenizer
+from rag_posfix.text import REPLACEMENT
 
 
 class Sampler:
@@ -132,21 +133,24 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
-REPLACEMENT = "\ufffd"
-
-
 class TextStream:
     """Decodes one answer incrementally: full characters only, and nothing that may become a ``stop`` string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
+        self._stops = stop
         self._matcher = StopMatcher(stop)
         self._ids: list[int] = []
         self._window = 0  # tokens before it are never decoded again
         self._seen = 0  # characters of the window's text that are in `text` already
         self._emitted = 0
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.stop_string is not None
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; check ``stopped`` afterwards."""
@@ -161,16 +165,16 @@ class TextStream:
         return self._emit(new, hold_back=True)
 
     def finish(self) -> str:
-        """Return what was held back. Call once, at the end."""
+        """Return what was held back, without a character whose last bytes are missing. Call once, at the end."""
         held_back = "" if self.stopped else self._decode(self._ids[self._window :])[self._seen :]
-        return self._emit(held_back, hold_back=False)
+        return self._emit(held_back.rstrip(REPLACEMENT), hold_back=False)
 
     def _emit(self, new: str, hold_back: bool) -> str:
         self.text += new
         stop_start = None if self.stopped else self._matcher.push(new)
         if stop_start is not None:
+            self.stop_string = min((s for s in self._stops if self.text.startswith(s, stop_start)), key=len)
             self.text = self.text[:stop_start]
-            self.stopped = True
         end = len(self.text) - (self._matcher.undecided if hold_back and not self.stopped else 0)
         certain = self.text[self._emitted : end]
         self._emitted = max(self._emitted, end)
@@ -204,6 +208,8 @@ class AnswerWriter:
         self._cached_tokens = session.cached_tokens
         self.sampler = Sampler(request.sampling)
         self._text = TextStream(encoder.decode_answer, request.sampling.stop)
+        schema = request.sampling.json_schema
+        self._json = None if schema is None else encoder.json_grammars.begin(schema)
         self._ids: list[int] = []
         self._ends: list[int] = []
         self._scored: list[ScoredToken] = []
@@ -217,6 +223,12 @@ class AnswerWriter:
     @property
     def last(self) -> int:
         return self._ids[-1]
+
+    def next_log_probs(self) -> Tensor:
+        """Return the log-probabilities of the next token, (V,) float32; -inf where the JSON schema rules it out."""
+        if self._json is None:
+            return self._session.next_log_probs()
+        return self._session.next_log_probs(torch.frombuffer(bytearray(self._json.allowed()), dtype=torch.uint8) != 0)
 
     def write(self, log_probs: Tensor) -> Chunk:
         """Choose a token from (V,) log-probabilities and return the text that is certain now; then check ``done``."""
@@ -235,6 +247,10 @@ class AnswerWriter:
         else:
             new = self._text.push(token)
             self.done = self._text.stopped or len(self._ids) >= self._request.sampling.max_tokens
+            if self._json is not None:
+                self._json.append(token)
+                if self._json.is_complete:
+                    self._finish, self.done = "stop", True
         self._ends.append(len(self._text.text))
         self._seconds = time.perf_counter() - self._started
         return Chunk(new, log_probs=self._take_begun_tokens(new))
@@ -254,10 +270,12 @@ class AnswerWriter:
                 cached_tokens=self._cached_tokens,
             ),
             attention=self._attention,
+            weighted=self._session.weighted,
             sources=self._sources(),
             timings={"prefill": self._prefill_seconds, "decode": self._seconds},
             log_probs=tuple(self._scored),
             prompt_log_probs=self._prompt,
+            stop_string=self._text.stop_string,
         )
         return Chunk(held_back, generation, tuple(self._scored[self._sent_tokens :]))
 

@@ -132,8 +132,12 @@ def _suffix_attention(
 
 
 @torch.inference_mode()
-def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | None = None) -> tuple[float, ...]:
+def question_likelihood(
+    loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup | None = None, *, bare: bool = False
+) -> tuple[float, ...]:
     """Return for each passage the mean log-probability of the question's tokens after prefix and that passage alone.
+
+    With ``bare`` the last value is that of the question without a passage.
 
     Formula: (1 / N) sum_i log p(q_i | prefix, passage, suffix before q_i).
     Cost: prefix and passages that ``kv_lookup`` lacks are encoded once, in a batch; the suffix is read in one row per
@@ -142,6 +146,7 @@ def question_likelihood(loaded: LoadedModel, layout: Layout, kv_lookup: KVLookup
     if not layout.n_passages:
         return ()
     rows = tuple(RowPlan(passages=(index,)) for index in range(layout.n_passages))
+    rows += (RowPlan(passages=()),) if bare else ()
     plan = Plan(rows=rows, combine=_take_first_row, independent_passages=True, score_question=True)
     groups = prefill(loaded, layout, plan, kv_lookup)
     return tuple(value for group in groups for value in group.question.tolist())

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.candidate_answers import AnswerText, write_candidates
-from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute
+from rag_posfix.generation.decode.first_sentence import FirstSentence
+from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute, holds_one_each
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.generation.prefill.prefill import prefill_calibrated
 from rag_posfix.generation.prefill.segments import KVLookup
@@ -44,6 +46,7 @@ class Session:
         kv_lookup: KVLookup | None = None,
     ) -> None:
         started = time.perf_counter()
+        layout = plan.layout or layout
         self._plan, groups = prefill_calibrated(loaded, layout, plan, kv_lookup)
         self.cached_tokens = min(layout.suffix.start, *(group.cached_tokens for group in groups))
         self.batches = [group.batch for group in groups]
@@ -54,6 +57,7 @@ class Session:
         self._attention = torch.cat([group.passage_shares for group in groups])  # (R, N)
         self._weights: Tensor | None = None
         self._attribution: AttributionTracker | None = None
+        self._sentence = FirstSentence(text.decode if text and self._plan.tracks_sentence else None)
         if plan.draft is not None:
             self._weigh_rows(plan.draft, text or AnswerText())
         self.prefill_seconds = time.perf_counter() - started
@@ -64,20 +68,40 @@ class Session:
         return all(batch.can_share_pass for batch in self.batches)
 
     @torch.inference_mode()
-    def next_log_probs(self) -> Tensor:
-        """Return the log-probabilities of the next token, (V,) float32."""
-        log_probs, weights = self._combine(self._log_probs, self._answer)
+    def next_log_probs(self, allowed: Tensor | None = None) -> Tensor:
+        """Return the log-probabilities of the next token, (V,) float32.
+
+        Args:
+            allowed: Which tokens may be chosen, after the rows were combined; the scores of all others are -inf. Where
+                the plan rules out all of them, they have the weighted mean of their rows' log-probabilities.
+
+        Shapes:
+            allowed: (at most V,) bool; tokens after its end are not allowed.
+        """
+        log_probs, weights = self._combine(self._log_probs, self._answer, self._sentence)
         if self._attribution is not None:
             self._attribution.weigh_rows(weights)
-        return log_probs
+        if allowed is None:
+            return log_probs
+        excluded = functional.pad(~allowed, (0, log_probs.shape[0] - allowed.shape[0]), value=True)
+        excluded = excluded.to(log_probs.device)
+        masked = log_probs.masked_fill(excluded, float("-inf"))
+        if bool(masked.isfinite().any()):
+            return masked
+        return (weights[:, None] * self._log_probs).sum(dim=0).masked_fill(excluded, float("-inf"))
 
     @torch.inference_mode()
     def attention(self) -> tuple[float, ...]:
         """Return each passage's share of the attention, rows weighted as the plan weights them. Sums to 1."""
-        weights = self._combine(self._log_probs, self._answer)[1]
+        weights = self._combine(self._log_probs, self._answer, self._sentence)[1]
         mass = (weights[:, None] * self._attention).sum(dim=0)
         total, *shares = torch.cat((mass.sum()[None], mass)).tolist()  # read once
         return tuple(share / total for share in shares) if total > 0 else tuple(0.0 for _ in shares)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the shares of ``attention`` are the weights of rows that hold one passage each."""
+        return sum(batch.n_rows for batch in self.batches) > 1 and all(map(holds_one_each, self.batches))
 
     @torch.inference_mode()
     def attribute_tokens(self) -> None:
@@ -111,6 +135,7 @@ class Session:
         ``logits`` are (R, V), in the model's dtype, ``observers`` the ``observers()`` after the pass.
         """
         self._answer = self._answer + self._log_probs[:, token_id]
+        self._sentence = self._sentence.add(token_id)
         self._log_probs = logits.float().log_softmax(dim=-1)
         if self._attribution is not None:
             self._attribution.take(observers)
@@ -140,10 +165,10 @@ class Session:
         steps = [self._log_probs]
         if logits is not None:
             steps.extend(logits.float().log_softmax(dim=-1).unbind(dim=1))
-        answer, scores = self._answer, []
+        answer, sentence, scores = self._answer, self._sentence, []
         for log_probs, token in zip(steps, token_ids, strict=True):
-            scores.append(float(self._combine(log_probs, answer)[0][token]))
-            answer = answer + log_probs[:, token]
+            scores.append(float(self._combine(log_probs, answer, sentence)[0][token]))
+            answer, sentence = answer + log_probs[:, token], sentence.add(token)
         return tuple(scores)
 
     @torch.inference_mode()
@@ -157,8 +182,9 @@ class Session:
         *steps, self._log_probs = (self._log_probs, *logits.float().log_softmax(dim=-1).unbind(dim=1))
         scores = []
         for log_probs, token in zip(steps, token_ids, strict=True):
-            scores.append(self._combine(log_probs, self._answer)[0])
+            scores.append(self._combine(log_probs, self._answer, self._sentence)[0])
             self._answer = self._answer + log_probs[:, token]
+            self._sentence = self._sentence.add(token)
         if self._attribution is not None:
             self._attribution.take(observers)
         return torch.stack(scores)
@@ -197,7 +223,9 @@ class Session:
         self._answer, self._confidence = self._answer[rows], self._confidence[rows]
         self._attention = self._attention[rows]
 
-    def _combine(self, log_probs: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    def _combine(self, log_probs: Tensor, answer: Tensor, sentence: FirstSentence) -> tuple[Tensor, Tensor]:
         if self._plan.combine is None:
             return log_probs[0], log_probs.new_ones(1)
-        return self._plan.combine(RowScores(log_probs, self._question, answer, self._confidence, self._weights))
+        return self._plan.combine(
+            RowScores(log_probs, self._question, answer, self._confidence, self._weights, not sentence.is_over)
+        )

@@ -85,19 +85,19 @@ def can_attribute(batches: Sequence[SequenceBatch]) -> bool:
     Not where a model is split over processes, each of which sees its own heads only, nor where a layer forgets keys.
     """
     return all(
-        batch.loaded.spec.ranks.count == 1 and (batch.loaded.keeps_all_keys or _holds_one_each(batch))
+        batch.loaded.spec.ranks.count == 1 and (batch.loaded.keeps_all_keys or holds_one_each(batch))
         for batch in batches
     )
 
 
-def _holds_one_each(batch: SequenceBatch) -> bool:
+def holds_one_each(batch: SequenceBatch) -> bool:
     """Return whether no row holds two passages: then no attention need be looked at."""
     return all(len(held) < 2 for held in batch.passage_spans)
 
 
 def _segments(batch: SequenceBatch, n_passages: int) -> Tensor | None:
     """Return each cached token's passage, (R, length), N outside of passages; None if no row holds two passages."""
-    if _holds_one_each(batch):
+    if holds_one_each(batch):
         return None
     segments = torch.full((batch.n_rows, batch.length), n_passages, dtype=torch.long)
     for row, held in enumerate(batch.passage_spans):

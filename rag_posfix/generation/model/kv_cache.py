@@ -139,3 +139,14 @@ class ConcatenatedCache(Cache):  # type: ignore[misc]
         for cache, key, value in zip(self._caches, keys, values, strict=False):
             cache.layers[layer_idx].update(key, value)
         return key_states, value_states
+
+
+def cache_bytes(caches: Sequence[Cache]) -> int:
+    """Return the bytes of the buffers of KV caches; caches that share buffers count them once."""
+    storages = {}
+    for layer in (layer for cache in caches for layer in cache.layers):
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -18,6 +18,9 @@ from rag_posfix.patching.forward_context import Overrides, active, current
 from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import MaskFunction
 
+TRAINABLE = "train under none, or under a method that changes only masks and positions"
+"""What an error advises for a plan without a training forward."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnsweredPrompt:
@@ -138,11 +141,7 @@ def _pack_masks(rows: Sequence[tuple[Overrides, Tensor]]) -> Overrides:
 def _check(overrides: Overrides) -> None:
     if overrides.head_scale is not None or overrides.hidden_scale is not None:
         raise PlanConflictError(
-            "a plan that scales heads or a hidden channel for the last token has no training forward; train under "
-            "none, parallel_windows, set_prompting or parallel_encoding"
+            f"a plan that scales heads or a hidden channel for the last token has no training forward; {TRAINABLE}"
         )
     if overrides.attend is not None and not overrides.attend.differentiable:
-        raise PlanConflictError(
-            f"{type(overrides.attend).__name__} has no gradient; train under none, parallel_windows, set_prompting or "
-            "parallel_encoding"
-        )
+        raise PlanConflictError(f"{type(overrides.attend).__name__} has no gradient; {TRAINABLE}")

@@ -24,6 +24,7 @@ from rag_posfix.patching.forward_context import (
     Overrides,
     active,
 )
+from rag_posfix.patching.plain import PlainCache
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
@@ -92,8 +93,13 @@ class SequenceBatch:
     def empty(cls, loaded: LoadedModel, n_rows: int = 1, overrides: Overrides | None = None) -> SequenceBatch:
         positions = torch.zeros((n_rows, 0), device=loaded.device)
         # Our own cache where every layer keeps all keys, else the model's own kind.
-        keeps_all = loaded.keeps_all_keys
-        cache = GrowingCache(loaded.spec.shape.n_layers) if keeps_all else DynamicCache(config=loaded.model.config)
+        cache: Any
+        if loaded.spec.plain is not None:
+            cache = PlainCache()
+        elif loaded.keeps_all_keys:
+            cache = GrowingCache(loaded.spec.shape.n_layers)
+        else:
+            cache = DynamicCache(config=loaded.model.config)
         return cls(loaded, cache, positions, overrides=overrides or Overrides())
 
     @property
@@ -192,7 +198,8 @@ class SequenceBatch:
             cache = self.cache.copy(self.length, index)
         else:
             cache = self.cache
-            cache.batch_select_indices(index)
+            if self.n_rows > 1:  # the caches of models without the attention hook have one row
+                cache.batch_select_indices(index)
         starts = tuple(self.starts[row] for row in rows) if self.starts else ()
         spans = tuple(self.passage_spans[row] for row in rows) if self.passage_spans else ()
         return replace(self, cache=cache, positions=self.positions[index], starts=starts, passage_spans=spans)
@@ -289,6 +296,8 @@ def run_model(
     Without a cache (None) the tokens are all there are, and nothing is kept of them.
     Positions are integers, as the model was trained with them, where they are whole numbers.
     """
+    if loaded.spec.plain is not None:
+        return loaded.spec.plain(loaded.model, ids, cache, keep)
     with active(context):
         output = loaded.model(
             input_ids=ids,

@@ -5,6 +5,7 @@ The tokenizer is passed in; nothing here imports transformers or tokenizers.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from bisect import bisect_left, bisect_right
@@ -14,6 +15,7 @@ from typing import Any
 
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.model.json_grammar import JsonGrammars
 from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
 
@@ -42,6 +44,7 @@ class Tokenizer:
     Attributes:
         control_ids: Tokens that no text encodes to.
         eos_ids: Tokens that end an answer: the tokenizer's, the chat template's end of a turn, and the given ones.
+        json_grammars: The JSON texts that its tokens can write.
 
     Raises:
         ConfigError: ``tokenizer`` is not a fast one.
@@ -54,6 +57,8 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} has no backend_tokenizer; load a fast tokenizer (AutoTokenizer does)"
             )
         self._chat = tokenizer
+        self._tools: Sequence[Mapping[str, Any]] | None = None
+        self._opening = ""
         # Copies of the backend: truncation, padding and whether control tokens are recognised are state of a backend,
         # so that other users of a shared one would change the encoding.
         self._template, self._text, controls, self.control_ids = _backends(backend)
@@ -64,6 +69,27 @@ class Tokenizer:
             id_: token.content for id_, token in self._template.get_added_tokens_decoder().items()
         }
         self.eos_ids = self._find_eos(eos_ids)
+        self.json_grammars = JsonGrammars(self._all_bytes, self.encode_text, self.control_ids, self.eos_ids)
+
+    @property
+    def has_tools(self) -> bool:
+        return self._tools is not None
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]], opening: str = "") -> Tokenizer:
+        """Return a tokenizer whose chats have tools; this one does not change.
+
+        Args:
+            tools: The tools in OpenAI's form; may be empty for a conversation that has used tools.
+            opening: Text of the chat template that the answer begins with.
+
+        Raises:
+            ConfigError: a text of a tool contains a control token, which the template would write.
+        """
+        if (control := self._control_names.search(clean_text(json.dumps(tools, ensure_ascii=False)))) is not None:
+            raise ConfigError(f"a tool contains the control token {control[0]!r}; take it out of name and description")
+        tokenizer = copy.copy(self)
+        tokenizer._tools, tokenizer._opening = tuple(tools), opening
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -138,6 +164,10 @@ class Tokenizer:
         # Some decoders strip the space before a text: after a first token, nothing is stripped.
         return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
 
+    def _all_bytes(self) -> list[bytes]:
+        """Return the bytes of every token."""
+        return [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the exact text of ``token_ids``, control tokens included."""
         return str(self._template.decode(list(token_ids), skip_special_tokens=False))
@@ -158,9 +188,13 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             return (self._chat.bos_token or "") + "\n\n".join(message["content"] for message in messages)
-        chat = [dict(message) for message in messages]  # templates may change them
+        chat: list[dict[str, Any]] = [dict(message) for message in messages]  # templates may change them
+        for message in chat:
+            if "tool_calls" in message:
+                message["tool_calls"] = json.loads(message["tool_calls"])
+        tools = {"tools": copy.deepcopy(list(self._tools))} if self._tools else {}
         try:
-            rendered = self._chat.apply_chat_template(chat, tokenize=False, add_generation_prompt=open_answer)
+            rendered = self._chat.apply_chat_template(chat, tokenize=False, add_generation_prompt=open_answer, **tools)
         # Templates are programs that come with a model: they raise what they like.
         except Exception as error:
             roles = ", ".join(message["role"] for message in chat)
@@ -168,7 +202,7 @@ class Tokenizer:
                 f"the chat template refused messages with the roles {roles}: {error}; move the content of a role "
                 "the model does not know into the user's message"
             ) from error
-        return str(rendered)
+        return str(rendered) + (self._opening if open_answer else "")
 
     def save(self, folder: Path) -> None:
         self._chat.save_pretrained(folder)

@@ -68,7 +68,17 @@ def encode_passages(
 
     Cost: one forward pass over the prefix and one, or few, over all missing passages. New ones are added to the store.
     """
-    overrides, first = _encoding_overrides(rows), rows[0]
+    overrides = _encoding_overrides(rows)
+    prefix, needed = _segments_of(layout, rows)
+    if not len(prefix):
+        return _find_or_encode(loaded, layout, needed, None, overrides, kv_lookup)
+    kv, cached = _find_or_encode(loaded, layout, {_PREFIX: prefix}, None, overrides, kv_lookup)
+    passage_kv, n_cached = _find_or_encode(loaded, layout, needed, (prefix, kv[_PREFIX]), overrides, kv_lookup)
+    return {**kv, **passage_kv}, cached + n_cached
+
+
+def _segments_of(layout: Layout, rows: Sequence[ResolvedRow]) -> tuple[Segment, dict[_Key, Segment]]:
+    """Return the prefix, and every passage of a row at each of its positions."""
     needed: dict[_Key, Segment] = {}
     for row in rows:
         for passage, span in row.passage_spans:
@@ -76,12 +86,21 @@ def encode_passages(
             if len(span):
                 tokens = layout.tokens(layout.passages[passage])
                 needed.setdefault((passage, float(positions[0])), Segment(tokens, positions))
-    prefix = Segment(layout.tokens(layout.prefix), first.positions[0, layout.prefix.slice])
-    if not len(prefix):
-        return _find_or_encode(loaded, layout, needed, None, overrides, kv_lookup)
-    kv, cached = _find_or_encode(loaded, layout, {_PREFIX: prefix}, None, overrides, kv_lookup)
-    passage_kv, n_cached = _find_or_encode(loaded, layout, needed, (prefix, kv[_PREFIX]), overrides, kv_lookup)
-    return {**kv, **passage_kv}, cached + n_cached
+    return Segment(layout.tokens(layout.prefix), rows[0].positions[0, layout.prefix.slice]), needed
+
+
+def cached_passages(
+    loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], kv_lookup: KVLookup
+) -> tuple[bool, ...]:
+    """Return whether the prefix, and each passage at all its positions, is stored."""
+    encoding = kv_lookup.independent_encoding(_encoding_overrides(rows))
+    prefix, needed = _segments_of(layout, rows)
+    before = (prefix,) if len(prefix) else ()
+    requests = [*(KVRequest(prefix) for _ in before), *(KVRequest(segment, before) for segment in needed.values())]
+    entries = kv_lookup.find(loaded, encoding, requests)
+    keys = [*([_PREFIX] if before else ()), *needed]
+    missing = {key[0] for key, entry in zip(keys, entries, strict=True) if entry is None}
+    return tuple(index not in missing for index in range(-1, layout.n_passages))
 
 
 def _find_or_encode(
@@ -127,8 +146,7 @@ def prefill_blended(
 
     Cost with all segments cached: the first layers of the whole prompt, a fraction of it in all layers, the suffix.
     """
-    alone = replace(row, positions=window_positions(layout, windows_of(layout, None)))
-    kv, cached = encode_passages(loaded, layout, [alone], kv_lookup)
+    kv, cached = encode_passages(loaded, layout, [independent_row(layout, row)], kv_lookup)
     batch = _move_passages(loaded, row, kv)
     chosen = _tokens_to_recompute(loaded, row, batch, blend)
     if len(chosen):
@@ -139,6 +157,11 @@ def prefill_blended(
     return prefilled_group(batch, logits, layout, [row], observer, max(0, cached - len(chosen)))
 
 
+def independent_row(layout: Layout, row: ResolvedRow) -> ResolvedRow:
+    """Return the row with every passage at the positions right after the prefix."""
+    return replace(row, positions=window_positions(layout, windows_of(layout, None)))
+
+
 def _move_passages(loaded: LoadedModel, row: ResolvedRow, kv: dict[tuple[int, float], Tensor]) -> SequenceBatch:
     """Return a batch that holds prefix and passages, keys rotated to their positions in the prompt."""
     first = len(row.layout.prefix)
@@ -146,7 +169,7 @@ def _move_passages(loaded: LoadedModel, row: ResolvedRow, kv: dict[tuple[int, fl
     for passage, span in row.passage_spans:
         if len(span):
             keys, values = kv[passage, float(first)]
-            segments.append(torch.stack((rerotate(loaded.model, loaded.spec, keys, span.start - first), values)))
+            segments.append(torch.stack((rerotate(loaded.spec, keys, span.start - first), values)))
     length = row.layout.suffix.start
     return concatenate_kv(loaded, [segments], [row.positions[:, :length]], len(row.layout.suffix), row.overrides)
 

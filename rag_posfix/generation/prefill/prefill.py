@@ -14,7 +14,13 @@ from torch import Tensor
 
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
-from rag_posfix.generation.prefill.per_passage import can_share_batch, prefill_blended, prefill_per_passage
+from rag_posfix.generation.prefill.per_passage import (
+    cached_passages,
+    can_share_batch,
+    independent_row,
+    prefill_blended,
+    prefill_per_passage,
+)
 from rag_posfix.generation.prefill.rows import PrefilledGroup, ResolvedRow, logits_to_keep, prefilled_group, resolve
 from rag_posfix.generation.prefill.segments import KVLookup, KVRequest, Segment, concatenate_kv, copy_kv
 from rag_posfix.patching.forward_context import Observer
@@ -39,6 +45,26 @@ def prefill(
         groups = [prefill_per_passage(loaded, layout, rows[:n_independent], plan.score_question, kv_lookup)]
         rows = rows[n_independent:]
     return [*groups, *(_prefill_row(loaded, layout, row, plan.score_question, kv_lookup) for row in rows)]
+
+
+def cached_segments(loaded: LoadedModel, layout: Layout, plan: Plan, kv_lookup: KVLookup) -> tuple[bool, ...]:
+    """Return whether the prefix, and each passage, of a prompt is stored as ``prefill`` would look it up."""
+    row_plans = plan.rows if plan.calibration is None else (RowPlan(reusable=layout.boundaries),)
+    rows = [resolve(row, layout, loaded.device) for row in row_plans]
+    n_segments = layout.n_passages + 1
+    if not loaded.keeps_all_keys or not rows:
+        return (False,) * n_segments
+    if plan.blend is not None and layout.n_passages:
+        return cached_passages(loaded, layout, [independent_row(layout, rows[0])], kv_lookup)
+    if plan.calibration is None and plan.independent_passages and layout.n_passages and can_share_batch(rows):
+        independent = [row for row, row_plan in zip(rows, row_plans, strict=True) if not row_plan.all_passages]
+        return cached_passages(loaded, layout, independent, kv_lookup)
+    row = rows[0]
+    entries = kv_lookup.find(loaded, kv_lookup.prefix_encoding(row.overrides), _prefix_requests(row))
+    n_hits = [*entries, None].index(None)
+    stop = row.reusable[n_hits - 1] if n_hits else 0
+    stored = {passage for passage, span in row.passage_spans if span.stop <= stop}
+    return (len(layout.prefix) <= stop, *(index in stored for index in range(layout.n_passages)))
 
 
 def extend(loaded: LoadedModel, layout: Layout, row: RowPlan, before: SequenceBatch, length: int) -> PrefilledGroup:

@@ -13,11 +13,12 @@ import logging
 import random
 import re
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
-from concurrent.futures import wait
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ Event = Mapping[str, Any]
 POLL_SECONDS = 0.05
 """How often a waiting caller checks whether its request was cancelled."""
 LONGEST_PAUSE_SECONDS = 10.0
-"""The longest pause before another attempt, whatever ``Retry-After`` says."""
+"""The longest pause before another attempt; a server that asks for more is not asked again."""
 _FIRST_PAUSE_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _ERROR_BYTES = 16 * 1024
@@ -68,15 +69,17 @@ class ServerLimits:
         connect_seconds: Time limit for opening a connection.
         read_seconds: How long the server may be silent: before the first token, and between two pieces of an answer.
         retries: Further attempts after status 429 or 503 or a failed connection, before any part of an answer came.
+        concurrency: Requests of ``post_all`` that are sent at the same time, those of all questions together.
     """
 
     connect_seconds: float = 10.0
     read_seconds: float = 120.0
     retries: int = 2
+    concurrency: int = 16
 
     def __post_init__(self) -> None:
-        if self.connect_seconds <= 0 or self.read_seconds <= 0 or self.retries < 0:
-            raise ConfigError(f"time limits must be above 0 and retries at least 0, got {self}")
+        if self.connect_seconds <= 0 or self.read_seconds <= 0 or self.retries < 0 or self.concurrency < 1:
+            raise ConfigError(f"time limits and concurrency must be above 0 and retries at least 0, got {self}")
 
 
 class Connection:
@@ -86,6 +89,7 @@ class Connection:
         url: Base URL of the server.
         api_key: Sent as ``Authorization: Bearer``; None sends none. It is in no message and no log.
         check_cancelled: Called while an answer is awaited; what it raises ends the request and is raised there.
+        remaining_seconds: Returns the seconds that the request of the running thread has left.
 
     Raises:
         ConfigError: httpx2 is not installed.
@@ -97,15 +101,18 @@ class Connection:
         api_key: str | None = None,
         limits: ServerLimits | None = None,
         check_cancelled: Callable[[], None] = lambda: None,
+        remaining_seconds: Callable[[], float] = lambda: inf,
     ) -> None:
         try:
             import httpx2
+            from anyio import CapacityLimiter
             from anyio.from_thread import start_blocking_portal
         except ImportError as error:
             raise missing_extra("httpx2", "remote") from error
         self.url = url
         self._limits = limits or ServerLimits()
         self._check_cancelled = check_cancelled
+        self._remaining_seconds = remaining_seconds
         self._client = httpx2.AsyncClient(
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
             timeout=httpx2.Timeout(self._limits.read_seconds, connect=self._limits.connect_seconds),
@@ -115,6 +122,7 @@ class Connection:
         stack = ExitStack()
         self._portal = stack.enter_context(start_blocking_portal(name="rag_posfix-remote"))
         stack.callback(self._portal.call, self._client.aclose)
+        self._permits = self._portal.call(CapacityLimiter, self._limits.concurrency)
         self.close = weakref.finalize(self, stack.close)  # the thread would outlive whoever forgets to close
         """Close all connections; running answers end with an error."""
 
@@ -131,15 +139,12 @@ class Connection:
         Raises:
             UpstreamTimeoutError: the server was silent for longer than ``read_seconds``.
             UpstreamError: the connection failed or was cut, or the answer is not what the API promises.
-            OverloadedError: the server has no capacity (429), also after the retries.
+            OverloadedError: the server has no capacity (429), also after the retries. A ``Retry-After`` beyond 10 s or
+                beyond the time limit of the request is not waited for.
             PromptTooLongError: the server reports that the prompt exceeds its context window.
         """
         received: SimpleQueue[Event | None] = SimpleQueue()
-        max_bytes = _BASE_BYTES + _BYTES_PER_TOKEN * max_tokens
-        try:
-            task = self._portal.start_task_soon(partial(self._run, route, body, max_bytes, received.put))
-        except RuntimeError as error:
-            raise GenerationError(f"the connection to {self.url} was closed; make another generator") from error
+        task = self._start(route, body, max_tokens, received.put)
         task.add_done_callback(lambda _: received.put(None))  # wakes whoever waits
         try:
             while True:
@@ -156,14 +161,82 @@ class Connection:
             task.cancel()
             wait([task], timeout=_CLOSE_SECONDS)
 
-    async def _run(self, route: str, body: Event, max_bytes: int, emit: Callable[[Event], None]) -> None:
-        """Repeat the request until an answer or the last retry; emit the objects of the answer. In the event loop."""
+    def get(self, route: str) -> Event:
+        """Return the JSON object of a route. Errors as those of ``post``."""
+        received: list[Event] = []
+        self._start(route, None, 0, received.append).result()
+        return received[0]
+
+    def post_all(
+        self, route: str, bodies: Sequence[Event], max_tokens: int, check: Callable[[], None] = lambda: None
+    ) -> list[Event]:
+        """Send requests together, none of them with ``stream``, and return the objects of their answers.
+
+        They begin in the given order, at most ``concurrency`` at a time. A request that waits for another attempt
+        holds none of these permits. An error of one, or of ``check``, ends all.
+
+        Args:
+            check: Called while answers are awaited; what it raises is raised here.
+
+        Raises:
+            UpstreamError: as for ``post``, and with it the other errors of ``post``.
+        """
+        answers: list[list[Event]] = [[] for _ in bodies]
+        pairs = zip(bodies, answers, strict=True)
+        tasks = [self._start(route, body, max_tokens, answer.append, self._permits) for body, answer in pairs]
+        pending = set(tasks)
+        try:
+            while pending:
+                self._check_cancelled()
+                check()
+                done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        finally:
+            for task in pending:
+                task.cancel()
+            wait(pending, timeout=_CLOSE_SECONDS)
+        return [answer[0] for answer in answers]
+
+    def _start(
+        self,
+        route: str,
+        body: Event | None,
+        max_tokens: int,
+        emit: Callable[[Event], None],
+        permits: AbstractAsyncContextManager[Any] | None = None,
+    ) -> Future[None]:
+        max_bytes = _BASE_BYTES + _BYTES_PER_TOKEN * max_tokens
+        permits = nullcontext() if permits is None else permits
+        try:
+            run = partial(self._run, route, body, max_bytes, emit, self._remaining_seconds(), permits)
+            return self._portal.start_task_soon(run)
+        except RuntimeError as error:
+            raise GenerationError(f"the connection to {self.url} was closed; make another generator") from error
+
+    async def _run(
+        self,
+        route: str,
+        body: Event | None,
+        max_bytes: int,
+        emit: Callable[[Event], None],
+        seconds: float,
+        permits: AbstractAsyncContextManager[Any],
+    ) -> None:
+        """Repeat the request until an answer or the last retry; emit the objects of the answer. In the event loop.
+
+        ``permits`` is held during an attempt, not between attempts.
+        """
         import anyio
         import httpx2
 
+        end = anyio.current_time() + seconds
         for attempt in range(self._limits.retries + 1):
+            is_last = attempt == self._limits.retries
+            longest = None if is_last else min(LONGEST_PAUSE_SECONDS, end - anyio.current_time())
             try:
-                pause = await self._attempt(route, body, max_bytes, emit, last=attempt == self._limits.retries)
+                async with permits:
+                    pause = await self._attempt(route, body, max_bytes, emit, longest)
             except httpx2.TimeoutException as error:
                 _log.warning("the server at %s was silent for too long", self.url)
                 raise UpstreamTimeoutError(
@@ -182,33 +255,44 @@ class Connection:
             await anyio.sleep(min(max(pause, backoff), LONGEST_PAUSE_SECONDS))
 
     async def _attempt(
-        self, route: str, body: Event, max_bytes: int, emit: Callable[[Event], None], *, last: bool
+        self,
+        route: str,
+        body: Event | None,
+        max_bytes: int,
+        emit: Callable[[Event], None],
+        longest_pause: float | None,
     ) -> float | None:
-        """Emit the answer and return None, or return the seconds to wait before another attempt."""
+        """Emit the answer and return None, or return the seconds to wait before another attempt.
+
+        Without a body it is a GET. A ``longest_pause`` of None is for the last attempt.
+        """
         import httpx2
 
-        headers = {"accept": "text/event-stream" if body.get("stream") else "application/json"}
+        is_stream = body is not None and bool(body.get("stream"))
+        headers = {"accept": "text/event-stream" if is_stream else "application/json"}
+        method = "GET" if body is None else "POST"
         async with AsyncExitStack() as stack:
             try:
                 response = await stack.enter_async_context(
-                    self._client.stream("POST", self.url + route, json=body, headers=headers)
+                    self._client.stream(method, self.url + route, json=body, headers=headers)
                 )
             except (httpx2.ReadTimeout, httpx2.WriteTimeout):
                 raise  # the server may be at work: asking again would double it
             except httpx2.TransportError as error:
                 _log.warning("the server at %s cannot be reached (%s)", self.url, type(error).__name__)
-                if not last:
+                if longest_pause is not None:
                     return 0.0
                 raise UpstreamError(
                     f"{self.url} cannot be reached ({type(error).__name__}); check the URL, and that the server runs"
                 ) from error
-            if response.status_code in _RETRIED and not last:
-                return _retry_after(response.headers.get("retry-after", ""))
+            pause = _retry_after(response.headers.get("retry-after", ""))
+            if response.status_code in _RETRIED and longest_pause is not None and pause <= longest_pause:
+                return pause
             if response.status_code != 200:
                 content = await _read_up_to(response, _ERROR_BYTES)
                 _log.warning("the server at %s answered with status %d", self.url, response.status_code)
-                raise failure_of_status(self.url, response.status_code, content)
-            async for data in _contents(response, max_bytes, stream=bool(body.get("stream"))):
+                raise failure_of_status(self.url, response.status_code, content, pause)
+            async for data in _contents(response, max_bytes, stream=is_stream):
                 if data is None:
                     raise UpstreamError(
                         f"{self.url} sent more than {max_bytes} bytes, too much for the tokens asked for"
@@ -217,6 +301,8 @@ class Connection:
                     event = json.loads(data)
                 except (ValueError, RecursionError):
                     event = None
+                if isinstance(event, list):  # text-embeddings-inference ranks in a bare list
+                    event = {"results": event}
                 if not isinstance(event, dict):
                     raise UpstreamError(
                         f"{self.url} sent an answer that is no JSON object; is it an OpenAI-compatible server?"
@@ -262,8 +348,10 @@ def _retry_after(header: str) -> float:
     return seconds if 0 <= seconds < float("inf") else 0.0
 
 
-def failure_of_status(server: str, status: int, body: bytes) -> GenerationError | OverloadedError | PromptTooLongError:
-    """Return the error for a response that is not a success.
+def failure_of_status(
+    server: str, status: int, body: bytes, retry_seconds: float = 0.0
+) -> GenerationError | OverloadedError | PromptTooLongError:
+    """Return the error for a response that is not a success; ``retry_seconds`` is its ``Retry-After``.
 
     Messages hold no key. A server's text may quote a prompt, so it is only in errors whose text the HTTP service
     does not send; ``OverloadedError`` and ``PromptTooLongError`` are sent as they are.
@@ -280,10 +368,12 @@ def failure_of_status(server: str, status: int, body: bytes) -> GenerationError 
             "RAG_POSFIX_REMOTE_CONTEXT_WINDOW to the server's limit, so that passages are left out in time"
         )
     if status == 429:
-        return OverloadedError("the remote generator has no capacity now (status 429); try again later")
+        return OverloadedError(
+            "the remote generator has no capacity now (status 429); try again later", retry_seconds or None
+        )
     if status in (408, 504):
         return UpstreamTimeoutError(f"{message}; try again later, or lower max_tokens")
-    return UpstreamError(message + _ADVICE.get(status, ""))
+    return UpstreamError(message + _ADVICE.get(status, ""), status)
 
 
 def error_message(payload: Mapping[str, Any]) -> str:

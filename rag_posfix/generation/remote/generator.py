@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generated
 from contextlib import closing
+from dataclasses import replace
+from math import inf
 from typing import Any, Literal
 
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
@@ -20,12 +23,21 @@ from rag_posfix.contracts.request import (
     Sampling,
     Usage,
 )
-from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UnsupportedModelError, UpstreamError
+from rag_posfix.contracts.spent_usage import sum_usage
+from rag_posfix.errors import (
+    ConfigError,
+    GenerationError,
+    NoAnswerError,
+    PromptTooLongError,
+    UpstreamError,
+)
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
 from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits, error_message
-from rag_posfix.mitigations import create
+from rag_posfix.generation.remote.judge import ByteCache, ServerJudge
+from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, plain_prompts
+from rag_posfix.generation.remote.probe import ServerFacts, probe
 from rag_posfix.plan.layout import Layout
-from rag_posfix.text import clean_text, content_hash
+from rag_posfix.text import REPLACEMENT, clean_text, content_hash
 
 _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]| {1,4}|\n{1,2}|[\s\S]")
 _MARK = b"\x01"  # before the bytes of a piece, so that leading zero bytes survive
@@ -58,6 +70,7 @@ class PieceEncoder(TokenEncoder):
 
 
 DEFAULT_CONTEXT_WINDOW = 8192
+_ROUTE = "/chat/completions"
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 Events = Generated[Event, None, None]
@@ -67,11 +80,13 @@ Events = Generated[Event, None, None]
 class RemoteGenerator:
     """Answers with a model of an OpenAI-compatible server. Implements ``contracts.generator.Generator``.
 
-    The server gets the messages of the prompt and applies its own chat template. What needs the weights in this
-    process cannot run: every mitigation but ``none``, and rerankers that read passages with the model. Token counts of
-    prompts are estimates (``PieceEncoder``); ``usage`` of an answer is the server's where it sends one.
+    The server gets the messages of the prompt and applies its own chat template. Mitigations run whose rows are plain
+    prompts; several rows are answered alone and vote. ``log_odds`` and ``question_likelihood`` serve rerankers.
+    What needs the weights in this process is refused. Token counts of prompts are estimates (``PieceEncoder``);
+    ``usage`` of an answer is the server's where it sends one.
 
     Args:
+        judgements: Where judgements of passages are kept; None keeps none.
         token_limit_field: The field of the request that bounds the answer. OpenAI's newer models take
             ``max_completion_tokens`` alone, other servers know ``max_tokens``.
 
@@ -88,6 +103,7 @@ class RemoteGenerator:
         *,
         context_window: int = DEFAULT_CONTEXT_WINDOW,
         token_limit_field: TokenLimitField = "max_tokens",
+        judgements: ByteCache | None = None,
     ) -> None:
         self.model_id = model.name
         self.fingerprint = content_hash("remote", model.url, model.name)
@@ -95,48 +111,119 @@ class RemoteGenerator:
         self.encoder = PieceEncoder()
         self._connection = connection
         self._token_limit_field = token_limit_field
+        self._judge = ServerJudge(connection, model.name, token_limit_field, judgements)
 
     def close(self) -> None:
         """Close the connections; later requests raise ``GenerationError``."""
         self._connection.close()
+
+    def probe(self) -> ServerFacts:
+        """Return what the server gives, from about six short requests; errors as those of ``generate``."""
+        return probe(self._connection, self._judge, self.model_id)
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Return what caching needs to know of a mitigation; errors as those of ``check_remote_mitigation``."""
         return check_remote_mitigation(self.model_id, choice)
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer, from a request without streaming. Errors as those of ``stream``."""
+        """Return the whole answer, from requests without streaming. Errors as those of ``stream``."""
+        rows, weights = self._rows(request)
+        return self._whole(rows[0]) if len(rows) == 1 else self._voted(rows, weights)
+
+    def _whole(self, request: GenerationRequest) -> Generation:
         started = time.perf_counter()
-        (answer,) = self._post(request, stream=False)
+        (answer,) = self._connection.post(_ROUTE, self._body(request, stream=False), request.sampling.max_tokens)
+        return self._read(request, answer, started)
+
+    def _voted(self, rows: Sequence[GenerationRequest], weights: Sequence[float]) -> Generation:
+        """Return the answer that agrees most with those of the other rows, which are sent together."""
+        started = time.perf_counter()
+        bodies = [self._body(row, stream=False) for row in rows]
+        answers = self._connection.post_all(_ROUTE, bodies, rows[0].sampling.max_tokens)
+        read = [self._read(row, answer, started) for row, answer in zip(rows, answers, strict=True)]
+        chosen = read[most_agreed([generation.text for generation in read], weights)]
+        return replace(chosen, usage=sum_usage([generation.usage for generation in read]))
+
+    def _vote_chunks(self, rows: Sequence[GenerationRequest], weights: Sequence[float]) -> Iterator[Chunk]:
+        voted = self._voted(rows, weights)
+        yield Chunk(voted.text, voted)
+
+    def log_odds(
+        self,
+        layout: Layout,
+        yes: Sequence[str],
+        no: Sequence[str],
+        salt: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> tuple[float, ...]:
+        """Return log p(yes) - log p(no) as the beginning of the answer after each passage alone, and without any.
+
+        One short request per passage, all sent together. Where the server gives no log-probabilities, the share of yes
+        among sampled answers takes their place.
+        """
+        rows = self._passages_alone(layout, bare=True)
+        return tuple(self._judge.log_odds(rows, (*layout.keys, ""), (tuple(yes), tuple(no)), salt, check))
+
+    def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
+        """Return for each passage the mean log-probability of the question's tokens after that passage alone.
+
+        By completions that echo their prompt, without chat template. ``salt`` is not used: nothing is kept.
+
+        Raises:
+            UnsupportedModelError: the server gives no log-probabilities of prompts.
+        """
+        question = len(self.encoder.decode(layout.tokens(layout.question)))
+        texts = ["\n\n".join(each["content"] for each in row) for row in self._passages_alone(layout, bare=bare)]
+        return tuple(self._judge.likelihood([(text, len(text) - question, len(text)) for text in texts]))
+
+    def _passages_alone(self, layout: Layout, *, bare: bool) -> list[list[ChatMessage]]:
+        selections = [(index,) for index in range(layout.n_passages)] + [()] * bare
+        return [messages_of(layout.select(passages), self.encoder) for passages in selections]
+
+    def _read(self, request: GenerationRequest, answer: Event, started: float) -> Generation:
         choice = self._choice(answer)
         finish = None if choice is None else self._finish(choice)
         if choice is None or finish is None:
             raise self._unreadable("an answer without a choice or its finish_reason")
         timings = {"decode": time.perf_counter() - started}
-        return self._generation(request, self._text(choice.get("message")), finish, answer.get("usage"), timings)
+        text = self._text(choice.get("message"))
+        if text is None:
+            raise _no_text(choice.get("message"))
+        text = text.rstrip(REPLACEMENT)  # max_tokens cut a character
+        self._check_json(text, finish, request)
+        return self._generation(request, text, finish, answer.get("usage"), timings, choice.get("stop_reason"))
+
+    def check_json_schema(self, schema: str) -> None:
+        """Do nothing: the server says whether it can follow a schema. An answer that is no JSON is an error."""
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer in pieces, as the server sends them; the last chunk has the complete ``generation``.
 
         Closing the iterator closes the connection, which stops servers that notice. ``timings["prefill"]`` is the time
-        to the first piece.
+        to the first piece. An answer that several prompts vote on is one piece.
 
         Raises:
-            UnsupportedModelError: the mitigation is not ``none``.
+            UnsupportedModelError: the mitigation needs the weights in this process.
             PromptTooLongError: prompt and answer exceed the context window.
             GenerationError: the layout has no messages.
             UpstreamError: the server failed, or sent what cannot be read.
+            NoAnswerError: the model called a tool, refused, or sent no content.
             UpstreamTimeoutError: the server was silent for too long.
             OverloadedError: the server has no capacity, also after retries.
         """
-        return self._chunks(request, self._post(request, stream=True))
+        rows, weights = self._rows(request)
+        if len(rows) > 1:
+            return self._vote_chunks(rows, weights)
+        body = self._body(rows[0], stream=True)
+        return self._chunks(rows[0], self._connection.post(_ROUTE, body, request.sampling.max_tokens))
 
     def _chunks(self, request: GenerationRequest, events: Events) -> Iterator[Chunk]:
         started = time.perf_counter()
         first: float | None = None
         texts: list[str] = []
+        held_back = ""  # may be the beginning of a character that max_tokens cuts
         finish: FinishReason | None = None
-        usage: object = None
+        usage, stop_reason = None, None
         with closing(events):
             for event in events:
                 usage = event.get("usage") or usage
@@ -145,19 +232,32 @@ class RemoteGenerator:
                     continue
                 text = self._text(choice.get("delta"))
                 finish = self._finish(choice) or finish
+                stop_reason = choice.get("stop_reason") or stop_reason
+                if text is not None:
+                    joined = held_back + text
+                    text = joined.rstrip(REPLACEMENT)
+                    held_back = joined[len(text) :]
+                    texts.append(text)
                 if text:
                     first = first or time.perf_counter()
-                    texts.append(text)
                     yield Chunk(text)
         if finish is None:
             raise UpstreamError(f"{self._connection.url} ended its stream in the middle of the answer; try again")
+        if not texts:
+            raise _no_text(None)
+        self._check_json("".join(texts), finish, request)
         ended = time.perf_counter()
         timings = {"prefill": (first or ended) - started, "decode": ended - (first or ended)}
-        yield Chunk("", self._generation(request, "".join(texts), finish, usage, timings))
+        yield Chunk("", self._generation(request, "".join(texts), finish, usage, timings, stop_reason))
 
-    def _post(self, request: GenerationRequest, *, stream: bool) -> Events:
-        """Check a request, and return the objects of its answer; nothing is sent yet."""
+    def _rows(self, request: GenerationRequest) -> tuple[list[GenerationRequest], list[float]]:
+        """Check a request, and return a request for each prompt of its mitigation, with weights; nothing is sent."""
         check_remote_mitigation(self.model_id, request.mitigation)
+        prompts, weights = plain_prompts(request.layout, request.mitigation)
+        return [replace(request, layout=prompt) for prompt in prompts], weights
+
+    def _body(self, request: GenerationRequest, *, stream: bool) -> dict[str, Any]:
+        """Return the body of a request for one prompt, after a check of its length."""
         needed = len(request.layout.token_ids) + request.sampling.max_tokens
         if needed > self.context_window:
             raise PromptTooLongError(
@@ -165,7 +265,7 @@ class RemoteGenerator:
                 f"max_tokens={request.sampling.max_tokens} more, but the context window is {self.context_window}; use "
                 "fewer or shorter passages, or set RAG_POSFIX_REMOTE_CONTEXT_WINDOW to the server's limit"
             )
-        body = {
+        body: dict[str, Any] = {
             "model": self.model_id,
             "messages": messages_of(request.layout, self.encoder),
             **_sampling_fields(request.sampling, self._token_limit_field),
@@ -173,7 +273,7 @@ class RemoteGenerator:
         }
         if stream:
             body["stream_options"] = {"include_usage": True}
-        return self._connection.post("/chat/completions", body, request.sampling.max_tokens)
+        return body
 
     def _choice(self, event: Event) -> Event | None:
         """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage."""
@@ -195,12 +295,27 @@ class RemoteGenerator:
             return None
         return "length" if reason == "length" else "stop"
 
-    def _text(self, message: object) -> str:
-        """Return the content of a message or of a part of one; no content is no text."""
-        content = message.get("content") if isinstance(message, Mapping) else None
+    def _text(self, message: object) -> str | None:
+        """Return the content of a message or of a part of one; None for no content."""
+        fields = message if isinstance(message, Mapping) else {}
+        if fields.get("tool_calls") or fields.get("function_call"):
+            raise NoAnswerError("the remote model called a tool instead of answering; turn off its tools")
+        content = fields.get("content")
         if content is not None and not isinstance(content, str):
             raise self._unreadable("a message whose content is no text")
-        return clean_text(content or "")
+        return None if content is None else clean_text(content)
+
+    def _check_json(self, text: str, finish: FinishReason, request: GenerationRequest) -> None:
+        """Raise if the server took a schema and did not follow it; an answer that was cut is no whole JSON."""
+        if request.sampling.json_schema is None or finish == "length":
+            return
+        try:
+            json.loads(text)
+        except ValueError as error:
+            raise UpstreamError(
+                f"{self._connection.url} answered with a text that is no JSON, although response_format asked for it; "
+                "its model or version may not support schemas"
+            ) from error
 
     def _unreadable(self, what: str) -> UpstreamError:
         return UpstreamError(f"{self._connection.url} sent {what}; is it an OpenAI-compatible server?")
@@ -212,7 +327,9 @@ class RemoteGenerator:
         finish: FinishReason,
         usage: object,
         timings: Mapping[str, float],
+        stop_reason: object,
     ) -> Generation:
+        """Return the whole answer; ``stop_reason`` is vLLM's field: the stop string that ended it."""
         counted = usage if isinstance(usage, Mapping) else {}
         details = counted.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
@@ -226,24 +343,15 @@ class RemoteGenerator:
                 cached_tokens=_count(cached, 0),
             ),
             timings=timings,
+            stop_string=stop_reason if isinstance(stop_reason, str) and stop_reason in request.sampling.stop else None,
         )
 
 
-def check_remote_mitigation(model_id: str, choice: MitigationChoice) -> MitigationInfo:
-    """Return what caching needs to know of a mitigation of a remote generator; errors as those of ``create``.
-
-    Raises:
-        UnsupportedModelError: it is not ``none``: it needs the weights in this process.
-    """
-    method = create(choice.name, choice.parameters)
-    if method.name != "none":
-        raise UnsupportedModelError(
-            f"{model_id} is a remote generator, and mitigation={choice.name!r} needs the weights in this process; "
-            "set mitigation='none' (--mitigation none, RAG_POSFIX_MITIGATION=none), for example with order='reverse': "
-            "passages are then ordered by the scores of a reranker (embedding, cross_encoder, listwise), so that the "
-            "order they are given in does not matter"
-        )
-    return MitigationInfo(method.name, method.fingerprint(), method.is_order_invariant)
+def _no_text(message: object) -> NoAnswerError:
+    """Return the error for an answer whose content is null: refused, or all tokens went into reasoning."""
+    if isinstance(message, Mapping) and message.get("refusal"):
+        return NoAnswerError("the remote model refused to answer; ask differently")
+    return NoAnswerError("the remote model ended its answer without any content; raise max_tokens, or ask differently")
 
 
 def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:
@@ -266,6 +374,12 @@ def _sampling_fields(sampling: Sampling, token_limit_field: str) -> dict[str, An
         fields["seed"] = sampling.seed
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
+    if sampling.json_schema is not None:
+        schema = json.loads(sampling.json_schema)
+        # OpenAI enforces a schema only as "strict", and takes only closed objects for it.
+        strict = {"strict": True} if schema.get("additionalProperties") is False else {}
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **strict}}
+        fields["response_format"] = {"type": "json_object"} if schema == {"type": "object"} else wanted
     return fields
 
 
@@ -281,6 +395,8 @@ def open_remote(
     limits: ServerLimits | None = None,
     token_limit_field: TokenLimitField = "max_tokens",
     check_cancelled: Callable[[], None] = lambda: None,
+    remaining_seconds: Callable[[], float] = lambda: inf,
+    judgements: ByteCache | None = None,
 ) -> RemoteGenerator:
     """Return a generator that asks an OpenAI-compatible server. Nothing is sent before the first answer.
 
@@ -290,6 +406,8 @@ def open_remote(
         context_window: Token limit of prompt and answer together, on the server.
         token_limit_field: The field of the request that bounds the answer.
         check_cancelled: Called while an answer is awaited; what it raises ends the request.
+        remaining_seconds: Returns the seconds that the request of the running thread has left.
+        judgements: Where judgements of passages are kept; None keeps none.
 
     Raises:
         ConfigError: the model has another form, the key cannot be sent, or httpx2 is not installed.
@@ -297,5 +415,8 @@ def open_remote(
     address = parse_remote(model)
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
         raise ConfigError("RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks; check how it is set")
-    connection = Connection(address.url, api_key, limits, check_cancelled)
-    return RemoteGenerator(address, connection, context_window=context_window, token_limit_field=token_limit_field)
+    connection = Connection(address.url, api_key, limits, check_cancelled, remaining_seconds)
+    return RemoteGenerator(
+        address, connection,
+        context_window=context_window, token_limit_field=token_limit_field, judgements=judgements,
+    )  # fmt: skip

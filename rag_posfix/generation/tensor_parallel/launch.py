@@ -251,7 +251,7 @@ def _checked_config(
         )
     if resolved_device == "cuda" and torchrun_rank is None and torch.cuda.device_count() < tp:
         raise ConfigError(f"tp={tp} needs as many GPUs and {torch.cuda.device_count()} can be seen; lower tp")
-    heads = read_shape(source_of(model, cache_dir)).n_kv_heads
+    heads = read_shape(source_of(model, cache_dir), is_split=True).n_kv_heads
     if heads % tp:
         allowed = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
         raise ConfigError(

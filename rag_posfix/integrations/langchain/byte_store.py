@@ -10,6 +10,7 @@ from langchain_core.stores import BaseStore
 from rag_posfix.caching.answers.blob import Blob
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.checked import check_type
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash
 
@@ -37,6 +38,7 @@ class RagPosfixStore(BaseStore[str, bytes]):
     """
 
     def __init__(self, cache: MemoryTier[Blob] | DiskTier[Blob], *, ttl_seconds: float = 365 * 24 * 3600.0) -> None:
+        check_type("ttl_seconds", ttl_seconds, int | float, "a number of seconds above 0")
         if not ttl_seconds > 0:
             raise ConfigError(f"byte store: ttl_seconds={ttl_seconds} must be above 0")
         self._cache = cache

@@ -10,21 +10,29 @@ from typing import Any, Self
 
 from langchain_core.callbacks import CallbackManagerForLLMRun
 from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.assembly.templates import read_template
+from rag_posfix.checked import Checked
+from rag_posfix.contracts.generator import Generator, check_json_schema
 from rag_posfix.contracts.method_spec import parse_method
-from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.contracts.prompt_template import PromptTemplate
+from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling, Usage
+from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
+from rag_posfix.generation.model.json_grammar import compile_schema
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.integrations.document_ordering import checked_method, checked_order
 from rag_posfix.integrations.langchain.content_blocks import read_conversation
+from rag_posfix.integrations.langchain.structured import read_schema, typed_answers
+from rag_posfix.integrations.langchain.tools import BoundTools, openai_tools, resolve_tools, tool_calls
 from rag_posfix.registry import check_names
+from rag_posfix.text import NO_PASSAGE_TEXT
 
 __all__ = ["RagPosfixChatModel"]
 
@@ -32,10 +40,11 @@ _log = logging.getLogger(__name__)
 
 _CALL_ARGUMENTS = (
     "documents", "model", "mitigation", "mitigation_parameters", "order", "temperature", "max_tokens", "top_p", "seed",
+    "json_schema", "tools", "tool_choice",
 )  # fmt: skip
 
 
-class RagPosfixChatModel(BaseChatModel):
+class RagPosfixChatModel(Checked, BaseChatModel):
     """A chat model whose answer, by default, does not depend on the order of the documents.
 
     Example:
@@ -52,7 +61,8 @@ class RagPosfixChatModel(BaseChatModel):
     model is loaded for the first answer. Unknown arguments are refused.
 
     ``invoke`` and the other methods also take ``model``, ``mitigation``, ``mitigation_parameters``, ``order``,
-    ``temperature``, ``max_tokens``, ``top_p``, ``seed`` and ``stop``, in place of the fields.
+    ``temperature``, ``max_tokens``, ``top_p``, ``seed`` and ``stop``, in place of the fields, and ``json_schema``,
+    which the answer then follows. ``tools`` and ``tool_choice`` are those of ``bind_tools``.
 
     Attributes:
         model_name: ``smollm2``, ``gemma3-270m``, a model id, a folder, or ``openai:NAME@URL`` for a model of an
@@ -68,10 +78,16 @@ class RagPosfixChatModel(BaseChatModel):
         timeout: Time limit of an answer in seconds; None for no limit.
         max_retries: Further attempts of a remote model, instead of the setting; a local model does not retry.
         api_key: Key of a remote model, instead of the setting; a local model needs no key.
+        allow_ungrounded: Whether ``documents=[]`` is answered from the model's memory. If False, such a call has the
+            answer ``no_passage_text`` and ``response_metadata["grounded"]`` is False. A call without ``documents`` and
+            without such content blocks is a conversation, which the model answers.
+        no_passage_text: The answer to ``documents=[]``.
         passage_bytes: Memory for cached keys and values of documents, so that a document in a later message is not
             read again (``cache_read`` in ``usage_metadata`` counts its tokens); 0 for no cache. Not used if
             ``generator`` is given.
         streaming: Whether ``invoke`` streams to callbacks.
+        template: The prompt of messages with documents: a ``ChatPromptTemplate`` with one place for the passages and
+            one for the question, or any other form that ``build_pipeline`` takes.
         generator: Used instead of loading ``model_name``.
     """
 
@@ -87,8 +103,11 @@ class RagPosfixChatModel(BaseChatModel):
     timeout: float | None = None
     max_retries: int = 0
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    allow_ungrounded: bool = False
+    no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
     passage_bytes: int = Field(default=256 * 1024**2, ge=0)
     streaming: bool = False
+    template: Any = Field(default=None, exclude=True, repr=False)
     generator: Any = Field(default=None, exclude=True, repr=False)
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
@@ -102,11 +121,16 @@ class RagPosfixChatModel(BaseChatModel):
     def _known_order(cls, order: str) -> str:
         return checked_order(order)
 
+    @field_validator("template", mode="before")
+    @classmethod
+    def _readable_template(cls, template: object) -> PromptTemplate | None:
+        return None if template is None else read_template(template)
+
     @model_validator(mode="after")
     def _known_mitigation(self) -> Self:
         choice = checked_method(self._choice({}))
         if is_remote(self.model_name):
-            from rag_posfix.generation.remote.generator import check_remote_mitigation  # torch
+            from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation  # torch
 
             check_remote_mitigation(parse_remote(self.model_name).name, choice)
         return self
@@ -117,7 +141,8 @@ class RagPosfixChatModel(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {
+        template = {} if self.template is None else {"template": self.template.fingerprint()}
+        return template | {
             "model": self.model_name,
             "mitigation": self.mitigation,
             "mitigation_parameters": dict(self.mitigation_parameters),
@@ -140,6 +165,56 @@ class RagPosfixChatModel(BaseChatModel):
             params["ls_stop"] = list(stops)
         return params
 
+    def bind_tools(
+        self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return a runnable that may call tools, as the chat template of the model writes them; loads the model.
+
+        Calls are in ``tool_calls`` of the message. Where a call is required, it follows the schema of its tool, every
+        token of it. Where the model decides, a malformed call stays in the text of the message. Messages may end with
+        ``ToolMessage``, whose results the model then reads.
+
+        Args:
+            tools: Tools, functions, Pydantic classes or dicts in OpenAI's form.
+            tool_choice: ``auto`` (the model decides; as None), ``none``, ``any``, or the name of the tool to call.
+            **kwargs: Arguments of ``invoke`` that are bound too.
+
+        Raises:
+            ConfigError: a tool or ``tool_choice`` cannot be read, or llguidance is needed and not installed.
+            UnsupportedModelError: the chat template takes no tools (SmolLM2), or the model is remote.
+        """
+        check_names("bind_tools", kwargs, dict.fromkeys(_CALL_ARGUMENTS))
+        if self.generator is None and is_remote(self.model_name):
+            raise UnsupportedModelError(f"{self.model_name} is remote and takes no tools here; use its own chat model")
+        definitions = openai_tools(tools)
+        resolve_tools(self._load(), definitions, tool_choice)
+        return self.bind(tools=definitions, tool_choice=tool_choice, **kwargs)
+
+    def with_structured_output(
+        self, schema: Any, *, include_raw: bool = False, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return a runnable whose answers follow a schema, every token of them.
+
+        Args:
+            schema: A Pydantic class, whose objects it then returns; or a JSON schema or a ``TypedDict``, for a dict.
+            include_raw: Whether it returns ``{"raw", "parsed", "parsing_error"}``, and does not raise for an answer
+                that ``max_tokens`` cut.
+            **kwargs: ``method``, which may only be ``"json_schema"``; and ``strict``, which is always so.
+
+        Raises:
+            ConfigError: the schema has a part that cannot be enforced, or llguidance is not installed.
+            UnsupportedModelError: another method, or a generator without schemas.
+        """
+        check_names("with_structured_output", kwargs, dict.fromkeys(("method", "strict")))
+        if kwargs.get("method", "json_schema") != "json_schema":
+            raise UnsupportedModelError(f"method={kwargs['method']!r} is not supported; leave it out (json_schema)")
+        text, parser = read_schema(schema)
+        if self.generator is not None:
+            check_json_schema(self.generator, text)
+        elif not is_remote(self.model_name):
+            compile_schema(text)
+        return typed_answers(self.bind(json_schema=text), parser, include_raw=include_raw)
+
     def _load(self) -> Generator:
         with self._lock:
             if self._loaded is None:
@@ -148,6 +223,7 @@ class RagPosfixChatModel(BaseChatModel):
             return loaded
 
     def _build(self) -> Generator:
+        from rag_posfix.generation.batching.scheduler import batched
         from rag_posfix.pipeline.build import build_generator
         from rag_posfix.settings import RemoteSettings, Settings
 
@@ -156,7 +232,8 @@ class RagPosfixChatModel(BaseChatModel):
             remote["api_key"] = self.api_key
         if "max_retries" in self.model_fields_set:
             remote["retries"] = self.max_retries
-        return build_generator(Settings(model=self.model_name, remote=RemoteSettings(**remote)), self.passage_bytes)
+        settings = Settings(model=self.model_name, remote=RemoteSettings(**remote))
+        return batched(build_generator(settings, self.passage_bytes))  # `batch` shares steps
 
     def _stops(self, stop: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*(self.stop or ()), *(stop or ())]))
@@ -182,7 +259,7 @@ class RagPosfixChatModel(BaseChatModel):
 
     def _prepare(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, options: Mapping[str, Any]
-    ) -> tuple[Generator, Assembled, GenerationRequest]:
+    ) -> tuple[Generator, Assembled, GenerationRequest, BoundTools | None]:
         check_names("RagPosfixChatModel, called,", options, dict.fromkeys(_CALL_ARGUMENTS))
         choice = self._choice(options)
         generator = self._load()
@@ -190,26 +267,35 @@ class RagPosfixChatModel(BaseChatModel):
             raise ConfigError(
                 f"this chat model serves {self.model_name!r}, not {options['model']!r}; make another for that model"
             )
-        conversation = read_conversation(messages)
+        tools = None
+        if options.get("tools"):
+            tools = resolve_tools(generator, options["tools"], options.get("tool_choice"))
+        conversation = read_conversation(messages, with_tools=tools is not None)
         sampling = Sampling(
             max_tokens=options.get("max_tokens", self.max_tokens),
             temperature=options.get("temperature", self.temperature),
             top_p=options.get("top_p", self.top_p),
             seed=options.get("seed", self.seed),
             stop=self._stops(stop),
+            json_schema=options.get("json_schema") if tools is None or tools.schema is None else tools.schema,
         )
+        if sampling.json_schema is not None:
+            check_json_schema(generator, sampling.json_schema)
         documents = [*conversation.documents, *_check_documents(options.get("documents"))]
-        if not documents:
+        if not documents and options.get("documents") is None:
             self._warn_once(choice)
-        assembled = Assembler(generator.encoder, generator.context_window).assemble(
+        encoder = generator.encoder if tools is None else tools.encoder
+        assembled = Assembler(encoder, generator.context_window, self.template).assemble(
             conversation.question,
             documents,
             order=options.get("order", self.order),
             max_new_tokens=sampling.max_tokens,
             history=conversation.history,
+            tool_turns=conversation.tool_turns,
             order_free=generator.describe(choice).order_invariant,
         )
-        return generator, assembled, GenerationRequest(assembled.layout, choice, sampling)
+        assembled.log_omissions()
+        return generator, assembled, GenerationRequest(assembled.layout, choice, sampling), tools
 
     def _generate(
         self,
@@ -227,6 +313,7 @@ class RagPosfixChatModel(BaseChatModel):
             raise GenerationError("the stream ended without an answer; please report this")
         answer = AIMessage(
             content=message.content,
+            tool_calls=message.tool_calls,
             response_metadata=message.response_metadata,
             usage_metadata=message.usage_metadata,
         )
@@ -242,35 +329,50 @@ class RagPosfixChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         started = time.monotonic()
-        generator, assembled, request = self._prepare(messages, stop, kwargs)
-        for chunk in generator.stream(request):
+        generator, assembled, request, tools = self._prepare(messages, stop, kwargs)
+        reader = None if tools is None else tools.reader()
+        refuses = kwargs.get("documents") is not None and not assembled.documents and not self.allow_ungrounded
+        for chunk in self._without_passage() if refuses else generator.stream(request):
             if self.timeout is not None and time.monotonic() - started > self.timeout:
                 raise GenerationError(f"the answer took longer than timeout={self.timeout} s; raise it or max_tokens")
+            text = chunk.text if reader is None else reader.feed(chunk.text)
             if chunk.generation is None:
-                message = AIMessageChunk(content=chunk.text)
+                message = AIMessageChunk(content=text)
             else:
+                rest, calls = ("", []) if reader is None else reader.finish()
+                metadata = self._metadata(generator, assembled, request, chunk.generation)
                 message = AIMessageChunk(
-                    content=chunk.text,
+                    content=text + rest,
+                    tool_calls=tool_calls(calls),
                     usage_metadata=usage_metadata(chunk.generation),
-                    response_metadata=self._metadata(generator, assembled, request, chunk.generation),
+                    response_metadata=metadata | ({"finish_reason": "tool_calls"} if calls else {}),
                     chunk_position="last",
                 )
             message_chunk = ChatGenerationChunk(message=message)
             if run_manager is not None:
-                run_manager.on_llm_new_token(chunk.text, chunk=message_chunk)
+                run_manager.on_llm_new_token(str(message.content), chunk=message_chunk)
             yield message_chunk
+
+    def _without_passage(self) -> Iterator[Chunk]:
+        """Yield the answer to an empty list of documents, without asking the model."""
+        text = self.no_passage_text
+        yield Chunk(text, Generation(text, (), "stop", Usage(prompt_tokens=0, completion_tokens=0)))
 
     def _metadata(
         self, generator: Generator, assembled: Assembled, request: GenerationRequest, generation: Generation
     ) -> dict[str, Any]:
         attention = generation.attention or (0.0,) * len(assembled.ids)
+        names = ("attention", "weight") if generation.weighted else ("attention",)  # both until 1.0
         return {
             "model_name": generator.model_id,
             "model_provider": "rag_posfix",
             "finish_reason": generation.finish_reason,
             "mitigation": request.mitigation.name,
+            "grounded": bool(assembled.documents),
+            "truncated": list(assembled.truncated),
+            "dropped": [{"id": dropped.id, "reason": dropped.reason} for dropped in assembled.dropped],
             "documents": [
-                {"id": identity, "position": position, "attention": share}
+                {"id": identity, "position": position, **dict.fromkeys(names, share)}
                 for position, (identity, share) in enumerate(zip(assembled.ids, attention, strict=True))
             ],
         }

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompt_values import PromptValue
 
+from rag_posfix.assembly.templates import read_template
+from rag_posfix.checked import check_type
 from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
+from rag_posfix.integrations.langchain.tools import tool_fields
 
 __all__ = ["document_block"]
 
@@ -27,7 +30,10 @@ _ROLE_OF_CLASS: tuple[tuple[type[BaseMessage], str], ...] = (
 RAGInput: TypeAlias = str | dict[str, Any] | Question | PromptValue | BaseMessage | Sequence[BaseMessage]
 """The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``; or messages."""
 
-_FIELDS = ("documents", "history", "mitigation", "order", "seed", "k", "sampling", "tenant", "use_cache")
+_FIELDS = (
+    "documents", "history", "mitigation", "order", "seed", "k", "sampling", "tenant", "use_cache", "template", "query",
+    "filter",
+)  # fmt: skip
 _OTHER_NAMES = {"input": "question", "context": "documents", "chat_history": "history"}
 _ROLES = {"human": "user", "ai": "assistant", "system": "system"}
 _HOW = (
@@ -38,15 +44,17 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The text of the human messages at the end, the documents in these, and the messages before them."""
+    """The text of the last human messages, the documents in these, and the messages before and behind them."""
 
     question: str
     documents: tuple[Document, ...]
     history: tuple[Mapping[str, str], ...]
+    tool_turns: tuple[Mapping[str, str], ...] = ()
 
 
 def document_block(document: Document) -> dict[str, Any]:
     """Return ``document`` as a standard ``text-plain`` content block, its metadata (score included) in ``extras``."""
+    check_type("document", document, Document, "a langchain_core Document")
     block: dict[str, Any] = {
         "type": "text-plain",
         "mime_type": "text/plain",
@@ -60,18 +68,24 @@ def document_block(document: Document) -> dict[str, Any]:
     return block
 
 
-def read_conversation(messages: Sequence[BaseMessage]) -> Conversation:
+def read_conversation(messages: Sequence[BaseMessage], *, with_tools: bool = False) -> Conversation:
     """Return question, documents and history of a list of messages.
 
     A human message may contain text and documents, as blocks of three kinds: langchain's ``text-plain``, Cohere's
     ``{"type": "document", "document": {"data": {"text": ...}}}`` and Anthropic's ``{"type": "document", "source":
-    {"type": "text", "data": ...}}``. Documents in earlier messages become part of the history's text.
+    {"type": "text", "data": ...}}``. Documents in earlier messages become part of the history's text. With
+    ``with_tools`` calls of tools and their results may follow the human message.
 
     Raises:
         ConfigError: there is no message, the last one is not human, or a block is malformed.
     """
     if not messages:
         raise ConfigError("there are 0 messages; the last one must be a human message with the question")
+    end = len(messages)
+    if with_tools and isinstance(messages[-1], ToolMessage):
+        while end > 0 and not isinstance(messages[end - 1], HumanMessage):
+            end -= 1
+    tool_turns, messages = messages[end:], messages[:end] or messages
     last = len(messages)
     while last > 0 and isinstance(messages[last - 1], HumanMessage):
         last -= 1
@@ -88,16 +102,20 @@ def read_conversation(messages: Sequence[BaseMessage]) -> Conversation:
     return Conversation(
         question="\n\n".join(text for text in texts if text),
         documents=tuple(documents),
-        history=tuple(_as_history(message) for message in messages[:last]),
+        history=tuple(_as_history(message, with_tools) for message in messages[:last]),
+        tool_turns=tuple(_as_history(message, with_tools) for message in tool_turns),
     )
 
 
-def _as_history(message: BaseMessage) -> dict[str, str]:
+def _as_history(message: BaseMessage, with_tools: bool) -> dict[str, str]:
     role = next((role for kind, role in _ROLE_OF_CLASS if isinstance(message, kind)), None)
+    if with_tools and isinstance(message, ToolMessage):
+        role = "tool"
     if role is None:
         raise ConfigError(f"a {type(message).__name__} cannot be read; use system, human and AI messages")
     text, documents = _read(message)
-    return {"role": role, "content": "\n\n".join([*(document.page_content for document in documents), text])}
+    content = "\n\n".join([*(document.page_content for document in documents), text])
+    return {"role": role, "content": content, **(tool_fields(message) if with_tools else {})}
 
 
 def _read(message: BaseMessage) -> tuple[str, list[Document]]:
@@ -189,6 +207,8 @@ def _from_dict(value: Mapping[str, Any]) -> dict[str, Any]:
             f"PosfixRAG was asked with {unknown[0]!r}; a question may hold question, {', '.join(_FIELDS)} ({aliases})"
         )
     fields = {name: value[name] for name in _FIELDS if name in value}
+    if fields.get("template") is not None:
+        fields["template"] = read_template(fields["template"])
     if fields.get("documents") is not None:
         fields["documents"] = _as_documents(fields["documents"])
     if "history" in fields:

@@ -11,15 +11,23 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.runnables import AddableDict, ConfigurableFieldSpec, RunnableConfig, RunnableSerializable
+from langchain_core.runnables.config import get_config_list
+from langchain_core.tools import BaseTool, StructuredTool, ToolException
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rag_posfix.assembly.orders import ORDERS
+from rag_posfix.assembly.templates import read_template
+from rag_posfix.checked import Checked, check_type
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.filters import combine_filters, parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
-from rag_posfix.errors import ConfigError
+from rag_posfix.contracts.prompt_template import PromptTemplate
+from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.integrations.document_ordering import checked_method
 from rag_posfix.integrations.langchain.content_blocks import RAGInput, joined_input, question_fields
+from rag_posfix.integrations.langchain.structured import ToolInput
 from rag_posfix.integrations.langchain.trace import TracedStages
+from rag_posfix.pipeline.batch import checked_count
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.retrieval.base import as_retriever
 
@@ -29,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CONFIGURABLE = {"k": int, "order": str, "mitigation": str, "tenant": str}
+_CONFIGURABLE = {"k": int, "order": str, "mitigation": str, "tenant": str, "filter": dict, "query": str}
 
 
-class PosfixRAG(RunnableSerializable[RAGInput, Any]):
+class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
     """Answers questions from documents: ``invoke``, ``stream``, ``batch``, their asynchronous versions, and ``|``.
 
     In a trace, a run named ``PosfixRAG`` (or ``name``) has the child runs ``retriever``, ``reranker`` and
@@ -48,8 +56,9 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
             rag.invoke(with_documents, {"configurable": {"order": "reverse"}})
             chain = {"context": retriever, "question": RunnablePassthrough()} | PosfixRAG(output="text")
 
-    ``k``, ``order``, ``mitigation`` and ``tenant`` are taken from the first of these that gives them: the input, bound
-    arguments (``rag.bind(k=3)``), the call (``{"configurable": {"k": 3}}``), the object.
+    ``k``, ``order``, ``mitigation``, ``tenant`` and ``filter`` are taken from the first of these that gives them: the
+    input, bound arguments (``rag.bind(k=3)``), the call (``{"configurable": {"k": 3}}``), the object. Filters are
+    joined instead: a passage must match those of the call, of bound arguments and of the object.
 
     Attributes:
         pipeline: The pipeline; by default one from the settings of the environment, which loads the model. It is not
@@ -62,11 +71,16 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
             come with the question or from ``retriever``, unless the pipeline has an order other than ``relevance``;
             for passages from an index it is the pipeline's default.
         mitigation: The mitigation, a name or ``name:parameter=value``; the pipeline's default if None.
+        filter: A filter by metadata (docs/retrieval.md) of the retrieved passages, which the input cannot widen.
         output: ``dict``: the object of ``rag-posfix ask --json``; streamed, chunks ``{"answer": text}`` and then the
             other fields, whose sum is that object. ``text``: the text of the answer. ``answer``: an ``Answer``;
             streamed, ``AnswerChunk``.
-        answer_from_memory: Whether a question is answered from the model's memory if there are neither documents nor
-            an index nor a retriever. If False, such a question is refused; a search that finds nothing logs a warning.
+        answer_from_memory: Whether a question without a passage is answered from the model's memory, which logs a
+            warning. If False, a search that finds nothing has the pipeline's answer for that (``grounded`` is False),
+            and a question is refused if there are neither documents nor an index nor a retriever.
+        query: What is searched for in a conversation (``Question.query``); the pipeline's default if None.
+        template: The prompt, instead of the pipeline's, in any form that ``build_pipeline`` takes: a
+            ``ChatPromptTemplate`` with one place for the passages and one for the question, a file, a name, ...
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -76,8 +90,18 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     k: int | None = Field(default=None, ge=1)
     order: str | None = None
     mitigation: str | None = None
+    filter: dict[str, Any] | None = None
     output: Literal["dict", "text", "answer"] = "dict"
     answer_from_memory: bool = False
+    template: Any = Field(default=None, exclude=True, repr=False)
+    query: Literal["last", "history", "rewrite"] | None = None
+
+    @field_validator("filter")
+    @classmethod
+    def _known_filter(cls, metadata_filter: dict[str, Any] | None) -> dict[str, Any] | None:
+        if metadata_filter is not None:
+            parse_filter(metadata_filter)
+        return metadata_filter
 
     @field_validator("order")
     @classmethod
@@ -85,6 +109,11 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         if order is not None:  # its parameters may come from the pipeline's settings
             ORDERS.get(parse_method(order, "order", "base=reverse").name)
         return order
+
+    @field_validator("template", mode="before")
+    @classmethod
+    def _readable_template(cls, template: object) -> PromptTemplate | None:
+        return None if template is None else read_template(template)
 
     @field_validator("mitigation")
     @classmethod
@@ -102,6 +131,8 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
             self.pipeline = build_pipeline(retriever=self.retriever)
         elif self.retriever is not None:
             self.pipeline = self.pipeline.with_retriever(as_retriever(self.retriever))
+        if self.template is not None:
+            self.pipeline = self.pipeline.with_template(self.template)
         return self
 
     @property
@@ -117,16 +148,80 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
 
         Args:
             config: Callbacks, tags, configurable values.
-            **kwargs: ``k``, ``order``, ``mitigation``, ``tenant``.
+            **kwargs: ``k``, ``order``, ``mitigation``, ``tenant``, ``filter``.
 
         Raises:
             RagPosfixError: the question, its parameters or its documents are malformed, or generation failed.
         """
+        _check_config(config)
         return self._call_with_config(self._ask, input, config, **kwargs)
 
     async def ainvoke(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
         """Do what ``invoke`` does in another thread, without blocking the event loop."""
+        _check_config(config)
         return await self._acall_with_config(self._aask, input, config, **kwargs)
+
+    def as_tool(
+        self, args_schema: Any = None, *, name: str | None = None, description: str | None = None, **kwargs: Any
+    ) -> BaseTool:
+        """Return the pipeline as a tool of agents, with the arguments ``question`` and, optionally, ``filter``.
+
+        The tool returns the text of the answer; ``artifact`` of its message is the object of ``rag-posfix ask --json``
+        with the sources. A question that fails is a message with the error.
+
+        Args:
+            args_schema: Must be None: the arguments are fixed.
+            name: Its name, ``search_documents`` without it.
+            description: When to use it; say what the documents are about.
+
+        Raises:
+            ConfigError: another argument.
+        """
+        if args_schema is not None or kwargs:
+            raise ConfigError("as_tool takes name and description; its arguments are question and filter")
+
+        def answer(question: str, filter: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+            chosen = {"question": question} if filter is None else {"question": question, "filter": filter}
+            try:
+                result: Answer = self.model_copy(update={"output": "answer"}).invoke(chosen)  # the tool's context
+            except RagPosfixError as error:
+                raise ToolException(str(error)) from error
+            return result.text, result.to_dict()
+
+        return StructuredTool.from_function(
+            answer,
+            name=name or "search_documents",
+            description=description or "Answers a question from the documents, with sources.",
+            args_schema=ToolInput,
+            response_format="content_and_artifact",
+            handle_tool_error=True,
+        )
+
+    def batch(
+        self,
+        inputs: list[RAGInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Return the answers to several questions, in their order; they share the steps of the model.
+
+        ``max_concurrency`` of the configuration bounds how many are open at the same time, 16 without it.
+        """
+        configs = _concurrent(config, len(inputs))
+        return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
+
+    async def abatch(
+        self,
+        inputs: list[RAGInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Do what ``batch`` does in other threads, without blocking the event loop."""
+        return await asyncio.to_thread(self.batch, inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     def stream(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[Any]:
         """Yield the answer in chunks. Closing the iterator stops the computation."""
@@ -148,12 +243,14 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         self, input: Iterator[RAGInput], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[Any]:
         """Do what ``stream`` does for a question that is streamed; it is asked when it is complete."""
+        _check_config(config)
         yield from self._transform_stream_with_config(input, self._stream_chunks, config, **kwargs)
 
     async def atransform(
         self, input: AsyncIterator[RAGInput], config: RunnableConfig | None = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         """Do what ``transform`` does; each step runs in another thread."""
+        _check_config(config)
         stream = self._atransform_stream_with_config(input, self._astream_chunks, config, **kwargs)
         async with _closing(stream) as chunks:
             async for chunk in chunks:
@@ -162,7 +259,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     def _ask(
         self, input: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> Any:
-        answer = self.pipeline.ask(self._question(input, config, kwargs), self._watcher(run_manager))
+        answer = self.pipeline.ask(self._question(input, config, kwargs), watcher=self._watcher(run_manager))
         _warn_without_passages(answer)
         return answer.text if self.output == "text" else answer.to_dict() if self.output == "dict" else answer
 
@@ -192,7 +289,7 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
     def _chunks(
         self, input: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, bound: dict[str, Any]
     ) -> Any:
-        chunks = self.pipeline.stream(self._question(input, config, bound), self._watcher(run_manager))
+        chunks = self.pipeline.stream(self._question(input, config, bound), watcher=self._watcher(run_manager))
         for chunk in chunks:
             if chunk.answer is not None:
                 _warn_without_passages(chunk.answer)
@@ -212,10 +309,13 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         if unknown:
             raise ConfigError(f"PosfixRAG takes no argument {unknown[0]!r}; it takes {', '.join(_CONFIGURABLE)}")
         configured = config.get("configurable") or {}
-        attributes = {"k": self.k, "order": self.order, "mitigation": self.mitigation}
+        attributes = {"k": self.k, "order": self.order, "mitigation": self.mitigation, "query": self.query}
         fields = question_fields(input)
+        fields["filter"] = combine_filters(
+            self.filter, bound.get("filter"), configured.get("filter"), fields.get("filter")
+        )
         for source in (bound, configured, attributes):
-            for name in _CONFIGURABLE:
+            for name in set(_CONFIGURABLE) - {"filter"}:
                 if fields.get(name) in (None, "") and source.get(name) is not None:
                     fields[name] = source[name]
         mitigation = fields.get("mitigation")
@@ -231,6 +331,8 @@ class PosfixRAG(RunnableSerializable[RAGInput, Any]):
         keeps_order = has_documents or self.retriever is not None
         if keeps_order and not fields.get("order") and self.pipeline.defaults.order == Defaults().order:
             fields["order"] = "original"
+        if self.answer_from_memory:
+            fields["allow_ungrounded"] = True
         return Question(**fields)
 
 
@@ -262,12 +364,24 @@ def _closing(chunks: AsyncIterator[Any]) -> aclosing[Any]:
     return aclosing(chunks)
 
 
+def _check_config(config: object) -> None:
+    check_type("config", config, Mapping | None, 'a mapping such as {"configurable": {"k": 3}}, or None')
+
+
+def _concurrent(config: RunnableConfig | list[RunnableConfig] | None, count: int) -> list[RunnableConfig]:
+    """Return the configuration of each question of a batch, with a limit of open questions."""
+    for entry in config if isinstance(config, list) else [config]:
+        _check_config(entry)
+    configs = get_config_list(config, count)
+    return [{**entry, "max_concurrency": checked_count(entry.get("max_concurrency"))} for entry in configs]
+
+
 def _method(text: str) -> MethodSpec:
     return parse_method(text, "mitigation", "experts=5")
 
 
 def _warn_without_passages(answer: Answer) -> None:
-    if not answer.documents:
+    if not answer.grounded and answer.usage.prompt_tokens:
         _log.warning("the prompt holds no passages: the answer comes from the model's memory")
 
 

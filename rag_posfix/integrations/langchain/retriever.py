@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -12,7 +12,11 @@ from langchain_core.retrievers import BaseRetriever, RetrieverLike
 from langchain_core.runnables import RunnableConfig, RunnableLambda
 from pydantic import ConfigDict, Field, field_validator
 
+from rag_posfix.checked import Checked
+from rag_posfix.contracts.filters import combine_filters, matches, parse_filter
 from rag_posfix.integrations.document_ordering import checked_count, checked_order, ordered_documents
+from rag_posfix.retrieval.base import takes_filters, with_own_filter
+from rag_posfix.retrieval.index.documents import both_filters
 from rag_posfix.text import clean_text
 
 __all__ = ["DocumentStep", "PosfixRetriever"]
@@ -21,7 +25,7 @@ DocumentStep: TypeAlias = BaseDocumentCompressor | BaseDocumentTransformer
 """A reranker, a filter, a text compressor (all get the question) or a transformer (does not get the question)."""
 
 
-class PosfixRetriever(BaseRetriever):
+class PosfixRetriever(Checked, BaseRetriever):
     """Retrieves documents, passes them through a chain of compressors, keeps the best and orders them.
 
     Replaces ``ContextualCompressionRetriever`` and ``LongContextReorder``, whose packages are no longer maintained. In
@@ -43,6 +47,8 @@ class PosfixRetriever(BaseRetriever):
             score; all if None. ``invoke(question, k=...)`` overrides it.
         seed: For the order ``random``.
         distinct: Whether to leave out documents without text, and all but the best of those with the same text.
+        filter: A filter by metadata (docs/retrieval.md): the base retriever gets it if it takes such filters, and
+            every document is checked.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -53,39 +59,74 @@ class PosfixRetriever(BaseRetriever):
     k: int | None = Field(default=None, ge=1)
     seed: int = 0
     distinct: bool = True
+    filter: dict[str, Any] | None = None
+
+    @field_validator("filter")
+    @classmethod
+    def _known_filter(cls, metadata_filter: dict[str, Any] | None) -> dict[str, Any] | None:
+        if metadata_filter is not None:
+            parse_filter(metadata_filter)
+        return metadata_filter
 
     @field_validator("order")
     @classmethod
     def _known_order(cls, order: str) -> str:
         return checked_order(order)
 
-    def retrieve(self, question: str, k: int) -> list[Document]:
+    @property
+    def evaluates_filters(self) -> bool:
+        """Whether ``invoke`` takes ``filter`` in this language: the base retriever does."""
+        return takes_filters(self.base_retriever)
+
+    def retrieve(self, question: str, k: int, filter: Mapping[str, Any] | None = None) -> list[Document]:
         """Return the ``k`` best documents, best first, whatever ``order`` is: the pipeline's interface of a retriever.
 
         Args:
             k: Maximum number of documents.
+            filter: Joined with the filter of this retriever.
         """
-        hits = _compress(self.compressors, self.base_retriever.invoke(clean_text(question)), question)
+        metadata_filter = combine_filters(self.filter, filter)
+        hits = self.base_retriever.invoke(clean_text(question), **self._options({}, metadata_filter))
+        hits = _compress(self.compressors, _matching(hits, metadata_filter), question)
         return ordered_documents(hits, "relevance", k=k, distinct=self.distinct)
+
+    def _options(self, options: dict[str, Any], metadata_filter: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return arguments for the base retriever, with the filter if it takes filters."""
+        if not metadata_filter or not self.evaluates_filters:
+            return options
+        own = with_own_filter(self.base_retriever, metadata_filter)
+        return options | {"filter": both_filters(options.get("filter"), own)}
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
-        hits = self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
+        options = self._options(kwargs, self.filter)
+        hits = _matching(
+            self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **options), self.filter
+        )
         return self._apply_order(_compress(self.compressors, hits, query, callbacks), k)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
-        hits = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **kwargs)
+        options = self._options(kwargs, self.filter)
+        documents = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **options)
+        hits = _matching(documents, self.filter)
         return self._apply_order(await _acompress(self.compressors, hits, query, callbacks), k)
 
     def _apply_order(self, documents: list[Document], k: int | None) -> list[Document]:
         checked_count("k", k)
         count = self.k if k is None else k
         return ordered_documents(documents, self.order, k=count, seed=self.seed, distinct=self.distinct)
+
+
+def _matching(documents: Sequence[Document], metadata_filter: Mapping[str, Any] | None) -> Sequence[Document]:
+    if not metadata_filter:
+        return documents
+    condition = parse_filter(metadata_filter)
+    return [document for document in documents if matches(condition, document.metadata)]
 
 
 def _compress(

@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.method_spec import Parametrised
-from rag_posfix.parameters import check_parameters
+from rag_posfix.contracts.method_spec import Parametrised, RenamedAttribute
 from rag_posfix.registry import Registry
 
 IGNORED = -100
@@ -51,20 +50,14 @@ class Task(Parametrised, ABC):
 
     Attributes:
         name: Registry name, equal to the name of the file.
-        source: Where the task comes from.
-        deviations: Differences from the source, one sentence each.
+        paper: Where the task comes from: the section ``Source`` of the docstring.
         metric: "error": share of examples with a wrong scored token, in percent. "perplexity" of the scored tokens.
         measured_by_place: Whether the measure is also given by ``Batch.places``.
     """
 
-    source: ClassVar[str]
-    deviations: ClassVar[tuple[str, ...]] = ()
+    source = RenamedAttribute("paper")
     metric: ClassVar[Literal["error", "perplexity"]] = "error"
     measured_by_place: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Check types and ranges of the sizes. A subclass that checks more calls this first."""
-        check_parameters(self, self.name)
 
     @property
     @abstractmethod

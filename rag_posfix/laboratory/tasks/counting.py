@@ -41,12 +41,6 @@ class Counting(Task):
     """
 
     name: ClassVar[str] = "counting"
-    source: ClassVar[str] = "Golovneva et al. (2024), Contextual Position Encoding, https://arxiv.org/abs/2405.18719"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "An operation is one token, and set sets to 0.",
-        "The splits out of the distribution are ours.",
-        "Examples are drawn without end.",
-    )
 
     steps: Annotated[int, Integer(6)] = 64
     variables: Annotated[int, Integer(1)] = 1

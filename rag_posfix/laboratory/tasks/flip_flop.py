@@ -21,7 +21,7 @@ class FlipFlop(Task):
 
     A sequence is made of pairs of an instruction (write, read, ignore) and a bit. It begins with a write and ends with
     a read. The bit after a read is that of the last write; other bits are random. Out of the distribution more pairs
-    are to be ignored, so the last write is farther away.
+    are to be ignored, so the last write is farther away; or there are twice the pairs, with distances as in training.
 
     Source: Liu et al. (2023), Exposing Attention Glitches with Flip-Flop Language Modeling,
         https://arxiv.org/abs/2306.00946; as in Golovneva et al. (2024), https://arxiv.org/abs/2405.18719
@@ -34,11 +34,6 @@ class FlipFlop(Task):
     """
 
     name: ClassVar[str] = "flip_flop"
-    source: ClassVar[str] = (
-        "Liu et al. (2023), Exposing Attention Glitches with Flip-Flop Language Modeling, "
-        "https://arxiv.org/abs/2306.00946"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("The loss counts the bits after reads alone.",)
 
     pairs: Annotated[int, Integer(2)] = 64
     ignored: Annotated[float, Number(0, 1)] = 0.8
@@ -51,20 +46,22 @@ class FlipFlop(Task):
 
     @property
     def splits(self) -> Mapping[str, str]:
-        """Sequences as in training, and with fewer writes."""
+        """Sequences as in training, with fewer writes, and longer ones."""
         return {
             TRAINED: f"{self.pairs} pairs, {self.ignored:.0%} ignored",
             "sparse": f"{self.pairs} pairs, {self.ignored_far:.0%} ignored",
+            "longer": f"{2 * self.pairs} pairs, {self.ignored:.0%} ignored",
         }
 
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
-        """Return sequences of 2 ``pairs`` tokens; the measure counts the last bit."""
-        ignored = self.ignored if split == TRAINED else self.ignored_far
-        draw = torch.rand(size, self.pairs, generator=generator)
+        """Return sequences of 2 ``pairs`` tokens, of twice as many in ``longer``; the measure counts the last bit."""
+        ignored = self.ignored_far if split == "sparse" else self.ignored
+        pairs = 2 * self.pairs if split == "longer" else self.pairs
+        draw = torch.rand(size, pairs, generator=generator)
         kind = torch.where(draw < ignored, IGNORE, torch.where(draw < (1 + ignored) / 2, WRITE, READ))
         kind[:, 0], kind[:, -1] = WRITE, READ
-        bits = torch.randint(0, 2, (size, self.pairs), generator=generator)
-        positions = torch.arange(self.pairs).expand(size, -1)
+        bits = torch.randint(0, 2, (size, pairs), generator=generator)
+        positions = torch.arange(pairs).expand(size, -1)
         last_write = torch.where(kind == WRITE, positions, 0).cummax(dim=1).values
         bits = torch.where(kind == READ, bits.gather(1, last_write), bits)
         ids = torch.stack((kind, bits), dim=-1).flatten(1)  # (B, 2 pairs)

@@ -41,11 +41,6 @@ class KeyValue(Task):
     """
 
     name: ClassVar[str] = "key_value"
-    source: ClassVar[str] = "Liu et al. (2024), Lost in the Middle, https://arxiv.org/abs/2307.03172"
-    deviations: ClassVar[tuple[str, ...]] = (
-        "Keys and values are one token each.",
-        "A sequence asks for several pairs.",
-    )
     measured_by_place: ClassVar[bool] = True
 
     pairs: Annotated[int, Integer(2)] = 8

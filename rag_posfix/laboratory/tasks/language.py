@@ -84,8 +84,6 @@ class Language(Task):
     """
 
     name: ClassVar[str] = "language"
-    source: ClassVar[str] = "Lengths of Golovneva et al. (2024), https://arxiv.org/abs/2405.18719; a text of our own"
-    deviations: ClassVar[tuple[str, ...]] = ("A generated text instead of Wikitext-103.",)
     metric: ClassVar[Literal["error", "perplexity"]] = "perplexity"
 
     length: Annotated[int, Integer(8)] = 128

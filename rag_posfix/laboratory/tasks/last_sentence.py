@@ -37,8 +37,6 @@ class LastSentence(Task):
     """
 
     name: ClassVar[str] = "last_sentence"
-    source: ClassVar[str] = "Golovneva et al. (2024), Contextual Position Encoding, https://arxiv.org/abs/2405.18719"
-    deviations: ClassVar[tuple[str, ...]] = ("Random words instead of a text.",)
 
     length: Annotated[int, Integer(3)] = 16
     words: Annotated[int, Integer(2)] = 6

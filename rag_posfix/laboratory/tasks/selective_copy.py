@@ -36,11 +36,6 @@ class SelectiveCopy(Task):
     """
 
     name: ClassVar[str] = "selective_copy"
-    source: ClassVar[str] = (
-        "Gu and Dao (2023), Mamba, https://arxiv.org/abs/2312.00752; sizes of Golovneva et al. (2024), "
-        "https://arxiv.org/abs/2405.18719"
-    )
-    deviations: ClassVar[tuple[str, ...]] = ("The number of different tokens is our choice.",)
 
     tokens: Annotated[int, Integer(1)] = 16
     blanks: Annotated[int, Integer(2)] = 16

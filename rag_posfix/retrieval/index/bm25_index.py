@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import sys
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
+from rag_posfix.text import WORDS_VERSION, split_words
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-# Han, Hiragana and Katakana are written without spaces: each of their characters is a word.
-_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
-
-
-def split_words(text: str) -> list[str]:
-    """Return the words of ``text`` in order: runs of letters and digits, in lower case and Unicode's NFKC form.
-
-    No stemming and no stop words. For ASCII this is ``[a-z0-9]+`` of the lower-cased text.
-    """
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return _WORD.findall(text.lower())
 
 
 class BM25Index:
@@ -48,6 +33,7 @@ class BM25Index:
         texts: The text that each term score belongs to.
         starts: The offset in ``term_scores`` at which each word begins, and the end of the last.
         k1: Term frequency saturation.
+        words_version: The ``WORDS_VERSION`` that split the texts; the question must be split the same way.
 
     Raises:
         ConfigError: bm25s is not installed, or a parameter is outside of its range.
@@ -63,8 +49,10 @@ class BM25Index:
         *,
         k1: float = 0.9,
         b: float = 0.4,
+        words_version: int = WORDS_VERSION,
     ) -> None:
         check_bm25_parameters(k1, b)
+        self.words_version = words_version
         self.words, self.term_scores, self.texts, self.starts = words, term_scores, texts, starts
         self.k1, self.b = k1, b
         self._count = count

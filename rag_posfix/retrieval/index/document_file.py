@@ -23,18 +23,24 @@ StoredRow: TypeAlias = tuple[int, IndexEntry, bytes | None]
 """Key, document and vector (float32, little endian; None if the vectors are in a file of their own)."""
 
 _SCHEMA = """
+BEGIN;
 CREATE TABLE facts (value TEXT NOT NULL, checksum INTEGER NOT NULL);
 CREATE TABLE documents (
     key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, text TEXT NOT NULL, metadata TEXT NOT NULL, files TEXT NOT NULL,
     vector BLOB, checksum INTEGER NOT NULL
 );
+CREATE TABLE scratch (value BLOB); INSERT INTO scratch VALUES (zeroblob(98000));
+COMMIT;
 """
+# The journal gets the size of the pages that a transaction changes: 24 are twice what deleting a document changes.
+_ALLOCATE_JOURNAL = "BEGIN; UPDATE scratch SET value = randomblob(98000); DROP TABLE scratch; COMMIT;"
 # A rollback journal and no write-ahead log: a damaged page of a log would silently undo every commit after it, readers
 # would have to write, and network file systems could not be used. With EXTRA a commit is on the disk when it returns.
+# The journal is kept, so that a document can be deleted on a full disk: the pages that this changes fit into it.
 # A service keeps many files open, so their page caches are small (KiB).
 _SETTINGS = """
-PRAGMA journal_mode = DELETE; PRAGMA synchronous = EXTRA; PRAGMA cache_size = -256; PRAGMA cell_size_check = ON;
-PRAGMA trusted_schema = OFF;
+PRAGMA journal_mode = PERSIST; PRAGMA journal_size_limit = 131072; PRAGMA synchronous = EXTRA;
+PRAGMA cache_size = -256; PRAGMA cell_size_check = ON; PRAGMA trusted_schema = OFF;
 """
 _CANNOT_WRITE: Final = frozenset(
     {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY}
@@ -78,14 +84,24 @@ class DocumentFile:
             file.close()
             scratch.replace(path)
             flush(path.parent)
+            with suppress(OSError, IndexBusyError):  # only deleting on a full disk needs it
+                file = cls(path)
+                with file._translated():
+                    file._connection.executescript(_ALLOCATE_JOURNAL)
+                file.close()
         finally:
             for leftover in path.parent.glob(".*.partial*"):  # also files of killed writers
                 leftover.unlink(missing_ok=True)
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Be the only writer; the changes of the block are made as one, or not at all if it raises."""
+    def transaction(self, *, erase: bool = True) -> Iterator[None]:
+        """Be the only writer; the changes of the block are made as one, or not at all if it raises.
+
+        Without ``erase`` a removed text may stay in free pages of the file, and needs no room in the journal.
+        """
         with self._translated():
+            if not erase:
+                self._connection.execute("PRAGMA secure_delete = FAST")
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -178,7 +194,7 @@ class DocumentFile:
                 raise IndexBusyError(f"{str(self.path)!r} is being written by another process; try again") from error
             if code in _CANNOT_WRITE:
                 raise (OSError if self.path.exists() else FileNotFoundError)(str(error)) from error
-            raise self._damaged(str(error).splitlines()[0]) from error
+            raise self._damaged(str(error).splitlines()[0].partition(" with text ")[0]) from error  # of a document
 
 
 def _checksum(key: int, name: str, text: str, metadata: str, files: str, vector: bytes | None) -> int:

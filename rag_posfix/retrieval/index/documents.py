@@ -6,16 +6,33 @@ Vectors and word statistics refer to documents by integer key.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from langchain_core.documents import Document
 
+from rag_posfix.checked import checked_list
+from rag_posfix.contracts.filters import (
+    AllOf,
+    AnyOf,
+    Condition,
+    Exists,
+    InRange,
+    Negation,
+    OneOf,
+    combine_filters,
+    comparison_key,
+    elements,
+    has_value,
+    in_range,
+    matches,
+    parse_filter,
+)
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.text import clean_json, clean_text, content_hash, titled_text
 
@@ -24,42 +41,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MetadataFilter: TypeAlias = Mapping[str, Any] | Callable[[Mapping[str, Any]], bool]
-"""``{"year": 1999, "kind": ["book", "map"]}``: every field has this value, or one of these; or a function of the
-metadata. True is not 1, 1 is 1.0; a field that is missing matches nothing, not even None."""
+"""A filter in the language of ``contracts.filters``, or a function of the metadata."""
 
-_SCALARS = (str, int, float, bool, type(None))
+_EXISTING = ("exists", None)
+"""What the documents with a value in a field are posted under, next to the values; no value has this key."""
 
 
 def check_filter(metadata_filter: object) -> None:
-    """Raise ConfigError for a filter that is neither a function nor a dict of names to values or lists of values."""
-    if callable(metadata_filter):
-        return
-    if not isinstance(metadata_filter, Mapping):
-        raise ConfigError(
-            f"filter={metadata_filter!r} is a {type(metadata_filter).__name__}; pass a dict such as {{'year': 1999}} "
-            "or {'kind': ['book', 'map']}, or a function of the metadata"
-        )
-    for field, value in metadata_filter.items():
-        if not isinstance(field, str) or not all(isinstance(item, _SCALARS) for item in _listed(value)):
-            raise ConfigError(
-                f"filter {field!r}: {value!r} is not understood; give a string, number, boolean or None, or a list "
-                "of those that are allowed; for anything else pass a function of the metadata"
-            )
+    """Raise ConfigError for a filter that is neither a function nor one of ``contracts.filters``."""
+    if not callable(metadata_filter):
+        parse_filter(metadata_filter)
 
 
-def _comparison_keys(value: Any) -> set[Hashable]:
-    """Return a key for each value that a field of a filter allows; equal keys are values that count as equal.
-
-    Booleans have keys of their own, because Python holds that True == 1; values that no filter can name have None.
-    """
-    return {
-        ("boolean" if isinstance(item, bool) else "value", item) if isinstance(item, _SCALARS) else None
-        for item in _listed(value)
-    }
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple | set | frozenset) else [value]
+def both_filters(first: MetadataFilter | None, second: MetadataFilter | None) -> MetadataFilter | None:
+    """Return the filter of the documents that match two filters; None for none of them."""
+    if first is None or second is None:
+        return second if first is None else first
+    if not callable(first) and not callable(second):
+        return combine_filters(first, second)
+    predicates = [
+        filter_ if callable(filter_) else partial(matches, parse_filter(filter_)) for filter_ in (first, second)
+    ]
+    return lambda metadata: all(predicate(metadata) for predicate in predicates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,11 @@ def stored_copy(document: Document, document_id: str | None = None) -> Document:
     content, metadata = clean_json(document.page_content), clean_json(copy.deepcopy(document.metadata))
     named = Document(id=document_id or document.id, page_content=content, metadata=metadata)
     return named.model_copy(update={"id": stored_id(named)})
+
+
+def checked_documents(documents: Iterable[Document]) -> list[Document]:
+    """Return documents as a list, or raise ConfigError for anything else."""
+    return checked_list("documents", documents, Document, "langchain_core Documents: Document(page_content=text)")
 
 
 def document_json(document: Document, fields: Mapping[str, Any]) -> str:
@@ -124,7 +132,7 @@ class DocumentTable:
         self.next_key = 1 + max(self.entries, default=-1)
         self._keys: dict[str, int] | None = None
         # For each field, the keys of the documents with each value (by comparison key); built on first use of a field.
-        self._postings: dict[str, dict[Hashable, NDArray[np.int64]]] = {}
+        self._postings: dict[str, dict[tuple[str, object], NDArray[np.int64]]] = {}
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -181,37 +189,57 @@ class DocumentTable:
     def matching(self, metadata_filter: MetadataFilter) -> NDArray[np.int64]:
         """Return the keys of the documents that match a filter, ascending.
 
-        Cost: with a dict, one pass over the documents when a field is first used, and a look-up afterwards; with a
-        function, one call per document each time.
+        Cost: with a dict, one pass over the documents when a field is first used, and set operations on keys
+        afterwards; with a function, one call per document each time.
         """
         import numpy as np
 
         with self._lock:
             if callable(metadata_filter):
-                matches = metadata_filter
-                keys = [k for k, e in self.entries.items() if matches(MappingProxyType(e.document.metadata))]
+                predicate = metadata_filter
+                keys = [k for k, e in self.entries.items() if predicate(MappingProxyType(e.document.metadata))]
                 return np.asarray(keys, dtype=np.int64)
-            columns = [self._with_value(field, value) for field, value in metadata_filter.items()]
-            if not columns:
-                return np.fromiter(self.entries, dtype=np.int64)
-            return functools.reduce(lambda a, b: np.intersect1d(a, b, assume_unique=True), columns)
+            return self._meeting(parse_filter(metadata_filter))
 
-    def _with_value(self, field: str, value: Any) -> NDArray[np.int64]:
-        """Return the keys of the documents whose ``field`` has an allowed value, ascending."""
+    def _meeting(self, condition: Condition) -> NDArray[np.int64]:
+        """Return the keys of the documents that meet a condition, ascending."""
+        import numpy as np
+
+        match condition:
+            case AllOf(()):
+                return np.fromiter(self.entries, dtype=np.int64)
+            case AllOf(conditions):
+                columns = [self._meeting(member) for member in conditions]
+                return reduce(lambda a, b: np.intersect1d(a, b, assume_unique=True), columns)
+            case AnyOf(conditions):
+                return _union([self._meeting(member) for member in conditions])
+            case Negation(negated):
+                everything = np.fromiter(self.entries, dtype=np.int64)
+                return np.setdiff1d(everything, self._meeting(negated), assume_unique=True)
+            case Exists(field):
+                return self._postings_of(field).get(_EXISTING, np.empty(0, dtype=np.int64))
+            case OneOf(field, values):
+                postings = self._postings_of(field)
+                return _union([postings[key] for key in map(comparison_key, values) if key in postings])
+            case InRange(field):
+                postings = self._postings_of(field)
+                return _union([rows for key, rows in postings.items() if in_range(condition, key[1])])
+
+    def _postings_of(self, field: str) -> dict[tuple[str, object], NDArray[np.int64]]:
+        """Return the keys of the documents by each value of a field, and under ``_EXISTING`` those that have one."""
         import numpy as np
 
         if field not in self._postings:
-            keys: dict[Hashable, list[int]] = {}
+            keys: dict[tuple[str, object], list[int]] = {}
             for key, entry in self.entries.items():
-                if field in entry.document.metadata:
-                    (stored,) = _comparison_keys([entry.document.metadata[field]])
-                    keys.setdefault(stored, []).append(key)
-            self._postings[field] = {stored: np.asarray(rows, dtype=np.int64) for stored, rows in keys.items()}
-        postings = self._postings[field]
-        columns = [postings[key] for key in _comparison_keys(value) if key in postings]
-        if len(columns) == 1:
-            return columns[0]
-        return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *columns]))
+                if field not in entry.document.metadata:
+                    continue
+                value = entry.document.metadata[field]
+                names = {comparison_key(item) for item in elements(value)}
+                for name in names | {_EXISTING} if has_value(value) else names:
+                    keys.setdefault(name, []).append(key)
+            self._postings[field] = {name: np.asarray(rows, dtype=np.int64) for name, rows in keys.items()}
+        return self._postings[field]
 
     def _key_by_id(self) -> dict[str, int]:
         """Return keys by id; for memory-mapped documents, the first call reads all of them."""
@@ -231,3 +259,12 @@ class DocumentTable:
     def _mark_changed(self) -> None:
         self.revision += 1
         self._postings.clear()
+
+
+def _union(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the keys that are in any of ``columns``, ascending."""
+    import numpy as np
+
+    if len(columns) == 1:
+        return columns[0]
+    return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *columns]))

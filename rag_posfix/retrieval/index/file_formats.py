@@ -145,8 +145,9 @@ def write_bm25_files(index: BM25Index, paths: Mapping[str, Path]) -> None:
     """Write word statistics, one file for each of ``BM25_ROLES``."""
     import numpy as np
 
-    words = {"k1": index.k1, "b": index.b, "count": len(index), "words": list(index.words)}
-    paths["bm25_words"].write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
+    fields: dict[str, Any] = {"version": index.words_version, "k1": index.k1, "b": index.b, "count": len(index)}
+    fields["words"] = list(index.words)
+    paths["bm25_words"].write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
     arrays = (("bm25_shares", index.term_scores), ("bm25_texts", index.texts), ("bm25_starts", index.starts))
     for role, array in arrays:
         np.save(paths[role], array, allow_pickle=False)
@@ -158,6 +159,7 @@ def read_bm25_files(paths: Mapping[str, Path], *, mapped: bool) -> BM25Index:
         fields = json.loads(paths["bm25_words"].read_text(encoding="utf-8"))
         words = {str(word): row for row, word in enumerate(fields["words"])}
         k1, b, count = float(fields["k1"]), float(fields["b"]), int(fields["count"])
+        version = int(fields.get("version", 1))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{paths['bm25_words'].name} holds no words") from error
     term_scores, texts, starts = (_load_array(paths[role], mapped=mapped) for role in BM25_ROLES[1:])
@@ -171,7 +173,7 @@ def read_bm25_files(paths: Mapping[str, Path], *, mapped: bool) -> BM25Index:
         and (mapped or not len(texts) or (texts.min() >= 0 and texts.max() < count))
     ):
         raise ValueError("its word statistics contradict each other")
-    return BM25Index(words, term_scores, texts, starts, count, k1=k1, b=b)
+    return BM25Index(words, term_scores, texts, starts, count, k1=k1, b=b, words_version=version)
 
 
 def _load_array(path: Path, *, mapped: bool) -> NDArray[Any]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rag_posfix.contracts.floor import SimilarityRange
 from rag_posfix.durable_files import flush
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.index.bm25_index import BM25Index
@@ -71,6 +72,7 @@ class IndexManifest(BaseModel):
         dimension: Length of a vector.
         count: Number of documents.
         removed: Number of vectors in a graph whose documents were removed.
+        similarity: The range of similarities that ``calibrate_index`` measured, or None.
         files: Data files by role: ``vectors``, ``documents``, ``table`` (byte offsets of the documents), and
             ``BM25_ROLES`` if there are word statistics.
     """
@@ -83,6 +85,7 @@ class IndexManifest(BaseModel):
     dimension: int = Field(ge=1)
     count: int = Field(ge=0)
     removed: int = Field(default=0, ge=0)
+    similarity: SimilarityRange | None = None
     files: dict[str, IndexFile]
 
 
@@ -97,6 +100,7 @@ class IndexContents:
     entries: Mapping[int, IndexEntry]
     embedding: str
     bm25: BM25Index | None = None
+    similarity: SimilarityRange | None = None
 
     def removed(self) -> set[int]:
         """Return the keys of vectors whose documents were removed."""
@@ -127,6 +131,28 @@ def write_index(folder: Path, contents: IndexContents) -> IndexManifest:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return manifest
+
+
+def write_similarity(folder: Path, similarity: SimilarityRange) -> None:
+    """Write a range of similarities into the manifest of an index; its data files stay.
+
+    Raises:
+        RetrievalError: there is no index, or it cannot be written.
+    """
+    folder = Path(os.path.realpath(folder))
+    with locked(folder, wait_seconds=_WAIT_SECONDS):
+        manifest = read_manifest(folder).model_copy(update={"similarity": similarity})
+        staging = partial_folder(folder, uuid.uuid4().hex[:12])
+        try:
+            staging.mkdir(parents=True)
+            (staging / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            flush(staging / _MANIFEST)
+            (staging / _MANIFEST).replace(folder / _MANIFEST)
+            flush(folder)
+        except OSError as error:
+            raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> IndexManifest:
@@ -199,7 +225,7 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
     with _reported_as_damage(folder):
         # Vectors are mapped only with the documents: faiss aborts the process if mapped vectors are added to.
         vectors = read_vectors(path, mapped=mmap and not isinstance(entries, dict))
-    contents = IndexContents(vectors, entries, manifest.embedding)
+    contents = IndexContents(vectors, entries, manifest.embedding, similarity=manifest.similarity)
     count, removed = len(entries), contents.removed()
     if manifest.count != count or manifest.dimension != vectors.d or manifest.removed + count != vectors.ntotal:
         raise _damaged(
@@ -271,6 +297,7 @@ def _stage(staging: Path, contents: IndexContents, token: str) -> IndexManifest:
         dimension=contents.vectors.d,
         count=len(contents.entries),
         removed=contents.vectors.ntotal - len(contents.entries),
+        similarity=contents.similarity,
         files={role: describe_file(path) for role, path in paths.items()},
     )
     (staging / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")

@@ -1,29 +1,38 @@
-"""Reads documents from files and folders: text is split into passages, a JSON line or table row is one document.
+"""Reads documents from files and folders: text is split into passages, and so are long records.
 
-The result depends only on the files' content and the order of the paths: folders are read in sorted order, and ids
-are given in the file or hashed from the content. Knows nothing of embeddings.
+The result depends only on the files' names and content and the order of the paths: folders are read in sorted order,
+and ids are given in the file or hashed from the content. Knows nothing of embeddings.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from langchain_core.documents import Document
 
+from rag_posfix.checked import check_type, checked_list
 from rag_posfix.errors import ConfigError, NotTextError, RetrievalError
 from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.ingest.blocks import passage_title, title_from_path
+from rag_posfix.retrieval.ingest.fields import FieldRoles, parse_fields
+from rag_posfix.retrieval.ingest.passages import PassageSize, split_document, split_text
 from rag_posfix.retrieval.ingest.readers import TEXT_SUFFIXES, read_text
-from rag_posfix.retrieval.ingest.records import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, read_csv, read_json_lines
+from rag_posfix.retrieval.ingest.records import RECORD_SUFFIXES, read_records
 from rag_posfix.text import clean_text, content_hash
+
+if TYPE_CHECKING:
+    from langchain_core.documents import BaseDocumentTransformer
 
 __all__ = ["read_documents"]
 
-SUFFIXES = tuple(sorted((*JSON_LINES_SUFFIXES, *TABLE_SUFFIXES, *TEXT_SUFFIXES)))
+logger = logging.getLogger(__name__)
+
+SUFFIXES = tuple(sorted((*RECORD_SUFFIXES, *TEXT_SUFFIXES)))
 """Suffixes of files that can be read, in upper or lower case."""
 
 _BEIR_CORPORA = ("corpus.jsonl", "corpus.jsonl.gz")
@@ -31,6 +40,12 @@ _BEIR_QUESTIONS = ("queries.jsonl", "queries.jsonl.gz", "qrels")
 
 SkippedKind: TypeAlias = Literal["unsupported", "empty", "binary", "duplicate", "unreadable"]
 """Why a file gave no document of its own: type, no text, no text file, content of another file, or an error."""
+
+NoteKind: TypeAlias = Literal["fields", "encoding", "rows", "cut"]
+"""What is said about a file that was read: fields of its records, a guessed encoding, rows left out, cut sentences."""
+
+Paths: TypeAlias = str | Path | Iterable[str | Path]
+"""A path, or several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,91 +58,103 @@ class SkippedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class FileNote:
+    """What is worth knowing about how a file was read, on one line."""
+
+    file: str
+    kind: NoteKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class _ReadDocument:
-    """A document, its first position for error messages, and all files that contain it."""
+    """A document, its first position for error messages, and all files that contain it.
+
+    Attributes:
+        copy_key: Equal for the same passage in copies of a file, whose names may differ; None for records.
+    """
 
     document: Document
     position: str
     files: tuple[str, ...]
+    copy_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FilesRead:
-    """The documents of files, each with all files that contain it, and the files without a document of their own."""
+    """The documents of files, each with all files that contain it, and what is said about the files."""
 
     entries: tuple[IndexEntry, ...]
     skipped: tuple[SkippedFile, ...]
+    notes: tuple[FileNote, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CharSpan:
-    """Characters ``start`` to ``end`` (exclusive) of a text."""
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class PassageSize:
-    """Upper limits of a passage's length.
-
-    Args:
-        words: Maximum number of words; about 150 fit into the 256 tokens that small embedding models read.
-        characters: Maximum number of characters, for text whose words are long or not separated by spaces.
-
-    Raises:
-        ConfigError: a value is below 1.
-    """
-
-    words: int = 150
-    characters: int = 1000
-
-    def __post_init__(self) -> None:
-        for name, value in (("words", self.words), ("characters", self.characters)):
-            if value < 1:
-                raise ConfigError(f"passage size: {name}={value} must be >= 1")
-
-
-def read_documents(paths: Iterable[str | Path], *, size: PassageSize | None = None) -> list[Document]:
+def read_documents(
+    paths: Paths,
+    *,
+    size: PassageSize | None = None,
+    splitter: BaseDocumentTransformer | None = None,
+    fields: Iterable[str] = (),
+    strict: bool = True,
+) -> list[Document]:
     """Return the documents of files and folders, each with an id and ``metadata["source"]``.
 
-    Text files (``.txt``, ``.md``, ``.html``, ``.htm``, ``.pdf``, ``.docx``) are split into passages with ``start``
-    and ``end`` in the metadata: ``readers.read_text(file).text[start:end]`` is the passage. Passages of HTML pages
-    have the page's ``title``, those of PDF files the ``page`` on which they begin. A line of a ``.jsonl`` or
-    ``.jsonl.gz`` file is one document: ``text`` (or ``page_content``, ``contents``) and optionally ``id`` (or
-    ``_id``), ``title`` and ``metadata``; so is a row of a ``.csv`` file (``records.read_csv``). In a folder in
-    BEIR's layout only the corpus is read. A document without an id gets a hash of its title and text. A document
-    that occurs several times with the same id and content is returned once. Undecodable bytes are replaced, and
-    documents without text are left out, both with a warning in the log.
+    Text files (``readers.TEXT_SUFFIXES``) are split into passages: at headings, then between paragraphs, list items
+    and rows of tables, then between sentences. ``metadata["title"]`` is the title of the file and the headings above
+    the passage, joined with " > "; the passage is ``readers.read_text(file).text[start:end]``, after the lead sentence
+    or the header row where a list or table continues. Passages of PDF files have the ``page`` on which they begin.
+
+    A row of a table (``.csv``, ``.tsv``) and an object of ``.jsonl``, ``.jsonl.gz`` and ``.json`` files is one
+    document, which is split if it is longer than a passage. Its text, title and id are found by the names and the
+    content of the fields (``fields.find_roles``); other fields are metadata. In a folder in BEIR's layout only the
+    corpus is read. A document without an id gets a hash of its title and text. A document that occurs several times
+    with the same id and content is returned once. What is worth knowing (guessed encodings, documents without text,
+    cut sentences) is logged as a warning.
 
     Args:
         paths: Files, or folders that are searched for such files; hidden files are skipped.
         size: Limits of a passage; the defaults of PassageSize if None.
+        splitter: A langchain text splitter, in place of ``size``: splits what is between two headings.
+        fields: Fields of records: ``NAME`` or ``text=NAME``, ``title=NAME``, ``id=NAME``.
+        strict: Raise at the first file or record that cannot be read; otherwise leave it out with a warning.
 
     Raises:
-        RetrievalError: a path is missing or unreadable, a suffix is not supported, a file is binary, a line is
+        RetrievalError: a path is missing or unreadable, a suffix is not supported, a file is binary, a record is
             malformed, one id belongs to different contents, or there is no document at all.
-        ConfigError: there is a PDF or Word file, and the extra ``pdf`` or ``docx`` is not installed.
+        ConfigError: the extra that a file needs is not installed, or an argument is wrong.
     """
-    files = [Path(path) for path in paths]
-    entries = read_files(files, size=size).entries
-    if not entries:
-        raise no_documents(files)
-    return [entry.document for entry in entries]
+    files = path_list(paths)
+    read = read_files(files, size=size, splitter=splitter, fields=fields, strict=strict)
+    for skipped in read.skipped if not strict else ():
+        logger.warning("%s: left out: %s", skipped.file, skipped.reason)
+    for note in read.notes:
+        logger.log(logging.INFO if note.kind == "fields" else logging.WARNING, "%s: %s", note.file, note.message)
+    if not read.entries:
+        raise no_documents(files, read.skipped)
+    return [entry.document for entry in read.entries]
+
+
+def path_list(paths: Paths) -> list[Path]:
+    """Return one path, or several, as a list; raise ``ConfigError`` for anything else."""
+    if isinstance(paths, str | os.PathLike):
+        return [Path(paths)]
+    return [Path(path) for path in checked_list("paths", paths, str | os.PathLike, "paths")]
 
 
 def read_files(
-    paths: Iterable[str | Path],
+    paths: Paths,
     *,
     size: PassageSize | None = None,
+    splitter: BaseDocumentTransformer | None = None,
+    fields: Iterable[str] = (),
     strict: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> FilesRead:
     """Return the documents of files and folders, each with all files that contain it; otherwise as ``read_documents``.
 
     Args:
-        strict: Raise at the first file that cannot be read. Otherwise the file is skipped as a whole, and the others
-            are read.
+        strict: Raise at the first file or record that cannot be read. Otherwise it is left out, and the others are
+            read.
         progress: Called with (files read, files to read).
 
     Raises:
@@ -135,21 +162,30 @@ def read_files(
             empty.
         ConfigError: with ``strict``, as ``read_documents``.
     """
-    skipped: list[SkippedFile] = []
-    files = [file for path in paths for file in _files_of(Path(path), skipped.append, strict=strict)]
-    documents: dict[str, _ReadDocument] = {}
+    if size is not None and splitter is not None:
+        raise ConfigError("size and splitter cannot be combined; the splitter has its own limits")
+    if splitter is not None:
+        from langchain_core.documents import BaseDocumentTransformer  # imports the whole of runnables
+
+        if not isinstance(splitter, BaseDocumentTransformer):
+            raise ConfigError(
+                f"splitter={splitter!r} must be a langchain text splitter, such as RecursiveCharacterTextSplitter"
+            )
+    check_type("size", size, PassageSize | None, "a PassageSize, such as PassageSize(words=100)")
+    names = [fields] if isinstance(fields, str) else checked_list("fields", fields, str, "texts, such as 'text=body'")
+    reader = _FileReader(size or PassageSize(), splitter, parse_fields(names), strict)
+    files = [file for path in path_list(paths) for file in _files_of(path, reader.skipped.append, strict=strict)]
     for number, file in enumerate(files, start=1):
-        try:
-            reason = _add_file(file, size, documents)
-        except (RetrievalError, ConfigError) as error:
-            if strict:
-                raise
-            reason = SkippedFile(str(file), "binary" if isinstance(error, NotTextError) else "unreadable", str(error))
-        if reason is not None:
-            skipped.append(reason)
+        reader.read(file)
         if progress is not None:
             progress(number, len(files))
-    return FilesRead(tuple(IndexEntry(item.document, item.files) for item in documents.values()), tuple(skipped))
+    entries = tuple(IndexEntry(item.document, item.files) for item in reader.documents.values())
+    return FilesRead(entries, tuple(reader.skipped), tuple(reader.notes))
+
+
+def has_readable_files(paths: Iterable[Path]) -> bool:
+    """Return whether a path is a file, or a folder with a file whose suffix can be read, without reading any."""
+    return any(path.is_file() or any(_files_of(path, lambda _: None, strict=False)) for path in paths)
 
 
 def no_documents(paths: Iterable[Path], skipped: Sequence[SkippedFile] = ()) -> RetrievalError:
@@ -203,109 +239,113 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
             skip(SkippedFile(str(file), "unreadable", "not a regular file, or a link to a file that is missing"))
 
 
-def _add_file(file: Path, size: PassageSize | None, documents: dict[str, _ReadDocument]) -> SkippedFile | None:
-    """Add all documents of a file, or none; return the reason if the file has no document of its own."""
-    name, suffix = clean_text(str(file)), file.name.lower()
-    if suffix.endswith(JSON_LINES_SUFFIXES):
-        records = read_json_lines(file)
-    elif suffix.endswith(TABLE_SUFFIXES):
-        records = read_csv(file)
-    else:
-        records = _read_passages(file, name, size)
-    try:
-        items = [_ReadDocument(document, position, (name,)) for document, position in records]
-    except OSError as error:
-        raise RetrievalError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
-    if not items:
-        return SkippedFile(str(file), "empty", "no text in it")
-    earlier = [documents.get(str(item.document.id)) for item in items]
-    changes: dict[str, _ReadDocument] = {}
-    for item in items:
-        document_id = str(item.document.id)
-        changes[document_id] = _merged(changes.get(document_id) or documents.get(document_id), item)
-    documents.update(changes)
-    originals = {item.files[0] for item in earlier if item is not None}
-    if None not in earlier and originals != {name}:
-        return SkippedFile(str(file), "duplicate", f"duplicate of {', '.join(sorted(originals))}")
-    return None
+@dataclass(slots=True)
+class _FileReader:
+    """Reads one file after the other, and collects documents by their ids."""
 
+    size: PassageSize
+    splitter: BaseDocumentTransformer | None
+    roles: FieldRoles
+    strict: bool
+    documents: dict[str, _ReadDocument] = field(default_factory=dict)
+    skipped: list[SkippedFile] = field(default_factory=list)
+    notes: list[FileNote] = field(default_factory=list)
+    _copies: dict[str, str] = field(default_factory=dict)  # ids by copy_key
 
-def _merged(first: _ReadDocument | None, item: _ReadDocument) -> _ReadDocument:
-    """Return a document with the files of both."""
-    if first is None:
-        return item
-    old, new = first.document, item.document
-    contents = {(str(document.metadata.get("title", "")), document.page_content) for document in (old, new)}
-    if len(contents) > 1:
-        raise RetrievalError(
-            f"id {str(new.id)!r} belongs to different documents in {first.position} and {item.position}; make the ids "
-            "distinct"
-        )
-    if item.files[0] in first.files:
-        return first
-    return _ReadDocument(old, first.position, first.files + item.files)
+    def read(self, file: Path) -> None:
+        """Add the documents of a file, and what is said about it."""
+        name = clean_text(str(file))
+        problems: list[str] = []
 
+        def report(problem: str) -> None:
+            if self.strict:
+                raise RetrievalError(problem)
+            problems.append(problem)
 
-def _read_passages(file: Path, source: str, size: PassageSize | None) -> Iterator[tuple[Document, str]]:
-    read = read_text(file)
-    for span in split_passages(read.text, size):
-        passage = read.text[span.start : span.end]
-        metadata: dict[str, Any] = {"source": source, "start": span.start, "end": span.end}
-        if read.title:
-            metadata["title"] = read.title
-        page = read.page_at(span.start)
-        if page is not None:
-            metadata["page"] = page
-        document = Document(id=content_hash(read.title, passage), page_content=passage, metadata=metadata)
-        yield document, f"{source} (characters {span.start} to {span.end})"
+        try:
+            items = list(self._items(file, name, report))
+            originals = [original for item in items if (original := self._add(item, report)) is not None]
+        except (OSError, RetrievalError, ConfigError) as error:
+            if isinstance(error, OSError):
+                error = RetrievalError(f"cannot read {str(file)!r}: {error.strerror or error}")
+            if self.strict:
+                raise error
+            kind: SkippedKind = "binary" if isinstance(error, NotTextError) else "unreadable"
+            self.skipped.append(SkippedFile(name, kind, str(error)))
+            return
+        if not originals:
+            reason = SkippedFile(name, "unreadable", problems[0]) if problems else None
+            self.skipped.append(reason or SkippedFile(name, "empty", "no text in it"))
+            return
+        self.notes += [FileNote(name, "rows", problem) for problem in problems]
+        other_files = set(originals) - {""}
+        if "" not in originals and other_files != {name}:
+            duplicate = f"duplicate of {', '.join(sorted(other_files))}"
+            self.skipped.append(SkippedFile(name, "duplicate", duplicate))
 
+    def _add(self, item: _ReadDocument, report: Callable[[str], None]) -> str | None:
+        """Add a document, or the file to a document that is there.
 
-# Tried in turn on a span that is too long: breaks between paragraphs, then sentences and lines, then words.
-_BREAKS = (
-    re.compile(r"\n[^\S\n]*\n\s*"),
-    re.compile(r"(?<=[.!?…])[\"')\]”’»]*\s+|(?<=[。！？])\s*|\n\s*"),  # noqa: RUF001 - CJK and typographic marks
-    re.compile(r"\s+"),
-)
+        Returns:
+            The first file of the document that was there; an empty string if it is new; None if its id belongs to
+            another document, which is reported.
+        """
+        document_id = self._copies.get(item.copy_key or "", str(item.document.id))
+        first = self.documents.get(document_id)
+        if first is None:
+            self.documents[document_id] = item
+            if item.copy_key is not None:
+                self._copies[item.copy_key] = document_id
+            return ""
+        contents = {(str(d.metadata.get("title", "")), d.page_content) for d in (first.document, item.document)}
+        if len(contents) > 1 and (item.copy_key is None or item.copy_key != first.copy_key):
+            report(
+                f"id {document_id!r} belongs to different documents in {first.position} and {item.position}; make the "
+                "ids distinct"
+            )
+            return None
+        if item.files[0] not in first.files:
+            self.documents[document_id] = replace(first, files=first.files + item.files)
+        return first.files[0]
 
+    def _items(self, file: Path, name: str, report: Callable[[str], None]) -> Iterator[_ReadDocument]:
+        """Yield the documents of a file."""
+        is_record_file = file.name.lower().endswith(RECORD_SUFFIXES)
+        yield from self._record_items(file, name, report) if is_record_file else self._text_items(file, name)
 
-def split_passages(text: str, size: PassageSize | None = None) -> list[CharSpan]:
-    """Return the passages of ``text``, in order, with exact character offsets.
+    def _text_items(self, file: Path, name: str) -> Iterator[_ReadDocument]:
+        read = read_text(file)
+        self._note_encoding(name, read.encoding_note)
+        title = read.title or title_from_path(file)
+        cut = 0
+        for passage, full_title in split_text(read, title, self.size, self.splitter):
+            metadata: dict[str, Any] = {**read.metadata, "source": name, "start": passage.start, "end": passage.end}
+            if full_title:
+                metadata["title"] = full_title
+            page = read.page_at(passage.start)
+            if page is not None:
+                metadata["page"] = page
+            cut += passage.cut
+            document = Document(
+                id=content_hash(full_title, passage.text), page_content=passage.text, metadata=metadata
+            )
+            position = f"{name} (characters {passage.start} to {passage.end})"
+            stated = passage_title(read.title, passage.headings)
+            yield _ReadDocument(document, position, (name,), content_hash(stated, passage.text))
+        if cut:
+            self.notes.append(FileNote(name, "cut", self.size.describe_cut(cut)))
 
-    Consecutive paragraphs are joined while they fit; a paragraph that does not fit is split between sentences, then
-    between words, then anywhere. Passages do not overlap and start and end with a visible character. Only white space
-    is left out.
-    """
-    size = size or PassageSize()
-    passages: list[CharSpan] = []
-    words_so_far = 0
-    for span in _split(text, CharSpan(0, len(text)), size, 0):
-        words = len(text[span.start : span.end].split())
-        last = passages[-1] if passages else None
-        if last and words_so_far + words <= size.words and span.end - last.start <= size.characters:
-            passages[-1] = CharSpan(last.start, span.end)
-            words_so_far += words
-        else:
-            passages.append(span)
-            words_so_far = words
-    return passages
+    def _record_items(self, file: Path, name: str, report: Callable[[str], None]) -> Iterator[_ReadDocument]:
+        read = read_records(file, self.roles, report)
+        self._note_encoding(name, read.encoding_note)
+        if read.documents:
+            self.notes.append(FileNote(name, "fields", read.roles.describe()))
+        if read.without_text:
+            self.notes.append(FileNote(name, "rows", f"left out {read.without_text} records without text"))
+        for document, position in read.documents:
+            for passage in split_document(document, self.size, self.splitter):
+                yield _ReadDocument(passage, position, (name,))
 
-
-def _split(text: str, span: CharSpan, size: PassageSize, level: int) -> Iterator[CharSpan]:
-    """Yield consecutive segments of ``span`` that fit, as large as the breaks allow."""
-    start, end = span.start, span.end
-    while start < end and text[start].isspace():
-        start += 1
-    while start < end and text[end - 1].isspace():
-        end -= 1
-    if start == end:
-        return
-    if end - start <= size.characters and len(text[start:end].split()) <= size.words:
-        yield CharSpan(start, end)
-    elif level == len(_BREAKS):
-        for offset in range(start, end, size.characters):
-            yield CharSpan(offset, min(offset + size.characters, end))
-    else:
-        for match in _BREAKS[level].finditer(text, start, end):
-            yield from _split(text, CharSpan(start, match.end()), size, level + 1)
-            start = match.end()
-        yield from _split(text, CharSpan(start, end), size, level + 1)
+    def _note_encoding(self, name: str, note: str | None) -> None:
+        if note is not None:
+            self.notes.append(FileNote(name, "encoding", note))

@@ -1,139 +1,237 @@
-"""Reads documents from records: each JSON line, and each row of a CSV file, is one document."""
+"""Reads records: each JSON object, each line of JSON lines, and each row of a table is one document."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import io
-import logging
+import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest.readers import checked_text, decode_text
+from rag_posfix.retrieval.ingest.fields import ID_FIELDS, TEXT_FIELDS, FieldRoles, field_text, find_roles
+from rag_posfix.retrieval.ingest.text_encoding import decode_text
 from rag_posfix.text import clean_text, content_hash, parse_json
 
-logger = logging.getLogger(__name__)
-
-JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
-TABLE_SUFFIXES = (".csv",)
-
-# The first field or column of these that exists counts: our names, BEIR's names, and other common names.
-_ID_FIELDS = ("id", "_id")
-_TEXT_FIELDS = ("text", "page_content", "contents")
+JSON_SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
+TABLE_SUFFIXES = (".csv", ".tsv")
+RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 
 _SNIFFED_CHARACTERS = 8192
 _DELIMITERS = ",;\t|"
+_SAMPLED_RECORDS = 1000
+_MAX_OPEN_QUOTES = 20
+"""Rows whose quote is never closed, before the remaining rows are given up: each of them costs a pass."""
 
 
-def read_json_lines(file: Path) -> Iterator[tuple[Document, str]]:
-    """Yield the document of each line with text, and its file and line number for error messages.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The fields of a record, its position for messages, and metadata of the position."""
+
+    fields: dict[str, Any]
+    position: str
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """The documents of a file of records, each with its position.
+
+    Attributes:
+        documents: One for each record with text.
+        roles: Which fields are text, title and id.
+        encoding_note: What is said about the encoding, if that is a guess.
+        without_text: Number of records without text.
+    """
+
+    documents: tuple[tuple[Document, str], ...]
+    roles: FieldRoles
+    encoding_note: str | None
+    without_text: int
+
+
+def read_records(file: Path, requested: FieldRoles, report: Callable[[str], None]) -> RecordFile:
+    """Return the documents of a ``.json``, ``.jsonl``, ``.jsonl.gz``, ``.csv`` or ``.tsv`` file.
+
+    ``report`` is called with each record that cannot be read, by its line; the others are read.
 
     Raises:
-        RetrievalError: a line is malformed, or a ``.gz`` file is not compressed or damaged.
+        RetrievalError: the file is no text, not compressed or damaged, or has no names of columns or a name twice.
         OSError: the file cannot be read.
     """
-    source = clean_text(str(file))
+    source, suffix = clean_text(str(file)), file.name.lower()
+    text, note = decode_text(_unpacked(file, source), source)
+    if suffix.endswith(TABLE_SUFFIXES):
+        records = list(_table_records(text, source, report))
+    elif suffix.endswith(".json"):
+        records = list(_json_records(text, source, report))
+    else:
+        records = list(_json_lines(text, source, report))
+    roles = find_roles([record.fields for record in records[:_SAMPLED_RECORDS]], requested)
+    documents = []
     without_text = 0
-    for number, data in enumerate(_lines(file, source), start=1):
-        position = f"{source}:{number}"
-        line = decode_text(data.removeprefix(b"\xef\xbb\xbf") if number == 1 else data, position)
-        if not line.strip():
+    for record in records:
+        try:
+            document = _document(record, roles, source)
+        except ValueError as error:
+            report(f"{record.position}: {error}")
             continue
-        document = _parse_line(line, source, position)
         if document.page_content.strip():
-            yield document, position
+            documents.append((document, record.position))
         else:
             without_text += 1
-    if without_text:
-        logger.warning("%s: left out %s documents without text", source, without_text)
+    return RecordFile(tuple(documents), roles, note, without_text)
 
 
-def _lines(file: Path, source: str) -> Iterator[bytes]:
+def _unpacked(file: Path, source: str) -> bytes:
     if file.suffix.lower() != ".gz":
-        with file.open("rb") as handle:
-            yield from handle
-        return
+        return file.read_bytes()
     try:
         with gzip.open(file) as unpacked:
-            yield from unpacked
+            return unpacked.read()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RetrievalError(f"cannot unpack {source!r}: {error}; the file is cut off or not gzip") from error
 
 
-def _parse_line(line: str, source: str, position: str) -> Document:
+def _json_lines(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        position = f"{source}:{number}"
+        if not line.strip():
+            continue
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            report(f"{position}: not JSON ({error}); each line must be one JSON object")
+            continue
+        if isinstance(value, dict):
+            yield Record(value, position, {})
+        else:
+            report(f"{position}: a {type(value).__name__}, expected a JSON object")
+
+
+def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
+    """Yield the objects of a list, of the one list of objects in an object, or the object itself."""
     try:
-        record = parse_json(line)
+        value = parse_json(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("{") and "\n" in text.strip() and error.msg == "Extra data":
+            yield from _json_lines(text, source, report)  # JSON lines under another name
+            return
+        raise RetrievalError(f"{source}:{error.lineno}: not JSON ({error})") from error
     except ValueError as error:
-        raise RetrievalError(f"{position}: not JSON ({error}); each line must be one JSON object") from error
-    if not isinstance(record, dict):
-        raise RetrievalError(f"{position}: a {type(record).__name__}, expected a JSON object with 'text'")
-    text = next((record[field] for field in _TEXT_FIELDS if record.get(field) is not None), None)
-    if not isinstance(text, str):
-        raise RetrievalError(f"{position}: no text; the object needs a string in one of {', '.join(_TEXT_FIELDS)}")
-    metadata, title = record.get("metadata") or {}, record.get("title")
-    if not isinstance(metadata, dict):
-        raise RetrievalError(f"{position}: metadata is a {type(metadata).__name__}, expected an object")
-    metadata = {"source": source, **metadata}
-    if title is not None and title != "":
-        if not isinstance(title, str):
-            raise RetrievalError(f"{position}: title {title!r} must be a string")
-        metadata["title"] = title
-    name = next((record[field] for field in _ID_FIELDS if record.get(field) not in (None, "")), None)
-    if name is None:
-        name = content_hash(str(metadata.get("title", "")), text)
-    elif not isinstance(name, str | int) or isinstance(name, bool):
-        raise RetrievalError(f"{position}: id {name!r} must be a string or an integer")
-    return Document(id=str(name), page_content=text, metadata=metadata)
+        raise RetrievalError(f"{source}: not JSON ({error})") from error
+    if isinstance(value, dict):
+        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        value = lists[0] if len(lists) == 1 else [value]
+    if not isinstance(value, list):
+        raise RetrievalError(f"{source}: a {type(value).__name__}, expected a list of JSON objects")
+    for number, item in enumerate(value, start=1):
+        position = f"{source}, item {number}"
+        if isinstance(item, dict):
+            yield Record(item, position, {})
+        else:
+            report(f"{position}: a {type(item).__name__}, expected a JSON object")
 
 
-def read_csv(file: Path) -> Iterator[tuple[Document, str]]:
-    """Yield the document of each row with text, and its file and row for error messages.
+def _table_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
+    """Yield the rows of a table. The first row has the names of the columns.
 
-    The first row has the names of the columns. A column ``text`` (or ``page_content``, ``contents``) is the text,
-    ``id`` (or ``_id``) the id and ``title`` the title; other columns are metadata. Without such a column the text is
-    one line ``name: value`` per column that is not empty. The delimiter is a comma, semicolon, tab or vertical bar.
-
-    Raises:
-        RetrievalError: the file is not text, has no names of columns or a name twice, or a row is malformed.
-        OSError: the file cannot be read.
+    The delimiter is a comma, semicolon, tab or vertical bar. A row whose quote is never closed is reported, and
+    reading continues on the next line.
     """
-    source = clean_text(str(file))
-    text = checked_text(file.read_bytes(), source)
     header = text[:_SNIFFED_CHARACTERS].split("\n", 1)[0]
     delimiter = max(_DELIMITERS, key=header.count)  # the first of several that are equally frequent
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        names = [name.strip() for name in next(rows, [])]
-        if len(set(names)) != len(names):
-            raise RetrievalError(f"{source}: a column name occurs twice; make the names in the first row distinct")
-        for row in rows:
-            if not any(cell.strip() for cell in row):
-                continue
-            position = f"{source}:{rows.line_num}"
-            if len(row) > len(names):
-                raise RetrievalError(f"{position}: {len(row)} cells, but the first row names {len(names)} columns")
-            document = _row_document(dict(zip(names, row, strict=False)), source, rows.line_num)
-            if document.page_content.strip():
-                yield document, position
-    except csv.Error as error:
-        raise RetrievalError(f"{source}:{rows.line_num}: not CSV ({error}); save the table again as CSV") from error
+    lines = list(io.StringIO(text, newline=""))
+    names: list[str] | None = None
+    start = open_quotes = 0
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        first = start + rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            report(f"{source}:{first}: not CSV ({error}); save the table again as CSV")
+            if start + rows.line_num > first:  # a quote took in the lines that follow
+                open_quotes += 1
+                if open_quotes > _MAX_OPEN_QUOTES:
+                    report(f"{source}:{first + 1}: the remaining rows are not read: too many quotes are not closed")
+                    return
+                start = first
+                rows = csv.reader(lines[start:], delimiter=delimiter, strict=True)
+            continue
+        line = start + rows.line_num
+        if names is None:
+            names = [name.strip() for name in row]
+            if len(set(names)) != len(names):
+                raise RetrievalError(f"{source}: a column name occurs twice; make the names in the first row distinct")
+        elif len(row) > len(names):
+            report(f"{source}:{line}: {len(row)} cells, but the first row names {len(names)} columns")
+        elif any(cell.strip() for cell in row):
+            fields: dict[str, Any] = {name: cell.strip() for name, cell in zip(names, row, strict=False)}
+            yield Record(fields, f"{source}:{line}", {"row": line})
 
 
-def _row_document(row: dict[str, str], source: str, line: int) -> Document:
-    column = next((name for name in _TEXT_FIELDS if name in row), None)
-    title, name, metadata = "", "", dict[str, Any]()
-    if column is None:
-        text = "\n".join(f"{key}: {value.strip()}" for key, value in row.items() if value.strip())
+def _document(record: Record, roles: FieldRoles, source: str) -> Document:
+    """Return the document of a record; ValueError with the reason if a field is missing or of a wrong type."""
+    fields = record.fields
+    title = fields.get(roles.title)
+    has_known_text = bool(roles.text) and set(roles.text) <= set(TEXT_FIELDS)
+    if has_known_text:
+        names: tuple[str, ...] = tuple(name for name in TEXT_FIELDS if fields.get(name) is not None)[:1]
+        text = fields[names[0]] if names else None
+        if not isinstance(text, str):
+            raise ValueError(f"no text; the record needs a string in one of {', '.join(TEXT_FIELDS)}")
+        if title not in (None, "") and not isinstance(title, str):
+            raise ValueError(f"title {title!r} must be a string")
     else:
-        text, title = row[column].strip(), row.get("title", "").strip()
-        name = next((row[field].strip() for field in _ID_FIELDS if row.get(field, "").strip()), "")
-        metadata = {k: v for k, v in row.items() if k and k not in (column, "title", *_ID_FIELDS) and v.strip()}
-    metadata = {**metadata, "source": metadata.get("source", source), "row": line}
+        names = roles.text
+        if not any(name in fields for name in (*names, roles.title)) if names else not fields:
+            raise ValueError(f"no text; the record needs one of the fields {', '.join(names or TEXT_FIELDS)}")
+        text = _joined_text(fields, names, roles)
+    title = field_text(title)
+    if not has_known_text and not text.strip():
+        text, title = title, ""
+    has_ids = has_known_text or bool(roles.id)
+    metadata = _metadata(record, {*names, roles.title, *((roles.id, *ID_FIELDS) if has_ids else ())}, source)
     if title:
         metadata["title"] = title
-    return Document(id=name or content_hash(title, text), page_content=text, metadata=metadata)
+    known = next((fields[name] for name in (roles.id, *ID_FIELDS) if fields.get(name) not in (None, "")), None)
+    if known is not None and (not isinstance(known, str | int) or isinstance(known, bool)):
+        raise ValueError(f"id {known!r} must be a string or an integer")
+    content = (str(metadata.get("title", "")), text)
+    # An id counts where it is asked for, or beside a text with one of our names: many tables number rows from 1.
+    if known is None or not has_ids:
+        document_id = content_hash(*content) if known is None else content_hash(str(known), *content)
+    else:
+        document_id = str(known)
+    return Document(id=document_id, page_content=text, metadata=metadata)
+
+
+def _joined_text(fields: dict[str, Any], names: tuple[str, ...], roles: FieldRoles) -> str:
+    """Return the texts of some fields, each but the first after its name; without names, all fields by line."""
+    if not names:
+        lines = {name: field_text(value) for name, value in fields.items() if name not in ("", roles.title)}
+        return "\n".join(f"{name}: {value}" for name, value in lines.items() if value)
+    texts = {name: text for name in names if (text := field_text(fields.get(name))).strip()}
+    return "\n\n".join(text if name == next(iter(texts)) else f"{name}: {text}" for name, text in texts.items())
+
+
+def _metadata(record: Record, used: set[str], source: str) -> dict[str, Any]:
+    """Return the fields of a record that are neither text, title nor id, and its nested ``metadata``."""
+    nested = record.fields.get("metadata") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"metadata is a {type(nested).__name__}, expected an object")
+    others = {
+        name: value
+        for name, value in record.fields.items()
+        if name and name not in used and name != "metadata" and value not in (None, "")
+    }
+    return {"source": source, **others, **nested, **record.metadata}

@@ -14,7 +14,8 @@ from langchain_core.documents import Document
 from rag_posfix.demo_data import load_passages
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.retrieval.index.storage import read_entries
-from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents, split_passages
+from rag_posfix.retrieval.ingest.ingest import read_documents
+from rag_posfix.retrieval.ingest.passages import PassageSize, split_passages
 
 
 @dataclass(frozen=True, slots=True)

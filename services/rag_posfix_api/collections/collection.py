@@ -6,10 +6,14 @@ process. Keys of documents ascend and are never used again, so new rows have lar
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,21 +24,29 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import IndexBusyError, OverloadedError, RetrievalError
 from rag_posfix.retrieval.dense import PassageRetriever
-from rag_posfix.retrieval.embeddings import embedding_identity
+from rag_posfix.retrieval.embeddings import matches_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.documents import IndexEntry, searchable_text, stored_copy
+from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
 from rag_posfix_api.collections.conversion import collection_file
-from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError
+from rag_posfix_api.http.errors import ConflictError, NotFoundError, StorageError, TooLargeError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_log = logging.getLogger(__name__)
+
 _TEXTS_PER_STEP = 64
 _ROWS_PER_STEP = 10_000
 WAIT_SECONDS = 30.0
 """How long a writer waits for another one."""
+
+MOST_METADATA = 50_000
+"""Characters of a document's metadata as JSON: a search returns the metadata of all that it finds."""
+_MOST_COPIES = 16_000_000
+"""Characters of metadata that one request stores: each passage has the metadata of its document."""
 
 Removed = Callable[[Sequence[Document]], None]
 
@@ -49,6 +61,8 @@ class PutResult:
         replaced: Number of stored ids whose document changed.
         unchanged: Number of documents that were stored already.
         documents: Number of documents of the collection then.
+        passages: Number of its passages then; a document that fits into a passage is one.
+        split: Ids of the documents that are longer than a passage, with their numbers of passages.
     """
 
     ids: tuple[str, ...]
@@ -56,6 +70,61 @@ class PutResult:
     replaced: int
     unchanged: int
     documents: int
+    passages: int
+    split: Mapping[str, int]
+
+
+class CollectionFailures:
+    """The collections whose file could not be written or read the last time. Safe to share between threads.
+
+    Attributes:
+        counts: Number of failures by action, ``write`` and ``read``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.counts = {"write": 0, "read": 0}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failing: dict[tuple[str, Path], tuple[float, str]] = {}
+
+    @contextmanager
+    def watch(self, action: str, folder: Path) -> Iterator[None]:
+        """Count a failure of the block, logged if it is the first in a row; success ends the row."""
+        try:
+            yield
+        except (StorageError, RetrievalError) as error:
+            with self._lock:
+                self.counts[action] += 1
+                is_first = (action, folder) not in self._failing
+                since = self._failing.get((action, folder), (self._clock(), ""))[0]
+                self._failing[action, folder] = since, type(error).__name__
+            if is_first:
+                _log.error("collection %s: %s failed: %s", folder, action, error)
+            raise
+        self._forget(action, folder)
+
+    def forget(self, folder: Path) -> None:
+        """Forget a collection that was deleted."""
+        for action in self.counts:
+            self._forget(action, folder)
+
+    def describe(self) -> str | None:
+        """Return how many collections fail, since when, and the last error, without their names; None without one."""
+        lines = []
+        with self._lock:
+            for action in self.counts:
+                failing = [failure for (name, _), failure in self._failing.items() if name == action]
+                if failing:
+                    since = datetime.fromtimestamp(min(failing)[0], UTC)
+                    lines.append(
+                        f"{action} of {len(failing)} collections fails since {since:%Y-%m-%dT%H:%M:%SZ} "
+                        f"({failing[-1][1]})"
+                    )
+        return "; ".join(lines) or None
+
+    def _forget(self, action: str, folder: Path) -> None:
+        with self._lock:
+            self._failing.pop((action, folder), None)
 
 
 @contextmanager
@@ -83,77 +152,134 @@ def existing_file(folder: Path) -> Path:
 class Collection:
     """A collection, as this process sees it. Safe for several threads; each call sees the changes of other processes.
 
-    All vectors are compared in a search. Methods raise NotFoundError if the collection was deleted; those of change
-    also OverloadedError if another writer did not end in time, and StorageError if the change could not be written: it
-    was then not made.
+    A document that is longer than a passage is stored as its passages (``passages.split_document``), which are
+    replaced and deleted together: ``files`` of their entries is the id of the document. All vectors are compared in a
+    search.
+
+    Methods raise NotFoundError if the collection was deleted; those of change also OverloadedError if another writer
+    did not end in time, and StorageError if the change could not be written: it was then not made.
 
     Args:
         removed: Is called with documents that were deleted or replaced.
+        failures: Counts failures of this collection.
+        size: Upper limits of a passage.
     """
 
-    def __init__(self, folder: Path, embeddings: Embeddings, max_documents: int, removed: Removed) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        embeddings: Embeddings,
+        max_documents: int,
+        removed: Removed,
+        failures: CollectionFailures,
+        size: PassageSize,
+    ) -> None:
         self.folder = folder
         self._embeddings = embeddings
         self._max_documents = max_documents
         self._removed = removed
+        self._failures = failures
+        self._size = size
         self._lock = threading.RLock()
         self._file: DocumentFile | None = None
         self._version: int | None = None
         self._last_key = -1
         self._store = FaissVectorStore(embeddings, kind="flat")
+        self._passages: dict[str, list[str]] = {}  # ids of passages by the id of their document
+        self._passages_of: tuple[FaissVectorStore, int] | None = None
 
     def __len__(self) -> int:
         return len(self._current())
 
     def documents(self) -> list[Document]:
-        """Return copies of all documents."""
+        """Return copies of all documents; a long one is several passages."""
         return self._current().documents()
 
-    def search(self, question: str, k: int) -> list[Document]:
-        """Return the ``k`` nearest documents with ``relevance_score`` in their metadata, best first."""
-        return self.retriever(k).retrieve(question, k)
+    def search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None = None) -> list[Document]:
+        """Return the ``k`` nearest documents that match, with ``relevance_score`` in their metadata, best first."""
+        return self.retriever(k).retrieve(question, k, metadata_filter)
 
     def retriever(self, k: int) -> PassageRetriever:
         """Return a retriever of the documents as they are now; its ``invoke`` returns ``k`` passages."""
         return PassageRetriever(store=self._current(), k=k)
 
-    def put(self, documents: Sequence[Document]) -> PutResult:
+    def put(self, documents: Sequence[Document], give_way: Callable[[], None] = check_cancelled) -> PutResult:
         """Add documents, replacing those with the same ids; return when that is on the disk.
 
         All of them are added, or none. Documents that are stored already are neither embedded nor written.
 
         Args:
-            documents: One without an id gets a hash of its content. The last of several with one id counts.
+            documents: One without an id gets a hash of its content. The last of several with one id counts. A
+                document that is longer than a passage becomes passages.
+            give_way: Is called before each step of embedding, so that others can embed too.
 
         Raises:
-            TooLargeError: the collection would hold too many documents.
+            TooLargeError: the collection would hold too many passages, or the passages too much metadata.
+            ConflictError: an id is that of a passage of another document.
         """
         copies = [stored_copy(document) for document in documents]
-        entries = {str(document.id): IndexEntry(document) for document in copies}
         ids = tuple(str(document.id) for document in copies)
+        passages = {str(document.id): _passage_entries(document, self._size) for document in copies}
+        size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
+        if size > _MOST_COPIES:
+            raise TooLargeError(
+                f"the metadata of the documents would be stored with each of their passages, {size} characters, at "
+                f"most {_MOST_COPIES} are allowed; shorten the metadata, or send fewer or shorter documents",
+                param="documents",
+            )
+        entries: dict[str, IndexEntry] = {}
+        for document_entries in passages.values():
+            _check_ids(entries, document_entries)
+            entries |= document_entries
         vectors: dict[str, NDArray[np.float32]] = {}
         result = None
         while result is None:
             missing = self._texts_to_embed(self._current(), entries, vectors)
             for start in range(0, len(missing), _TEXTS_PER_STEP):
-                check_cancelled()
+                give_way()
                 batch = missing[start : start + _TEXTS_PER_STEP]
                 vectors.update(zip(batch, self._store.embed_texts(batch), strict=True))
             with self._transaction() as (file, store):
                 if not self._texts_to_embed(store, entries, vectors):  # else another writer changed them meanwhile
-                    result = self._write(file, store, entries, vectors, ids)
+                    result = self._write(file, store, passages, vectors, ids)
         self._current()
         return result
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents by id, and return how many there were, when that is on the disk."""
-        with self._transaction() as (file, store):
-            stored = [name for name in dict.fromkeys(ids) if store.table.key_of(name) is not None]
+        """Delete documents by id, and return how many there were, when that is on the disk.
+
+        A document can also be deleted on a full disk: its pages are then freed without being erased.
+        """
+        try:
+            return self._delete(ids)
+        except StorageError:
+            return self._delete(ids, erase=False)
+
+    def _delete(self, ids: Sequence[str], *, erase: bool = True) -> int:
+        with self._transaction(erase=erase) as (file, store):
+            stored = {name: rows for name in ids if (rows := self._rows_of(store, name))}
             if stored:
-                file.remove(stored)
-                file.set_facts({**file.facts(), "count": len(store) - len(stored)})
+                names = [row for rows in stored.values() for row in rows]
+                file.remove(names)
+                facts = file.facts()
+                documents = facts.get("documents", len(store)) - len(stored)
+                file.set_facts({**facts, "count": len(store) - len(names), "documents": documents})
         self._current()
         return len(stored)
+
+    def _rows_of(self, store: FaissVectorStore, document_id: str) -> list[str]:
+        """Return the ids under which a document is stored: its own, or those of its passages."""
+        with self._lock:
+            if self._passages_of != (store, store.table.revision):
+                self._passages = {}
+                for passage in store.table.entries.values():
+                    if passage.files:
+                        self._passages.setdefault(passage.files[0], []).append(str(passage.document.id))
+                self._passages_of = (store, store.table.revision)
+            if document_id in self._passages:
+                return self._passages[document_id]
+            entry = _stored(store, document_id)
+            return [] if entry is None or entry.files else [document_id]
 
     def _texts_to_embed(
         self, store: FaissVectorStore, entries: Mapping[str, IndexEntry], vectors: Mapping[str, Any]
@@ -162,7 +288,7 @@ class Collection:
         texts: dict[str, None] = {}
         for name, entry in entries.items():
             text, stored = searchable_text(entry.document), _stored(store, name)
-            if text not in vectors and (stored is None or searchable_text(stored) != text):
+            if text not in vectors and (stored is None or searchable_text(stored.document) != text):
                 texts[text] = None
         return list(texts)
 
@@ -170,39 +296,53 @@ class Collection:
         self,
         file: DocumentFile,
         store: FaissVectorStore,
-        entries: Mapping[str, IndexEntry],
+        passages: Mapping[str, dict[str, IndexEntry]],
         vectors: Mapping[str, NDArray[np.float32]],
         ids: tuple[str, ...],
     ) -> PutResult:
-        changed = {name: entry for name, entry in entries.items() if _stored(store, name) != entry.document}
-        added = sum(_stored(store, name) is None for name in changed)
-        count = len(store) + added
+        changed: dict[str, IndexEntry] = {}
+        removed: list[str] = []
+        added = replaced = 0
+        for document_id, entries in passages.items():
+            old = self._rows_of(store, document_id)
+            _check_ids({name: entry for name in entries if (entry := _stored(store, name))}, entries)
+            new = {name: entry for name, entry in entries.items() if _stored(store, name) != entry}
+            stale = [name for name in old if name not in entries]
+            changed |= new
+            removed += stale
+            added += not old
+            replaced += bool(old and (new or stale))
+        facts = file.facts()
+        count = len(store) + sum(_stored(store, name) is None for name in changed) - len(removed)
+        documents = facts.get("documents", len(store)) + added
         if count > self._max_documents:
             raise TooLargeError(
-                f"the collection has {len(store)} documents and would have {count}, at most {self._max_documents} are "
-                "allowed; delete some, or use another collection",
+                f"the collection has {len(store)} passages and would have {count}, at most {self._max_documents} are "
+                "allowed; delete some documents, or use another collection",
                 param="documents",
             )
-        if changed:
-            facts = file.facts()
+        if changed or removed:
             rows = []
             for key, (name, entry) in enumerate(changed.items(), start=facts["next_key"]):
                 vector = vectors.get(searchable_text(entry.document))
                 vector = store.vectors_of([name])[0] if vector is None else vector
                 rows.append((key, entry, vector.astype("<f4").tobytes()))
-            file.remove(changed)
+            file.remove([*changed, *removed])
             file.insert(rows)
-            file.set_facts({**facts, "count": count, "next_key": facts["next_key"] + len(rows)})
-        return PutResult(ids, added, len(changed) - added, len(entries) - len(changed), count)
+            next_key = facts["next_key"] + len(rows)
+            file.set_facts({**facts, "count": count, "documents": documents, "next_key": next_key})
+        split = {document_id: len(entries) for document_id, entries in passages.items() if len(entries) > 1}
+        unchanged = len(passages) - added - replaced
+        return PutResult(ids, added, replaced, unchanged, documents, count, split)
 
     @contextmanager
-    def _transaction(self) -> Iterator[tuple[DocumentFile, FaissVectorStore]]:
+    def _transaction(self, *, erase: bool = True) -> Iterator[tuple[DocumentFile, FaissVectorStore]]:
         """Write alone, on a separate connection: readers in this process do not wait for its lock."""
         path = existing_file(self.folder)
-        with storage_errors(self.folder):
+        with self._failures.watch("write", self.folder), storage_errors(self.folder):
             file = DocumentFile(path, wait_seconds=WAIT_SECONDS)
             try:
-                with file.transaction():
+                with file.transaction(erase=erase):
                     store = self._current()
                     if self._file is None or self._file.path != path:
                         raise OverloadedError("the collection was created again meanwhile; try again later")
@@ -212,12 +352,12 @@ class Collection:
 
     def _current(self) -> FaissVectorStore:
         """Return the store with all committed changes."""
-        with self._lock, storage_errors(self.folder):
+        with self._lock, self._failures.watch("read", self.folder), storage_errors(self.folder):
             path = existing_file(self.folder)  # has another name after the collection was created again
             if self._file is None or self._file.path != path:
                 file = DocumentFile(path)
                 embedding = file.facts()["embedding"]
-                if embedding != embedding_identity(self._embeddings):
+                if not matches_identity(self._embeddings, embedding):
                     raise RetrievalError(
                         f"collection {str(self.folder)!r} was made with embedding model {embedding!r}; serve that "
                         "model, or create the collection again"
@@ -247,6 +387,34 @@ class Collection:
                 raise RetrievalError(f"{str(file.path)!r} is damaged: it has {len(store)} documents, not {count}")
 
 
-def _stored(store: FaissVectorStore, name: str) -> Document | None:
+def metadata_size(metadata: Mapping[str, Any]) -> int:
+    """Return the characters of metadata as JSON."""
+    return len(json.dumps(metadata, ensure_ascii=False, default=str))
+
+
+def _stored(store: FaissVectorStore, name: str) -> IndexEntry | None:
     key = store.table.key_of(name)
-    return None if key is None else store.table.document(key)
+    return None if key is None else store.table.entries.get(key)
+
+
+def _passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
+    """Return the entries of a document by their ids: itself, or its passages if it is longer than a passage."""
+    passages = split_document(document, size)
+    if passages == [document]:
+        return {str(document.id): IndexEntry(document)}
+    for passage in passages:
+        passage.metadata.setdefault("document_id", str(document.id))
+    return {str(passage.id): IndexEntry(passage, (str(document.id),)) for passage in passages}
+
+
+def _check_ids(stored: Mapping[str, IndexEntry], entries: Mapping[str, IndexEntry]) -> None:
+    """Raise ConflictError if an id is that of a passage of one document, and of another document or its passage."""
+    for name, entry in entries.items():
+        other = stored.get(name)
+        owners = {file for item in (entry, other) if item for file in item.files or (name,)}
+        if other is not None and len(owners) > 1:
+            raise ConflictError(
+                f"id {name!r} belongs to two of the documents {', '.join(map(repr, sorted(owners)))}, of which one is "
+                f"stored as passages {name.rpartition('#')[0]}#1, #2, ...; choose another id",
+                param="documents",
+            )

@@ -57,6 +57,7 @@ def _convert(folder: Path, header: Path) -> None:
     path = folder / f"documents-{uid}.sqlite"
     if not path.exists():
         rows = _rows(folder / "index", embedding, log)
+        _check_count(folder, len(rows))
         new = {"embedding": embedding, "created_at": created_at, "count": len(rows), "next_key": len(rows)}
         DocumentFile.create(path, new, ((key, entry, vector) for key, (entry, vector) in enumerate(rows)))
         _log.info("converted the collection %s to one file", folder)
@@ -64,6 +65,16 @@ def _convert(folder: Path, header: Path) -> None:
     shutil.rmtree(folder / "index", ignore_errors=True)
     for old_file in (*folder.glob("log-*.jsonl"), folder / "count", header):
         old_file.unlink(missing_ok=True)
+
+
+def _check_count(folder: Path, count: int) -> None:
+    """Log documents that are missing: of a log that was cut between two changes, every line is sound."""
+    try:
+        expected = int((folder / "count").read_bytes())  # was written after each change that was acknowledged
+    except (OSError, ValueError):
+        return
+    if count != expected:
+        _log.error("collection %s: had %d documents, and %d are in its index and log", folder, expected, count)
 
 
 def _rows(index: Path, embedding: str, log: Path) -> list[tuple[IndexEntry, bytes]]:
@@ -91,13 +102,14 @@ def _rows(index: Path, embedding: str, log: Path) -> list[tuple[IndexEntry, byte
 
 
 def _changes(log: Path) -> Iterator[dict[str, Any]]:
-    """Yield the changes of a log: lines of a CRC-32 and a JSON object. An incomplete end was never acknowledged."""
+    """Yield the changes of a log: lines of a CRC-32 and a JSON object. An incomplete line was never acknowledged."""
     offset = 0
     *lines, _ = log.read_bytes().split(b"\n") if log.exists() else [b""]
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         checksum, _, text = line.partition(b" ")
-        if checksum == b"%08x" % zlib.crc32(text):
-            yield json.loads(text)
-        elif number < len(lines):
-            raise RetrievalError(f"the log {str(log)!r} is damaged at byte {offset}")
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise RetrievalError(
+                f"the log {str(log)!r} is damaged at byte {offset}; restore it, or remove it from there on"
+            )
+        yield json.loads(text)
         offset += len(line) + 1

@@ -10,7 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,8 @@ from rag_posfix.parameters import shown
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
-from rag_posfix_api.collections.collection import Collection, existing_file, storage_errors
+from rag_posfix.retrieval.ingest.passages import PassageSize
+from rag_posfix_api.collections.collection import Collection, CollectionFailures, existing_file, storage_errors
 from rag_posfix_api.collections.conversion import collection_file, is_collection
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, TooLargeError
 
@@ -53,12 +54,20 @@ class Collections:
     Args:
         max_collections: Maximum number of collections of a tenant.
         max_documents: Maximum number of documents of a collection.
+        size: Upper limits of a passage; one in tokens counts those of the embedding model.
+
+    Attributes:
+        failures: The collections that cannot be written or read.
     """
 
-    def __init__(self, folder: Path, max_collections: int, max_documents: int) -> None:
+    def __init__(
+        self, folder: Path, max_collections: int, max_documents: int, size: PassageSize | None = None
+    ) -> None:
         self._folder = folder
         self._max_collections = max_collections
         self._max_documents = max_documents
+        self._size = size or PassageSize()
+        self.failures = CollectionFailures()
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, str], Collection] = OrderedDict()
 
@@ -70,7 +79,7 @@ class Collections:
             TooLargeError: the tenant has too many collections.
         """
         folder, created_at = self._folder_of(tenant, name), int(time.time())
-        with storage_errors(folder):
+        with self.failures.watch("write", folder), storage_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(folder.parent, wait_seconds=_WAIT_SECONDS), locked(folder, wait_seconds=_WAIT_SECONDS):
                 if collection_file(folder) is not None:
@@ -86,16 +95,16 @@ class Collections:
         return CollectionInfo(name, created_at, 0)
 
     def of(self, tenant: str) -> list[CollectionInfo]:
-        """Return the collections of a tenant, by name. Damaged ones are left out."""
+        """Return the collections of a tenant, by name. Damaged ones are left out, and counted in ``failures``."""
         collections = []
         for folder in self._folders(tenant):
             with suppress(RagPosfixError):
-                collections.append(_info(folder))
+                collections.append(self._info(folder))
         return collections
 
     def info(self, tenant: str, name: str) -> CollectionInfo:
         """Return the entry of one collection in a list."""
-        return _info(self._folder_of(tenant, name))
+        return self._info(self._folder_of(tenant, name))
 
     def get(
         self, tenant: str, name: str, embeddings: Embeddings, removed: Callable[[Sequence[Document]], None]
@@ -106,7 +115,9 @@ class Collections:
         with self._lock:
             key = (tenant, name)
             if key not in self._open:
-                self._open[key] = Collection(folder, embeddings, self._max_documents, removed)
+                count_tokens = getattr(embeddings, "count_tokens", None)
+                size = replace(self._size, count_tokens=count_tokens) if self._size.tokens else self._size
+                self._open[key] = Collection(folder, embeddings, self._max_documents, removed, self.failures, size)
             self._open.move_to_end(key)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
@@ -138,7 +149,17 @@ class Collections:
         )  # the next collection of this name removes the remaining files
         with self._lock:
             self._open.pop((tenant, name), None)
+        self.failures.forget(folder)
         return documents
+
+    def _info(self, folder: Path) -> CollectionInfo:
+        with self.failures.watch("read", folder), storage_errors(folder):
+            file = DocumentFile(existing_file(folder))
+            try:
+                facts = file.facts()
+            finally:
+                file.close()
+        return CollectionInfo(folder.name, facts["created_at"], facts.get("documents", facts["count"]))
 
     def _folders(self, tenant: str) -> list[Path]:
         """Return the folders of a tenant's collections, sorted."""
@@ -160,13 +181,3 @@ class Collections:
                 param="name",
             )
         return self._tenant_folder(tenant) / name
-
-
-def _info(folder: Path) -> CollectionInfo:
-    with storage_errors(folder):
-        file = DocumentFile(existing_file(folder))
-        try:
-            facts = file.facts()
-        finally:
-            file.close()
-    return CollectionInfo(folder.name, facts["created_at"], facts["count"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from rag_posfix.errors import UnknownNameError
 from rag_posfix_api.dialects.errors import OPENAI
-from rag_posfix_api.dialects.requests import WHOLE, RequestModel
+from rag_posfix_api.dialects.requests import WHOLE, MetadataFilter, RequestModel
 from rag_posfix_api.http.errors import NotFoundError
 from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_VALUES, CleanRoute
 from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN
@@ -41,7 +41,9 @@ class Health(BaseModel):
 class Readiness(Health):
     """The response of a readiness probe."""
 
-    detail: str | None = Field(default=None, description="What fails while questions are answered: a reranker.")
+    detail: str | None = Field(
+        default=None, description="What fails while questions are answered: a reranker, or the files of collections."
+    )
 
 
 @operations.get("/healthz", operation_id="healthz", response_model=Health, tags=["health"])
@@ -67,8 +69,13 @@ async def live() -> Health:
     tags=["health"],
 )
 async def ready(service: ReadyService) -> Readiness:
-    """Return that the model is loaded and verified, and which rerankers fail; otherwise 503 with the reason."""
-    return Readiness(status="ready", detail=service.reranker_health.describe_failing())
+    """Return that the model is loaded, and what fails nevertheless; otherwise 503 with the reason.
+
+    A vector store of another program is asked each time.
+    """
+    await service.check_retriever()
+    details = (service.reranker_health.describe_failing(), service.collections.failures.describe())
+    return Readiness(status="ready", detail="; ".join(filter(None, details)) or None)
 
 
 @operations.get("/metrics", response_class=PlainTextResponse, tags=["metrics"])
@@ -186,7 +193,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-ScopeName = Literal["read", "write", "admin"]
+ScopeName = Literal["read", "write", "admin", "metrics"]
 """As ``keys.store.SCOPES``."""
 Limit = Annotated[int, Field(ge=1, le=1_000_000), WHOLE]
 
@@ -207,6 +214,11 @@ class NewKey(RequestModel):
     scopes: list[ScopeName] = Field(default=["read"], min_length=1, max_length=len(SCOPES))
     requests_per_minute: Limit | None = None
     max_concurrent: Limit | None = None
+    filter: MetadataFilter | None = Field(
+        default=None,
+        description="Passages that the key may read, by their metadata; no request widens it. Such a key has the "
+        "scope 'read' alone.",
+    )
 
 
 class KeyObject(BaseModel):
@@ -220,6 +232,7 @@ class KeyObject(BaseModel):
     max_concurrent: int | None
     created_at: int
     revoked_at: int | None
+    filter: dict[str, Any] | None
 
 
 class CreatedKey(KeyObject):
@@ -250,6 +263,7 @@ async def create_key(body: NewKey, service: ServiceState) -> CreatedKey:
         scopes=body.scopes,
         requests_per_minute=body.requests_per_minute,
         max_concurrent=body.max_concurrent,
+        filter=body.filter,
     )
     created, key = await anyio.to_thread.run_sync(make)
     return CreatedKey(**created.to_dict(), key=key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeVar, get_type_hints
@@ -13,13 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.answer_form import FormFault
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import MOST_ALTERNATIVES
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.errors import ANSWERING
-from rag_posfix_api.dialects.requests import MAX_STOP_CHARACTERS, MAX_STOPS, PosfixInput, chosen_methods
-from rag_posfix_api.http.errors import ErrorForm, InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.dialects.requests import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    PosfixInput,
+    chosen_methods,
+    prompt_template,
+)
+from rag_posfix_api.http.errors import ErrorForm, InvalidRequestError, NotAllowedError, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import SafeJSONResponse
 from rag_posfix_api.http.logs import LogFields, RequestLogFields
 from rag_posfix_api.runtime.jobs import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
@@ -63,19 +70,20 @@ def chat_route(
         async def endpoint(body: Any, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
             question, renderer = prepare(body, service)
             fields.documents = None if question.documents is None else len(question.documents)
-            pipeline = _pipeline(service, question, None if body.posfix is None else body.posfix.collection)
+            pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
+            has_text = _has_text(service, question, body.posfix)
             if body.stream if lines is None else body.stream is not False:
                 return await respond_with_stream(
                     service,
                     request,
                     fields,
-                    lambda: pipeline().stream(question),
+                    lambda: _chunks(pipeline().stream(question), has_text),
                     renderer,
                     lines or SERVER_SENT_EVENTS,
                 )
             answer = await service.chat.run(request.receive, lambda: pipeline().ask(question))
             service.record(answer, fields)
-            return SafeJSONResponse(renderer.whole(answer))
+            return SafeJSONResponse(renderer.whole(answer if has_text else _without_text(answer)))
 
         endpoint.__name__, endpoint.__doc__ = prepare.__name__, prepare.__doc__
         endpoint.__annotations__["body"] = get_type_hints(prepare)["body"]
@@ -88,15 +96,44 @@ def chat_route(
     return decorate
 
 
-def _pipeline(service: Service, question: Question, name: str | None) -> Callable[[], Pipeline]:
+def _has_text(service: Service, question: Question, posfix: PosfixInput | None) -> bool:
+    """Return whether the documents of the response have their text."""
+    wanted = None if posfix is None else posfix.source_text
+    if question.documents is not None:
+        return wanted is True  # the client sent them
+    return wanted is not False and service.limits.source_text
+
+
+def _without_text(answer: Answer) -> Answer:
+    return replace(answer, documents=tuple(replace(document, text="") for document in answer.documents))
+
+
+def _chunks(chunks: Iterator[AnswerChunk], has_text: bool) -> Iterator[AnswerChunk]:
+    """Return the chunks of an answer, whose documents have no text unless ``has_text``; closing closes ``chunks``."""
+    if has_text:
+        return chunks
+
+    def without_text() -> Iterator[AnswerChunk]:
+        try:
+            for chunk in chunks:
+                yield chunk if chunk.answer is None else replace(chunk, answer=_without_text(chunk.answer))
+        finally:
+            if isinstance(chunks, Generator):
+                chunks.close()
+
+    return without_text()
+
+
+def pipeline_of(service: Service, question: Question, name: str | None) -> Callable[[], Pipeline]:
     """Return a function that returns the pipeline of the request; it may read a collection, so it is for a thread."""
-    pipeline = service.pipeline
     if name is None:
+        pipeline = service.pipeline
         return lambda: pipeline
     if question.documents is not None:
         raise InvalidRequestError("documents and a collection are given; give one of them", param="posfix.collection")
-    collection, k = service.collection(name), question.k or pipeline.defaults.k
-    return lambda: pipeline.with_retriever(collection.retriever(k))
+    tenant_pipeline, collection = service.collection_pipeline, service.collection(name)
+    k = question.k or tenant_pipeline.defaults.k
+    return lambda: tenant_pipeline.with_retriever(collection.retriever(k))
 
 
 async def respond_with_stream(
@@ -116,6 +153,10 @@ async def respond_with_stream(
     stream = AnswerStream(job, on_close, renderer, fields, lambda answer: service.record(answer, fields), media_type)
     await stream.open(start, request.receive)
     return stream
+
+
+ANY_OBJECT = '{"type":"object"}'
+"""The JSON schema of any object."""
 
 
 def build_question(
@@ -144,6 +185,7 @@ def build_question(
     Raises:
         InvalidRequestError: the last message is not the user's or is empty, or fields of ``posfix`` contradict each
             other.
+        NotAllowedError: it asks for an answer without passages, and the operator does not allow that.
         ConfigError: a sampling parameter is out of range.
     """
     chosen = {name: value for name, value in sampling.items() if value is not None}
@@ -157,6 +199,7 @@ def build_question(
         raise InvalidRequestError("the last message is empty; it must hold the question", param=param)
     if system is not None:
         history.insert(0, {"role": "system", "content": system})
+    posfix = posfix or PosfixInput()
     return Question(
         text=last["content"],
         documents=documents,
@@ -164,8 +207,29 @@ def build_question(
         seed=chosen.get("seed", 0),
         sampling=parameters,
         use_cache=use_cache,
-        **chosen_methods(posfix or PosfixInput()),
+        allow_ungrounded=_allow_ungrounded(service, documents, posfix),
+        template=prompt_template(posfix.template, service.limits.request_templates),
+        **chosen_methods(posfix),
     )
+
+
+def _allow_ungrounded(service: Service, documents: Sequence[Document] | None, posfix: PosfixInput) -> bool | None:
+    """Return whether the model may answer this request without a passage; None takes the default of the pipeline.
+
+    A request without documents to a service without an index is a conversation: its passages, if any, are text of its
+    messages.
+    """
+    allowed, always = service.limits.ungrounded, service.pipeline.defaults.allow_ungrounded
+    if posfix.allow_ungrounded and allowed != "request" and not always:
+        raise NotAllowedError(
+            "this service does not let requests have answers without passages; leave it out (operators: "
+            "RAG_POSFIX_SERVICE_UNGROUNDED=request)",
+            param="posfix.allow_ungrounded",
+        )
+    if posfix.allow_ungrounded is not None:
+        return posfix.allow_ungrounded
+    searches = service.pipeline.retriever is not None or posfix.index is not None or posfix.collection is not None
+    return True if documents is None and not searches and allowed != "never" else None
 
 
 def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]]) -> None:
@@ -210,7 +274,14 @@ class DocumentOutput(BaseModel):
     id: str
     score: float | None
     position: int
-    attention: float
+    attention: float = Field(description="Its share of the attention to passages; until 1.0 also its weight.")
+    weight: float | None = Field(
+        description="Its weight in the mixture of experts that read one passage each; null for methods that attend."
+    )
+    title: str | None
+    source: str | None = Field(description="Its file.")
+    page: int | None = Field(description="The page of its file on which it begins.")
+    text: str | None = Field(description="Its text; null where that is switched off (``source_text``).")
 
 
 class CitationOutput(BaseModel):
@@ -224,8 +295,9 @@ class CitationOutput(BaseModel):
     document_ids: list[str]
     origin: Literal["quote", "attention"] = Field(
         alias="from",
-        description="How that is known: 'quote', they hold the text word for word; 'attention', one of them dominated "
-        "the attention while the sentence was written.",
+        description="How that is known: 'quote', they hold what the sentence adds to the question; "
+        "'attention', one of them dominated the attention, or the weights of the experts, while the sentence was "
+        "written.",
     )
 
 
@@ -239,10 +311,18 @@ class DroppedOutput(BaseModel):
 class Provenance(BaseModel):
     """The sources of an answer: the fields that this service adds to the format of the dialect."""
 
+    query: str = Field(description="What was searched for: the question, or what was made of the conversation.")
     documents: list[DocumentOutput]
     citations: list[CitationOutput]
     dropped: list[DroppedOutput]
+    truncated: list[str] = Field(description="Ids of documents whose text was cut to fit into the prompt.")
+    grounded: bool = Field(description="Whether the model read a passage; false for an answer without any.")
     warnings: list[str] = Field(description="What failed without failing the question, such as a reranker.")
+    well_formed: bool = Field(description="Whether the form of the text has no fault.")
+    form_fault: FormFault | None = Field(
+        None,
+        description="The fault of the form: no word, a repeated run of words, a fragment, or a sentence without end.",
+    )
     mitigation: str
     order: str
     cached: bool
@@ -250,10 +330,22 @@ class Provenance(BaseModel):
 
 
 def provenance(answer: Answer) -> Provenance:
-    """Return the sources of ``answer``."""
-    return Provenance(
+    """Return the sources of ``answer``. Its own fields have the right types: they are not validated."""
+    fault = answer.form_fault
+    return Provenance.model_construct(
+        query=answer.query,
         documents=[
-            DocumentOutput(id=d.id, score=d.score, position=d.position, attention=d.attention)
+            DocumentOutput.model_construct(
+                id=d.id,
+                score=d.score,
+                position=d.position,
+                attention=d.attention,
+                weight=d.weight,
+                title=d.title,
+                source=d.source,
+                page=d.page,
+                text=d.text or None,
+            )
             for d in answer.documents
         ],
         citations=[
@@ -261,7 +353,11 @@ def provenance(answer: Answer) -> Provenance:
             for c in answer.citations
         ],
         dropped=[DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
+        truncated=list(answer.truncated),
+        grounded=answer.grounded,
         warnings=list(answer.warnings),
+        well_formed=fault is None,
+        form_fault=fault,
         mitigation=answer.mitigation,
         order=answer.order,
         cached=answer.cached,

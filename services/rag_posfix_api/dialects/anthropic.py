@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, Tag
+from starlette.responses import Response
 
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Citation, Question
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.parameters import shown
-from rag_posfix.pipeline.citations import PassageWords
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,
     build_question,
     chat_route,
+    pipeline_of,
     provenance,
     reject_fields,
     stop_strings,
 )
-from rag_posfix_api.dialects.errors import ANTHROPIC
+from rag_posfix_api.dialects.anthropic_citations import (
+    SEPARATOR,
+    CitableDocument,
+    TextBlock,
+    cited_blocks,
+    find_citations,
+)
+from rag_posfix_api.dialects.errors import ANSWERING, ANTHROPIC
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
     Forms,
@@ -40,8 +47,8 @@ from rag_posfix_api.dialects.requests import (
     needs,
 )
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, event, typed_event
-from rag_posfix_api.runtime.service import Service
+from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, event, typed_event
+from rag_posfix_api.runtime.service import ReadyService, Service
 
 
 def _kind(kind: str, field: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -83,19 +90,31 @@ class DocumentSource(RequestModel):
     content: TextOr[SourceText] | None = None
 
 
+_PASSAGES = ("document", "search_result")
+"""Types of blocks to answer from."""
+
+
 class AnthropicBlock(RequestModel):
-    """A part of a message: text, or a document to answer from."""
+    """A part of a message: text, or a document or search result to answer from."""
 
     model_config = ConfigDict(
         extra="allow",
         json_schema_extra={
-            "anyOf": [_kind("text", "text", {"type": "string"}), _kind("document", "source", {"type": "object"})]
+            "anyOf": [
+                _kind("text", "text", {"type": "string"}),
+                _kind("document", "source", {"type": "object"}),
+                _kind("search_result", "content", {"type": "array"}),
+            ]
         },
     )
 
-    type: str = Field(json_schema_extra={"enum": ["text", "document"]})
+    type: str = Field(json_schema_extra={"enum": ["text", *_PASSAGES]})
     text: str | None = None
-    source: DocumentSource | None = None
+    source: (
+        Annotated[Annotated[DocumentSource, Tag("object")] | Annotated[str, Tag("string")], Forms("object", "string")]
+        | None
+    ) = Field(default=None, description="Of a document: its text. Of a search result: its address.")
+    content: TextOr[SourceText] | None = Field(default=None, description="The text of a search result.")
     title: str | None = None
     context: str | None = Field(default=None, description="Stands before the document's text, and is not cited.")
     citations: (
@@ -143,61 +162,6 @@ class AnthropicRequest(RequestModel):
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
 
 
-SEPARATOR = "\n"  # between the blocks of a document of type ``content``
-
-
-class Location(BaseModel):
-    """A passage that a text block is from, and the characters of the whole answer that it supports."""
-
-    cited_text: str
-    document_index: int = Field(description="Counts the document blocks of the request, from 0.")
-    document_title: str | None
-    file_id: None = None
-    answer_start_index: int = Field(description="First character in the answer: all text blocks joined.")
-    answer_end_index: int = Field(description="Character after the last in the answer.")
-
-
-class CharLocation(Location):
-    """Characters of a plain text document, counted in code points."""
-
-    type: Literal["char_location"] = "char_location"
-    start_char_index: int
-    end_char_index: int
-
-
-class BlockLocation(Location):
-    """Blocks of a document of type ``content``."""
-
-    type: Literal["content_block_location"] = "content_block_location"
-    start_block_index: int
-    end_block_index: int
-
-
-class TextBlock(BaseModel):
-    """A part of the answer."""
-
-    type: Literal["text"] = "text"
-    text: str
-    citations: list[CharLocation | BlockLocation] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CitableDocument:
-    """A document block of a request.
-
-    Attributes:
-        text: Its text, without the context.
-        blocks: The blocks that ``text`` joins, of a document that is cited by blocks; else None.
-        enabled: Whether it may be cited.
-    """
-
-    id: str
-    title: str | None
-    text: str
-    blocks: tuple[str, ...] | None
-    enabled: bool
-
-
 class AnthropicUsage(BaseModel):
     """Token counts. The prompt has the sum of the first two."""
 
@@ -215,8 +179,8 @@ class AnthropicResponse(BaseModel):
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[TextBlock]
-    stop_reason: Literal["end_turn", "max_tokens"]
-    stop_sequence: None = None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"]
+    stop_sequence: str | None = None
     usage: AnthropicUsage
     posfix: Provenance = Field(description="What this service adds to Anthropic's API.")
 
@@ -244,7 +208,7 @@ def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
         return content
     texts = []
     for block in content:
-        if block.type == "document" and field != "system":
+        if block.type in _PASSAGES and field != "system":
             continue
         if block.type != "text" or block.text is None:
             raise UnsupportedFeatureError(
@@ -257,18 +221,23 @@ def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
 
 
 def _citable(block: AnthropicBlock, index: int) -> CitableDocument:
-    blocks = _source_blocks(block.source, index)
+    source, address = block.source, None
+    if block.type == "search_result":
+        address = source if isinstance(source, str) else ""
+        source = DocumentSource(type="content", content=block.content)
+    blocks = _source_blocks(source, index)
     return CitableDocument(
         id=f"doc_{index}",
         title=block.title,
         text=SEPARATOR.join(blocks),
-        blocks=None if block.source is None or block.source.type == "text" else blocks,
+        blocks=None if isinstance(source, DocumentSource) and source.type == "text" else blocks,
         enabled=isinstance(block.citations, CitationsConfig) and bool(block.citations.enabled),
+        address=address,
     )
 
 
-def _source_blocks(source: DocumentSource | None, index: int) -> tuple[str, ...]:
-    if source is None:
+def _source_blocks(source: DocumentSource | str | None, index: int) -> tuple[str, ...]:
+    if not isinstance(source, DocumentSource):
         raise InvalidRequestError(f"document {index} has no source; give its text", param="messages")
     if source.type == "text" and source.data is not None:
         return (source.data,)
@@ -281,62 +250,6 @@ def _source_blocks(source: DocumentSource | None, index: int) -> tuple[str, ...]
         '{"type": "text", "media_type": "text/plain", "data": ...}',
         param="messages",
     )
-
-
-def cited_blocks(answer: Answer, documents: Sequence[CitableDocument]) -> list[TextBlock]:
-    """Return the answer in blocks: each quote of a document is one, with its citations, and so is text between."""
-    blocks = []
-    written = 0
-    for quote, cited in _quotes(answer, documents):
-        if quote.start > written:
-            blocks.append(TextBlock(text=answer.text[written : quote.start]))
-        blocks.append(TextBlock(text=quote.text, citations=cited))
-        written = quote.end
-    if written < len(answer.text) or not blocks:
-        blocks.append(TextBlock(text=answer.text[written:]))
-    return blocks
-
-
-def _quotes(
-    answer: Answer, documents: Sequence[CitableDocument]
-) -> list[tuple[Citation, list[CharLocation | BlockLocation]]]:
-    """Return the quotes that have a citation. Sentences known by attention have no span in a document."""
-    indices = {document.id: index for index, document in enumerate(documents) if document.enabled}
-    words: dict[int, PassageWords] = {}
-    quotes = []
-    for citation in answer.citations:
-        if citation.origin != "quote":
-            continue
-        cited = []
-        for index in sorted(indices[name] for name in citation.document_ids if name in indices):
-            if index not in words:
-                words[index] = PassageWords(documents[index].text)
-            span = words[index].find(citation.text)
-            if span is not None:  # else the quote is of the context
-                cited.append(_location(documents[index], index, span, citation))
-        if cited:
-            quotes.append((citation, cited))
-    return quotes
-
-
-def _location(
-    document: CitableDocument, index: int, span: tuple[int, int], citation: Citation
-) -> CharLocation | BlockLocation:
-    start, end = span
-    shared = {
-        "document_index": index,
-        "document_title": document.title,
-        "answer_start_index": citation.start,
-        "answer_end_index": citation.end,
-    }
-    if document.blocks is None:
-        text = document.text[start:end]
-        return CharLocation(**shared, cited_text=text, start_char_index=start, end_char_index=end)
-    starts = list(accumulate((len(block) + len(SEPARATOR) for block in document.blocks), initial=0))
-    first = sum(begin <= start for begin in starts) - 1
-    last = sum(begin < end for begin in starts)
-    text = "".join(document.blocks[first:last])
-    return BlockLocation(**shared, cited_text=text, start_block_index=first, end_block_index=last)
 
 
 class MessageRenderer(AnswerRenderer):
@@ -357,12 +270,13 @@ class MessageRenderer(AnswerRenderer):
             model=self._model,
             content=cited_blocks(answer, self._documents),
             stop_reason=_stop_reason(answer),
+            stop_sequence=answer.stop_string,
             usage=_usage(answer),
             posfix=provenance(answer),
         ).model_dump()
 
-    def opening(self) -> Iterator[bytes]:
-        """Yield the head of the message; its token counts are known at the end."""
+    def opening(self, first: AnswerChunk | None) -> Iterator[bytes]:
+        """Yield the head of the message. Which input tokens were cached is known at the end."""
         message: dict[str, Any] = {
             "id": self._id,
             "type": "message",
@@ -371,7 +285,7 @@ class MessageRenderer(AnswerRenderer):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": {"input_tokens": 0 if first is None else first.prompt_tokens, "output_tokens": 0},
         }
         yield typed_event("message_start", message=message)
         yield typed_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
@@ -381,13 +295,13 @@ class MessageRenderer(AnswerRenderer):
             yield typed_event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
         if chunk.answer is None:
             return
-        for location in [location for _, cited in _quotes(chunk.answer, self._documents) for location in cited]:
+        for location in [location for _, cited in find_citations(chunk.answer, self._documents) for location in cited]:
             delta = {"type": "citations_delta", "citation": location.model_dump()}
             yield typed_event("content_block_delta", index=0, delta=delta)
         yield typed_event("content_block_stop", index=0)
         yield typed_event(
             "message_delta",
-            delta={"stop_reason": _stop_reason(chunk.answer), "stop_sequence": None},
+            delta={"stop_reason": _stop_reason(chunk.answer), "stop_sequence": chunk.answer.stop_string},
             usage=_usage(chunk.answer).model_dump(),
             posfix=provenance(chunk.answer).model_dump(),
         )
@@ -399,8 +313,9 @@ class MessageRenderer(AnswerRenderer):
         yield event(ANTHROPIC(problem), "error")
 
 
-def _stop_reason(answer: Answer) -> Literal["end_turn", "max_tokens"]:
-    # Which stop string ended an answer is not known here: an end by one is an end of turn.
+def _stop_reason(answer: Answer) -> Literal["end_turn", "max_tokens", "stop_sequence"]:
+    if answer.stop_string is not None:
+        return "stop_sequence"
     return "max_tokens" if answer.finish_reason == "length" else "end_turn"
 
 
@@ -413,6 +328,7 @@ def _usage(answer: Answer) -> AnthropicUsage:
 
 
 PATH = "/v1/messages"
+COUNT_PATH = f"{PATH}/count_tokens"
 
 router = APIRouter(route_class=CleanRoute)
 
@@ -420,17 +336,44 @@ router = APIRouter(route_class=CleanRoute)
 @chat_route(router, PATH, ANTHROPIC, "create_message", AnthropicResponse)
 def create_message(body: AnthropicRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the last message from the document blocks of the request, or from retrieved passages."""
+    question, citable = _question(body, service)
+    return question, MessageRenderer(service.identifiers.new(), service.model_id, citable)
+
+
+class CountTokensRequest(AnthropicRequest):
+    """As a request for a message, without ``max_tokens``."""
+
+    max_tokens: Integer = Field(default=1, json_schema_extra={"minimum": 1})
+
+
+class TokenCount(BaseModel):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+
+
+@router.post(COUNT_PATH, tags=["chat"], response_model=TokenCount, responses=ANTHROPIC.responses(*ANSWERING))
+async def count_tokens(body: CountTokensRequest, request: Request, service: ReadyService) -> Response:
+    """Count the tokens of the prompt that the model would read: with retrieved passages if the request has none."""
+    question, _ = _question(body, service)
+    pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
+    question = replace(question, use_cache=False)
+    preview = await service.chat.run(request.receive, lambda: pipeline().preview(question))
+    return SafeJSONResponse({"input_tokens": preview.tokens})
+
+
+def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[CitableDocument]]:
     service.check_model(body.model)
     reject_fields(body.model_extra, _UNSUPPORTED)
     contents = [message.content for message in body.messages if not isinstance(message.content, str)]
-    blocks = [block for content in contents for block in content if block.type == "document"]
+    blocks = [block for content in contents for block in content if block.type in _PASSAGES]
     check_count(len(blocks), service.limits.max_documents, "messages")
     citable = [_citable(block, index) for index, block in enumerate(blocks)]
     documents = [
         Document(
             id=document.id,
             page_content=document.text if block.context is None else f"{block.context}\n{document.text}",
-            metadata={} if document.title is None else {"title": document.title},
+            metadata={name: text for name, text in (("title", document.title), ("source", document.address)) if text},
         )
         for document, block in zip(citable, blocks, strict=True)
     ]
@@ -447,4 +390,4 @@ def create_message(body: AnthropicRequest, service: Service) -> tuple[Question, 
         top_k=body.top_k,
         stop=stop_strings(body.stop_sequences, "stop_sequences"),
     )
-    return question, MessageRenderer(service.identifiers.new(), service.model_id, citable)
+    return question, citable

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.answer import Answer, AnswerChunk, AnswerDocument, Question
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
     Provenance,
@@ -180,7 +180,7 @@ class ChatRenderer(AnswerRenderer):
         )
         return response.model_dump()
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, first: AnswerChunk | None) -> Iterator[bytes]:
         message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
         yield typed_event("message-start", id=self._id, delta={"message": message})
         yield typed_event("content-start", index=0, delta={"message": {"content": {"type": "text", "text": ""}}})
@@ -201,23 +201,27 @@ class ChatRenderer(AnswerRenderer):
         yield typed_event("message-end", id=self._id, delta={"finish_reason": "ERROR", "error": problem.message})
 
     def _citations(self, answer: Answer) -> list[CohereCitation]:
-        """Return the quotes, and the sentences known by attention that hold no quote: spans do not overlap."""
+        """Return quotes, and sentences known by attention or weight that hold no quote: spans do not overlap."""
         if not self._cites:
             return []
-        titles = {document.id: document.title for document in answer.documents}
+        retrieved = {document.id: _retrieved_fields(document) for document in answer.documents}
         quotes = [(quote.start, quote.end) for quote in answer.citations if quote.origin == "quote"]
         citations = []
         for span in answer.citations:
             overlaps = any(start < span.end and span.start < end for start, end in quotes)
             if span.origin == "quote" or not overlaps:
-                sources = [self._source(identity, titles.get(identity)) for identity in span.document_ids]
+                sources = [self._source(identity, retrieved.get(identity, {})) for identity in span.document_ids]
                 citations.append(CohereCitation(start=span.start, end=span.end, text=span.text, sources=sources))
         return citations
 
-    def _source(self, identity: str, title: str | None) -> CohereSource:
-        # A retrieved document has a title at most: its text is not part of an answer.
-        fields = self._documents.get(identity, {} if title is None else {"title": title})
+    def _source(self, identity: str, retrieved: Mapping[str, Any]) -> CohereSource:
+        fields = self._documents.get(identity, retrieved)
         return CohereSource(id=identity, document={"id": identity, **fields})
+
+
+def _retrieved_fields(document: AnswerDocument) -> dict[str, Any]:
+    fields = {"title": document.title, "text": document.text, "source": document.source, "page": document.page}
+    return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
 def _finish_reason(answer: Answer) -> FinishReason:

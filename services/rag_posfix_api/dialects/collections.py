@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -11,11 +13,22 @@ import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi import Path as PathParameter
 from langchain_core.documents import Document
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+from rag_posfix.contracts.filters import combine_filters
+from rag_posfix_api.collections.collection import MOST_METADATA, metadata_size
 from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
 from rag_posfix_api.dialects.errors import OPENAI
-from rag_posfix_api.dialects.requests import Mitigation, Passages, RequestModel, check_count, mitigation_choice
+from rag_posfix_api.dialects.requests import (
+    MetadataFilter,
+    Mitigation,
+    Passages,
+    RequestModel,
+    check_count,
+    mitigation_choice,
+    within,
+)
 from rag_posfix_api.http.auth import CALLER
 from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError
 from rag_posfix_api.http.json_bodies import CleanRoute
@@ -48,17 +61,49 @@ class CollectionList(BaseModel):
     data: list[CollectionObject]
 
 
+_ID = r"^(?!\.{1,2}$)[^\x00-\x1f\x7f-\x9f]+$"
+"""Ids that a URL can name: routes end at a line break, and clients take the segments "." and ".." out of a path."""
+
+
+def _deletable(document_id: str) -> str:
+    if re.fullmatch(_ID.strip("^$"), document_id) is None:
+        raise PydanticCustomError(
+            "document_id", "could not be deleted by its URL; use neither control characters nor '.' or '..' alone"
+        )
+    return document_id
+
+
+def _storable(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Reject long metadata, and NaN and infinite numbers, which Python's parser reads and JSON cannot hold."""
+    values: list[Any] = [metadata]
+    while values:
+        value = values.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PydanticCustomError(
+                "finite", "has the number {number}, which JSON cannot hold; use null", {"number": str(value)}
+            )
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if (size := metadata_size(metadata)) > MOST_METADATA:
+        limits = {"size": size, "most": MOST_METADATA}
+        raise PydanticCustomError("metadata_size", "has {size} characters as JSON, at most {most} are allowed", limits)
+    return metadata
+
+
 class NewDocument(RequestModel):
     """A document to add."""
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str | None = Field(
-        default=None, min_length=1, max_length=256, description="Without it, a hash of title, text and metadata."
+    id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_deletable)] | None = Field(
+        default=None,
+        description="Without it, a hash of title, text and metadata. No control characters, not '.' or '..'.",
+        json_schema_extra=within(pattern=_ID),
     )
-    text: str = Field(min_length=1)
+    text: str = Field(min_length=1, json_schema_extra={"pattern": r"\S"})
     title: str | None = Field(default=None, max_length=1000)
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = Field(
+        default_factory=dict, description=f"At most {MOST_METADATA} characters as JSON."
+    )
 
 
 class AddDocuments(RequestModel):
@@ -77,6 +122,10 @@ class AddedDocuments(BaseModel):
     replaced: int
     unchanged: int
     documents: int = Field(description="Number of documents of the collection.")
+    passages: int = Field(description="Number of passages of the collection.")
+    split: dict[str, int] = Field(
+        description="Documents of the request that are longer than a passage, with their numbers of passages."
+    )
 
 
 class Deleted(BaseModel):
@@ -84,6 +133,11 @@ class Deleted(BaseModel):
 
     id: str
     deleted: bool
+    pending: int | None = Field(
+        default=None,
+        description="Deleted documents whose cached answers other processes may still give, for about two seconds, or "
+        "until Redis works. Absent when there are none.",
+    )
 
 
 class SearchRequest(RequestModel):
@@ -93,6 +147,7 @@ class SearchRequest(RequestModel):
 
     query: str = Field(json_schema_extra={"pattern": r"\S"})
     k: Passages = 10
+    filter: MetadataFilter | None = Field(default=None, description="Find documents whose metadata matches.")
 
 
 class FoundDocument(BaseModel):
@@ -161,11 +216,13 @@ async def retrieve_collection(name: Name, service: ServiceState) -> CollectionOb
     return _collection(await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name))
 
 
-@router.delete("/{name}", responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503))
+@router.delete(
+    "/{name}", response_model_exclude_none=True, responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503)
+)
 async def delete_collection(name: Name, service: ReadyService) -> Deleted:
     """Delete a collection with its documents, and what is cached of them."""
     await anyio.to_thread.run_sync(service.delete_collection, name)
-    return Deleted(id=name, deleted=True)
+    return Deleted(id=name, deleted=True, pending=service.pipeline.pending_deletions or None)
 
 
 @router.post("/{name}/documents", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
@@ -174,25 +231,31 @@ async def add_documents(
 ) -> AddedDocuments:
     """Add documents, all or none; those with known ids are replaced. The response follows when they are on the disk.
 
-    The same request again changes nothing and costs no embedding.
+    The same request again changes nothing and costs no embedding. A document that is longer than a passage (150 words
+    or 1,000 characters) is stored as passages, which a search finds one by one: `ID#1`, `ID#2`, with `document_id` in
+    their metadata, and the headings above them in their title. They are replaced and deleted by the document's id.
     """
     check_count(len(body.documents), service.limits.max_documents)
     fields.documents = len(body.documents)
     documents = [_document(document, index) for index, document in enumerate(body.documents)]
     collection = service.collection(name)
-    put = await _with_embeddings(service, request, lambda: collection.put(documents))
+    put = await _with_embeddings(service, request, lambda: collection.put(documents, service.rerank.give_way))
     return AddedDocuments(**asdict(put))
 
 
 @router.delete(
-    "/{name}/documents/{document_id:path}", responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503)
+    "/{name}/documents/{document_id:path}",
+    response_model_exclude_none=True,
+    responses=OPENAI.responses(400, 401, 403, 404, 422, 429, 500, 503),
 )
-async def delete_document(name: Name, document_id: str, service: ReadyService) -> Deleted:
+async def delete_document(name: Name, document_id: str, request: Request, service: ReadyService) -> Deleted:
     """Delete a document, and what is cached of it. The response follows when that is on the disk."""
     collection = service.collection(name)
-    if not await anyio.to_thread.run_sync(collection.delete, [document_id]):
+    # The pattern of the route matches before a line break at the end, which is then not in document_id.
+    is_complete = request.scope["path"].endswith(f"/{document_id}")
+    if not is_complete or not await anyio.to_thread.run_sync(collection.delete, [document_id]):
         raise NotFoundError("the collection has no document with this id", param="document_id")
-    return Deleted(id=document_id, deleted=True)
+    return Deleted(id=document_id, deleted=True, pending=service.pipeline.pending_deletions or None)
 
 
 @router.post("/{name}/search", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
@@ -203,7 +266,8 @@ async def search_collection(
     if not body.query.strip():
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")
     collection = service.collection(name)
-    hits = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k))
+    metadata_filter = combine_filters(CALLER.get().filter, body.filter)
+    hits = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k, metadata_filter))
     return SearchResults(data=[_found_document(document) for document in hits])
 
 

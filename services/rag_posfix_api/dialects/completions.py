@@ -24,8 +24,10 @@ from rag_posfix.contracts.request import (
     ScoredToken,
     Usage,
 )
+from rag_posfix.errors import PromptTooLongError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.plan.layout import Layout
+from rag_posfix.text import text_beginning
 from rag_posfix_api.dialects.answering import (
     STREAMED,
     check_top_logprobs,
@@ -216,7 +218,8 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
         )
     is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts: Any = [body.prompt] if is_single else body.prompt
-    for prompt in [_read_prompt(encoder, prompt, index) for index, prompt in enumerate(prompts)]:
+    window = generator.context_window
+    for prompt in [_read_prompt(encoder, prompt, index, window) for index, prompt in enumerate(prompts)]:
         request = GenerationRequest(
             Layout.plain(prompt.token_ids),
             MitigationChoice("none"),
@@ -227,8 +230,13 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
         yield from _complete_prompt(pipeline, request, prompt, body)
 
 
-def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int) -> _Prompt:
+def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int, window: int) -> _Prompt:
     if isinstance(prompt, str):
+        if text_beginning(prompt, window, lambda text: len(encoder.encode_prompt(text))) != prompt:
+            raise PromptTooLongError(
+                f"prompt {index} has {len(prompt)} characters, more than the {window} tokens of the context window "
+                "hold; shorten it"
+            )
         ids = tuple(encoder.encode_prompt(prompt))
         encoded = _Prompt(prompt, ids, max(0, len(encoder.decode(ids)) - len(prompt)))
     else:

@@ -1,16 +1,19 @@
-"""Ollama chat, in lines of JSON or whole, and its list of models."""
+"""Ollama: chat and generate, in lines of JSON or whole, and what is served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Request
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
+from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix_api.dialects.answering import (
+    ANY_OBJECT,
     AnswerRenderer,
     Provenance,
     build_question,
@@ -36,7 +39,7 @@ from rag_posfix_api.dialects.requests import (
 )
 from rag_posfix_api.http.errors import Problem
 from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import ReadyService, Service, package_version
 
 
 class OllamaOptions(RequestModel):
@@ -54,19 +57,32 @@ class OllamaOptions(RequestModel):
     stop: StopStrings | None = None
 
 
-class OllamaChatRequest(RequestModel):
-    """A request. Fields of Ollama's API without effect here are ignored; ``parse`` refuses unsupported ones."""
-
+class _OllamaRequest(RequestModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = Field(examples=["default"], description="The served model, or 'default'; ':latest' may follow.")
-    messages: Messages
     stream: bool | None = Field(default=None, description="False gives one object; otherwise lines of JSON.")
     options: OllamaOptions | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = Field(
+        default=None, description="``json`` for any JSON object, or the JSON schema that the answer follows."
+    )
     documents: Documents | None = Field(
         default=None, description="The passages to answer from. Without the field they are retrieved."
     )
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Ollama's API.")
+
+
+class OllamaChatRequest(_OllamaRequest):
+    """A conversation. Fields of Ollama's API without effect here are ignored; unsupported ones are refused."""
+
+    messages: Messages
+
+
+class OllamaGenerateRequest(_OllamaRequest):
+    """A question. Fields of Ollama's API without effect here are ignored; unsupported ones are refused."""
+
+    prompt: str = Field(json_schema_extra={"pattern": r"\S"}, examples=["When was the bridge built?"])
+    system: str | None = None
 
 
 class OllamaMessage(BaseModel):
@@ -81,7 +97,8 @@ class OllamaChatResponse(BaseModel):
 
     model: str
     created_at: str
-    message: OllamaMessage
+    message: OllamaMessage | None = Field(default=None, description="The text, for a chat.")
+    response: str | None = Field(default=None, description="The text, for a prompt to generate from.")
     done: bool
     done_reason: Literal["stop", "length"] | None = None
     total_duration: int | None = None
@@ -91,6 +108,32 @@ class OllamaChatResponse(BaseModel):
     eval_count: int | None = None
     eval_duration: int | None = None
     posfix: Provenance | None = Field(default=None, description="What this service adds to Ollama's API.")
+
+
+class OllamaVersion(BaseModel):
+    """The version of this service."""
+
+    version: str
+
+
+class OllamaShowRequest(RequestModel):
+    """The model to describe: ``model``, or ``name`` of older clients."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = Field(validation_alias=AliasChoices("model", "name"), examples=["default"])
+
+
+class OllamaShown(BaseModel):
+    """The served model. It has no Modelfile."""
+
+    modelfile: str = ""
+    parameters: str = ""
+    template: str = ""
+    details: dict[str, str]
+    model_info: dict[str, str | int]
+    capabilities: list[str] = ["completion"]
+    modified_at: str
 
 
 class OllamaModel(BaseModel):
@@ -111,10 +154,16 @@ class OllamaModels(BaseModel):
 
 
 class OllamaRenderer(AnswerRenderer):
-    """Renders one answer; ``model`` is the name that the request gave the model: clients expect it back."""
+    """Renders one answer.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        model: The name that the request gave the model: clients expect it back.
+        chat: Whether the text is a message.
+    """
+
+    def __init__(self, model: str, *, chat: bool) -> None:
         self._model = model
+        self._chat = chat
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return self._last(answer, answer.text)
@@ -145,55 +194,118 @@ class OllamaRenderer(AnswerRenderer):
 
     def _body(self, text: str, **fields: Any) -> dict[str, Any]:
         time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        body = OllamaChatResponse(model=self._model, created_at=time, message=OllamaMessage(content=text), **fields)
-        return body.model_dump(exclude_none=True)
+        piece: dict[str, Any] = {"message": OllamaMessage(content=text)} if self._chat else {"response": text}
+        body = OllamaChatResponse(model=self._model, created_at=time, **piece, **fields)
+        return {name: value for name, value in body.model_dump().items() if value is not None}
 
 
-CHAT_PATH = "/api/chat"
-TAGS_PATH = "/api/tags"
+FOLDER = "/api/"
 LINES = "application/x-ndjson"
 
-router = APIRouter(route_class=CleanRoute)
+
+class OllamaRoute(CleanRoute):
+    """A route that reads every body as JSON, as Ollama does: litellm and curl send it as another type, or as none.
+
+    A page of another site may send such a body without asking first. So a request of a browser, which names its
+    origin, must say that its body is JSON.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler."""
+        handler = super().get_route_handler()
+
+        async def read_as_json(request: Request) -> Response:
+            if not {"origin", "sec-fetch-site"} & set(request.headers.keys()):
+                headers = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+                request.scope["headers"] = [*headers, (b"content-type", b"application/json")]
+            return await handler(request)
+
+        return read_as_json
+
+
+router = APIRouter(route_class=OllamaRoute)
 
 # Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
-    "format": (None, ""),
     "think": (None, False),
     "logprobs": (None, False),
+    "images": (None, []),
+    "suffix": (None, ""),
+    "template": (None, ""),
+    "context": (None, []),
+    "raw": (None, False),
 }
 
 
-@chat_route(router, CHAT_PATH, OLLAMA, "ollama_chat", OllamaChatResponse, lines=LINES)
+@chat_route(router, "/api/chat", OLLAMA, "ollama_chat", OllamaChatResponse, lines=LINES)
 def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
-    service.check_model(body.model.removesuffix(":latest"))
-    reject_fields(body.model_extra, _UNSUPPORTED)
     for message in body.messages:
         reject_fields(message.model_extra, {"images": (None, []), "tool_calls": (None, [])})
+    messages = [chat_message(message, index) for index, message in enumerate(body.messages)]
+    question = _question(body, service, messages, role=body.messages[-1].role)
+    return question, OllamaRenderer(body.model, chat=True)
+
+
+@chat_route(router, "/api/generate", OLLAMA, "ollama_generate", OllamaChatResponse, lines=LINES)
+def generate(body: OllamaGenerateRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+    """Answer a prompt from documents: those of the request, or retrieved ones; in lines of JSON by default."""
+    message: ChatMessage = {"role": "user", "content": body.prompt}
+    question = _question(body, service, [message], role="user", system=body.system or None, param="prompt")
+    return question, OllamaRenderer(body.model, chat=False)
+
+
+def _question(body: _OllamaRequest, service: Service, messages: Sequence[ChatMessage], **fields: Any) -> Question:
+    service.check_model(body.model.removesuffix(":latest"))
+    reject_fields(body.model_extra, _UNSUPPORTED)
     options = body.options or OllamaOptions()
-    question = build_question(
+    return build_question(
         service,
-        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        messages,
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
         body.posfix,
-        role=body.messages[-1].role,
+        **fields,
         max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
         seed=options.seed,
         stop=stop_strings(options.stop, "options.stop"),
+        json_schema=ANY_OBJECT if body.format == "json" else body.format or None,
     )
-    return question, OllamaRenderer(body.model)
 
 
-@router.get(TAGS_PATH, tags=["models"], operation_id="ollama_tags", responses=OLLAMA.responses(401, 403, 500, 503))
+@router.get("/api/version", tags=["info"], operation_id="ollama_version", responses=OLLAMA.responses(401, 403, 500))
+async def show_version() -> OllamaVersion:
+    """Return the version of this service."""
+    return OllamaVersion(version=package_version())
+
+
+@router.post(
+    "/api/show",
+    tags=["models"],
+    operation_id="ollama_show",
+    responses=OLLAMA.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
+)
+async def show(body: OllamaShowRequest, service: ReadyService) -> OllamaShown:
+    """Describe the served model."""
+    service.check_model(body.model.removesuffix(":latest"))
+    window = service.pipeline.generator.context_window
+    information: dict[str, str | int] = {"general.architecture": "rag_posfix", "rag_posfix.context_length": window}
+    return OllamaShown(details=_DETAILS, model_info=information, modified_at=_started(service))
+
+
+@router.get("/api/tags", tags=["models"], operation_id="ollama_tags", responses=OLLAMA.responses(401, 403, 500, 503))
 async def tags(service: ReadyService) -> OllamaModels:
     """List the served model."""
-    started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")
     name, digest = service.model_id, service.pipeline.generator.fingerprint
-    details = {"parent_model": "", "format": "", "family": "", "parameter_size": "", "quantization_level": ""}
-    return OllamaModels(
-        models=[OllamaModel(name=name, model=name, modified_at=started, digest=digest, details=details)]
-    )
+    model = OllamaModel(name=name, model=name, modified_at=_started(service), digest=digest, details=_DETAILS)
+    return OllamaModels(models=[model])
+
+
+_DETAILS = {"parent_model": "", "format": "", "family": "", "parameter_size": "", "quantization_level": ""}
+
+
+def _started(service: Service) -> str:
+    return datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -12,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.request import LEAST, MOST_ALTERNATIVES, ScoredToken, TokenScore, Usage
 from rag_posfix_api.dialects.answering import (
+    ANY_OBJECT,
     AnswerRenderer,
     Provenance,
     build_question,
@@ -43,6 +46,22 @@ from rag_posfix_api.dialects.requests import (
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import ReadyService, Service
+
+
+class JsonSchemaInput(RequestModel):
+    """A schema that the answer follows. ``strict`` changes nothing: every schema is enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """The form of the answer: text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaInput | None = None
 
 
 class StreamOptions(RequestModel):
@@ -80,6 +99,7 @@ class ChatRequest(RequestModel):
         json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
         description="Likeliest tokens in the place of each token; needs ``logprobs``.",
     )
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: Documents | None = Field(
@@ -88,7 +108,7 @@ class ChatRequest(RequestModel):
         "empty list answers without passages.",
     )
     mitigation: Mitigation | None = Field(default=None, description="A mitigation by name, or with its parameters.")
-    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")
     posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
     cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
@@ -160,20 +180,28 @@ class ChatCompletion(Provenance):
 
 
 class ModelObject(BaseModel):
-    """A served model."""
+    """A served model, with the fields of OpenAI's and of Anthropic's API."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "rag-posfix"
     max_model_len: int
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
 
 
 class ModelList(BaseModel):
-    """The served models."""
+    """The served models, all on one page."""
 
     object: Literal["list"] = "list"
     data: list[ModelObject]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 # Unsupported fields that would change the answer, with the values that leave it unchanged.
@@ -185,7 +213,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "web_search_options": (None,),
@@ -204,6 +231,19 @@ def _check(body: ChatRequest) -> None:
             f"top_logprobs={body.top_logprobs} needs logprobs, which is false; set logprobs to true",
             param="top_logprobs",
         )
+
+
+def _json_schema(form: ResponseFormat | None) -> str | None:
+    """Return the schema of a request's answer; None for free text."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return ANY_OBJECT
+    if form.json_schema is None:
+        raise InvalidRequestError(
+            'response_format of type json_schema needs {"json_schema": {"schema": ...}}', param="response_format"
+        )
+    return json.dumps(form.json_schema.schema_)
 
 
 def _posfix(body: ChatRequest) -> PosfixInput:
@@ -235,7 +275,7 @@ class Completion(AnswerRenderer):
     ) -> None:
         self._include_usage = include_usage
         self._log_probs = log_probs
-        self._shared = {
+        self._shared: dict[str, Any] = {
             "id": f"chatcmpl-{identity}",
             "created": int(time.time()),
             "model": model,
@@ -243,7 +283,7 @@ class Completion(AnswerRenderer):
         }
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        completion = ChatCompletion(
+        completion = ChatCompletion.model_construct(
             **self._shared,
             choices=[
                 Choice(
@@ -257,7 +297,7 @@ class Completion(AnswerRenderer):
         )
         return completion.model_dump()
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, first: AnswerChunk | None) -> Iterator[bytes]:
         yield event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
@@ -359,6 +399,7 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
         seed=body.seed,
         stop=stop_strings(body.stop, "stop"),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=_json_schema(body.response_format),
     )
     usage = bool(body.stream_options and body.stream_options.include_usage)
     identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
@@ -369,7 +410,8 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
 @router.get("/v1/models", tags=["models"], responses=OPENAI.responses(401, 403, 500, 503))
 async def list_models(service: ReadyService) -> ModelList:
     """List the served model."""
-    return ModelList(data=[_model(service)])
+    model = _model(service)
+    return ModelList(data=[model], first_id=model.id, last_id=model.id)
 
 
 @router.get(
@@ -384,6 +426,12 @@ async def retrieve_model(model: str, service: ReadyService) -> ModelObject:
 
 
 def _model(service: Service) -> ModelObject:
+    name, window = service.model_id, service.pipeline.generator.context_window
     return ModelObject(
-        id=service.model_id, created=service.started, max_model_len=service.pipeline.generator.context_window
+        id=name,
+        created=service.started,
+        max_model_len=window,
+        display_name=name,
+        created_at=datetime.fromtimestamp(service.started, UTC),
+        max_input_tokens=window,
     )

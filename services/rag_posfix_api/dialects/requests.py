@@ -6,7 +6,7 @@ A value of another JSON type is rejected, not converted, as the schema says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from langchain_core.documents import Document
 from pydantic import (
@@ -23,8 +23,10 @@ from pydantic import (
     model_validator,
 )
 
+from rag_posfix.assembly.templates import read_template, shipped_templates
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.method_spec import read_arrangement
+from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.parameters import shown
 from rag_posfix_api.collections.store import NAME_PATTERN
@@ -139,7 +141,6 @@ StopStrings = Annotated[
 ]
 """A stop string, or several."""
 
-
 Words = Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]})]
 """A text; numbers are taken as they are written."""
 
@@ -247,7 +248,6 @@ def _document(document: str | DocumentObject, index: int) -> Document:
 
 EXAMPLE = [{"role": "user", "content": "When was Torvane lit?"}]
 """Messages of a request, for the document of the API: its rule on the last message is no rule of a schema."""
-
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -331,28 +331,63 @@ Mitigation = Annotated[
 """A mitigation by name, or with its parameters."""
 
 
+class TemplateInput(RequestModel):
+    """The text of a prompt; a field that is left out has its default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    instruction: str | None = Field(default=None, description="Text before the passages.")
+    heading: str | None = Field(default=None, description="Text before a passage with a title; holds {title}.")
+    separator: str | None = Field(default=None, description="Text after every passage.")
+    question_prefix: str | None = Field(default=None, description="Text before the question.")
+    answer_cue: str | None = Field(default=None, description="Text after the question.")
+    system: str | None = Field(default=None, description="A system message before all others.")
+
+
+Template = Annotated[
+    Annotated[str, Tag("string")] | Annotated[TemplateInput, Tag("object")], Forms("string", "object")
+]
+"""A shipped prompt template by name, or the fields of one."""
+
+Floor = Literal["auto", "off"] | Annotated[FiniteFloat, Field(ge=0, le=1)]
+MetadataFilter = Annotated[dict[str, Any], Field(examples=[{"year": {"$gte": 1999}, "kind": ["book", "map"]}])]
+"""A filter in the language of ``rag_posfix.contracts.filters``, which checks it, with status 400."""
+
+
 class PosfixInput(RequestModel):
     """What this service adds to the API of the dialect, in one object."""
 
     model_config = ConfigDict(extra="forbid")
 
     mitigation: Mitigation | None = Field(default=None, description="A mitigation by name, or with its parameters.")
-    order: str | None = Field(default=None, description="The order that the passages stand in.")
+    order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")
     index: str | None = Field(
         default=None,
         description="Name of the index to retrieve from (RAG_POSFIX_INDEXES); the default one without it.",
     )
     collection: str | None = Field(
-        default=None,
-        description="Retrieve the passages from this collection.",
-        json_schema_extra=within(pattern=NAME_PATTERN),
+        default=None, description="Retrieve from this collection.", json_schema_extra=within(pattern=NAME_PATTERN)
     )
     arrangement: str | None = Field(
         default=None,
         description="reranker/order/method in one text, for example 'likelihood+embedding/reverse/none', in place of "
         "``mitigation`` and ``order``. An empty reranker is the service's own.",
     )
+    allow_ungrounded: bool | None = Field(
+        default=None,
+        description="Answer from the model's memory if no passage was found, where the operator allows that; false "
+        "always has the answer that no passage was found.",
+    )
+    source_text: bool | None = Field(
+        default=None, description="Whether ``documents`` of the response have their text; those of an index have it."
+    )
+    query: Literal["last", "history", "rewrite"] | None = Field(default=None, description="What is searched for.")
+    template: Template | None = Field(
+        default=None, description="A shipped prompt template or its fields, where the operator allows it."
+    )
+    filter: MetadataFilter | None = Field(default=None, description="Retrieve passages whose metadata matches.")
+    floor: Floor | None = Field(default=None, description="Which retrieved passages are read.")
 
 
 def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
@@ -367,6 +402,9 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         "order": posfix.order,
         "k": posfix.k,
         "index": posfix.index,
+        "query": posfix.query,
+        "filter": posfix.filter,
+        "floor": posfix.floor,
     }
     if posfix.arrangement is None:
         return chosen
@@ -378,6 +416,31 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         )
     reranker, order, mitigation = read_arrangement(posfix.arrangement)
     return chosen | {"reranker": reranker, "order": order, "mitigation": mitigation}
+
+
+def prompt_template(
+    template: str | TemplateInput | None, allowed: Literal["none", "shipped", "any"]
+) -> PromptTemplate | None:
+    """Return the prompt template of a request, or None for the default.
+
+    Raises:
+        InvalidRequestError: the operator does not allow it, or there is none of this name. Clients name no files.
+    """
+    if template is None:
+        return None
+    if allowed == "none" or (allowed == "shipped" and not isinstance(template, str)):
+        raise InvalidRequestError(
+            "this service takes no template of this kind with a request; leave it out, or ask its operator to set "
+            "RAG_POSFIX_SERVICE_REQUEST_TEMPLATES to 'shipped' (names) or 'any' (also fields)",
+            param="posfix.template",
+        )
+    if isinstance(template, TemplateInput):
+        return read_template(template.model_dump(exclude_none=True))
+    if template not in shipped_templates():
+        raise InvalidRequestError(
+            f"unknown template {shown(template)}; use one of {', '.join(shipped_templates())}", param="posfix.template"
+        )
+    return shipped_templates()[template]
 
 
 def mitigation_choice(mitigation: str | MitigationInput | None) -> MitigationChoice | None:

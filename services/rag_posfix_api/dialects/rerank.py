@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.cache_salt import salted
-from rag_posfix.contracts.retrieval import rerank_indexed
-from rag_posfix.errors import RerankingError
+from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, rerank_indexed
+from rag_posfix.errors import PromptTooLongError, RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix_api.dialects.embeddings import count_tokens
 from rag_posfix_api.dialects.errors import COHERE, JINA, OPENAI, SCORING, TEI
 from rag_posfix_api.dialects.requests import (
     Count,
@@ -36,7 +37,7 @@ from rag_posfix_api.runtime.service import ReadyService, Service
 
 _log = logging.getLogger(__name__)
 
-JINA_PATH, COHERE_PATH, TEI_PATH = "/v1/rerank", "/v2/rerank", "/rerank"
+JINA_PATH, COHERE_PATH, TEI_PATH, INFINITY_PATH = "/v1/rerank", "/v2/rerank", "/rerank", "/infinity/rerank"
 
 jina, cohere, vllm, tei = (APIRouter(tags=["rerank"], route_class=CleanRoute) for _ in range(4))
 
@@ -53,7 +54,7 @@ async def rank(
     documents: Sequence[str | DocumentObject],
     param: str = "documents",
 ) -> tuple[Ranking, int]:
-    """Return the scores of documents, and the tokens of query and documents by the served model's tokenizer.
+    """Return the scores of documents, and the tokens of query and documents as ``count_tokens`` counts them.
 
     Scores that are all equal are logged and counted: a scorer that cannot tell documents apart is usually broken. The
     work stops when the client leaves. ``param`` is the field of the documents.
@@ -61,6 +62,7 @@ async def rank(
     Raises:
         InvalidRequestError: the query is blank, or there are too many documents.
         UnsupportedFeatureError: the pipeline has no reranker.
+        PromptTooLongError: the query is longer than the reranker can read.
         RerankingError: the reranker scored nothing.
     """
     check_count(len(documents), service.limits.max_documents, param)
@@ -86,10 +88,11 @@ def _score(pipeline: Pipeline, query: str, texts: Sequence[str]) -> tuple[Rankin
     for entry in reranked:
         score = entry.document.metadata.get("relevance_score")
         if score is None:
+            if entry.document.metadata.get(DETAILS, {}).get(QUESTION_TOO_LONG):
+                raise PromptTooLongError("query is longer than the reranker can read; shorten it")
             raise RerankingError("the reranker failed, or was late, and scored nothing; its log line says which")
         ranking.append((entry.index, float(score)))
-    encoder = pipeline.generator.encoder
-    tokens = sum(len(encoder.encode_text(text)) for text in (query, *texts))
+    tokens = count_tokens(pipeline.generator.encoder, (query, *texts))
     return sorted(ranking, key=lambda scored: (-scored[1], scored[0])), tokens
 
 
@@ -126,7 +129,7 @@ class RerankResult(BaseModel):
 
 
 class RerankUsage(BaseModel):
-    """Tokens of query and documents, counted with the served model's tokenizer."""
+    """Tokens of query and documents by the served model's tokenizer; 65,536 characters of each text are counted."""
 
     total_tokens: int
     prompt_tokens: int
@@ -218,6 +221,10 @@ class VllmRerankRequest(_RerankInput):
     """A query and the documents to score."""
 
     top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
+    return_documents: bool | None = Field(
+        default=None, description="A field of Infinity's: the answer is then in its form, and documents are strings."
+    )
+    raw_scores: bool | None = Field(default=None, description="As return_documents; scores are the reranker's.")
 
 
 class VllmDocument(RerankDocument):
@@ -228,12 +235,12 @@ class VllmResult(BaseModel):
     """A document's score."""
 
     index: int
-    document: VllmDocument
+    document: VllmDocument | str | None = Field(default=None, description="An object; Infinity's is a string.")
     relevance_score: float
 
 
 class VllmUsage(BaseModel):
-    """Tokens of query and documents, counted with the served model's tokenizer."""
+    """Tokens of query and documents by the served model's tokenizer; 65,536 characters of each text are counted."""
 
     prompt_tokens: int
     total_tokens: int
@@ -341,25 +348,54 @@ Body = Annotated[
 async def tei_rerank(body: Body, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
     """Score texts for a query, best first."""
     if isinstance(body, VllmRerankRequest):
-        ranking, tokens = await rank(service, request, fields, body.query, body.documents)
-        vllm_results = [
-            VllmResult(
-                index=index,
-                document=VllmDocument(text=document_text(body.documents[index]), id=_id(body.documents[index])),
-                relevance_score=score,
-            )
-            for index, score in ranking[: body.top_n or None]
-        ]
-        response = VllmRerankResponse(
-            id=f"rerank-{service.identifiers.new()}",
-            model=service.embedding_model_id,
-            usage=VllmUsage(prompt_tokens=tokens, total_tokens=tokens),
-            results=vllm_results,
-        )
-        return SafeJSONResponse(response.model_dump(exclude_none=True))
-    ranking, tokens = await rank(service, request, fields, body.query, body.texts, "texts")
+        is_infinity = _is_infinity(body, request.headers.get("user-agent", ""))
+        return await _rank_vllm(body, request, service, fields, is_infinity=is_infinity)
+    ranking, _ = await rank(service, request, fields, body.query, body.texts, "texts")
     ranks = [
         TeiRank(index=index, score=score, text=body.texts[index] if body.return_text else None)
         for index, score in ranking
     ]
     return SafeJSONResponse([entry.model_dump(exclude_none=True) for entry in ranks])
+
+
+@tei.post(
+    INFINITY_PATH,
+    operation_id="infinity_rerank",
+    response_model=VllmRerankResponse,
+    responses=OPENAI.responses(*SCORING),
+)
+async def infinity_rerank(
+    body: VllmRerankRequest, request: Request, service: ReadyService, fields: RequestLogFields
+) -> Response:
+    """Score documents for a query, best first; documents are strings. For clients of Infinity that others imitate.
+
+    litellm's ``infinity/`` and ``hosted_vllm/`` send the same bytes and expect different answers: give the first the
+    base address ``http://HOST/infinity``.
+    """
+    return await _rank_vllm(body, request, service, fields, is_infinity=True)
+
+
+async def _rank_vllm(
+    body: VllmRerankRequest, request: Request, service: Service, fields: LogFields, *, is_infinity: bool
+) -> Response:
+    def document_of(document: str | DocumentObject) -> VllmDocument | str | None:
+        if is_infinity:
+            return document_text(document) if body.return_documents else None
+        return VllmDocument(text=document_text(document), id=_id(document))
+
+    ranking, tokens = await rank(service, request, fields, body.query, body.documents)
+    response = VllmRerankResponse(
+        id=f"rerank-{service.identifiers.new()}",
+        model=service.embedding_model_id,
+        usage=VllmUsage(prompt_tokens=tokens, total_tokens=tokens),
+        results=[
+            VllmResult(index=index, document=document_of(body.documents[index]), relevance_score=score)
+            for index, score in ranking[: body.top_n or None]
+        ],
+    )
+    return SafeJSONResponse(response.model_dump(exclude_none=True))
+
+
+def _is_infinity(body: VllmRerankRequest, user_agent: str) -> bool:
+    """Return whether a body has fields of Infinity's; litellm sends ``return_documents`` to vLLM as well."""
+    return body.raw_scores is not None or (body.return_documents is not None and not user_agent.startswith("litellm/"))

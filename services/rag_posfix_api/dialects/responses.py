@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.answering import (
+    ANY_OBJECT,
     AnswerRenderer,
     Provenance,
     build_question,
@@ -39,7 +41,7 @@ from rag_posfix_api.dialects.requests import (
     needs,
     to_documents,
 )
-from rag_posfix_api.http.errors import Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
@@ -66,6 +68,31 @@ class InputItem(RequestModel):
     content: TextOr[InputPart] | None = None
 
 
+class TextFormat(RequestModel):
+    """The form of the answer: text, any JSON object, or JSON by a schema. Every schema is enforced."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def json_schema(self) -> str | None:
+        """Return the schema of the answer; None for free text."""
+        if self.type == "json_schema" and self.schema_ is None:
+            raise InvalidRequestError('text.format of type json_schema needs {"schema": ...}', param="text")
+        schemas = {"text": None, "json_object": ANY_OBJECT, "json_schema": json.dumps(self.schema_)}
+        return schemas[self.type]
+
+
+class TextOptions(RequestModel):
+    """Options of the answer's text."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+
+
 class ResponsesRequest(RequestModel):
     """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
 
@@ -82,10 +109,20 @@ class ResponsesRequest(RequestModel):
     temperature: Temperature = None
     top_p: TopP = None
     stream: bool | None = None
+    text: TextOptions | None = None
     documents: Documents | None = Field(
         default=None, description="The passages to answer from. Without the field they are retrieved."
     )
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to OpenAI's API.")
+
+
+class FileCitation(BaseModel):
+    """A file that a part of the answer is from."""
+
+    type: Literal["file_citation"] = "file_citation"
+    index: int = Field(description="Where that part ends in the answer.")
+    file_id: str = Field(description="The id of the document.")
+    filename: str = Field(description="Its file, its title, or its id.")
 
 
 class OutputText(BaseModel):
@@ -93,7 +130,7 @@ class OutputText(BaseModel):
 
     type: Literal["output_text"] = "output_text"
     text: str
-    annotations: list[Any] = Field(default_factory=list)
+    annotations: list[FileCitation] = Field(default_factory=list)
     logprobs: list[Any] = Field(default_factory=list)
 
 
@@ -143,18 +180,6 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class TextFormat(BaseModel):
-    """The format of the answer."""
-
-    type: Literal["text"] = "text"
-
-
-class TextOptions(BaseModel):
-    """Options of the answer's text."""
-
-    format: TextFormat = Field(default_factory=TextFormat)
-
-
 class ResponseObject(BaseModel):
     """An answer, complete or not."""
 
@@ -191,7 +216,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "background": (None, False),
     "top_logprobs": (None, 0),
-    "text": (None, {}, {"format": {"type": "text"}}),
 }
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -214,7 +238,9 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
 class ResponseRenderer(AnswerRenderer):
     """Renders one response, which repeats the sampling parameters of the question."""
 
-    def __init__(self, identity: str, model: str, sampling: Sampling, instructions: str | None) -> None:
+    def __init__(
+        self, identity: str, model: str, sampling: Sampling, instructions: str | None, text: TextOptions
+    ) -> None:
         self._item_id = f"msg_{identity}"
         self._numbers = itertools.count()
         self._shared: dict[str, Any] = {
@@ -225,6 +251,7 @@ class ResponseRenderer(AnswerRenderer):
             "max_output_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            "text": text,
         }
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -233,12 +260,18 @@ class ResponseRenderer(AnswerRenderer):
             **self._shared,
             status=status,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
-            output=[OutputMessage(id=self._item_id, status=status, content=[OutputText(text=answer.text)])],
+            output=[
+                OutputMessage(
+                    id=self._item_id,
+                    status=status,
+                    content=[OutputText(text=answer.text, annotations=_annotations(answer))],
+                )
+            ],
             usage=_usage(answer),
             posfix=provenance(answer),
         ).model_dump()
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, first: AnswerChunk | None) -> Iterator[bytes]:
         response = ResponseObject(**self._shared, status="in_progress", output=[]).model_dump()
         item = OutputMessage(id=self._item_id, status="in_progress", content=[])
         yield self._event("response.created", response=response)
@@ -254,6 +287,10 @@ class ResponseRenderer(AnswerRenderer):
         response = self.whole(chunk.answer)
         (item,) = response["output"]
         (content_part,) = item["content"]
+        for index, annotation in enumerate(content_part["annotations"]):
+            yield self._part_event(
+                "response.output_text.annotation.added", annotation_index=index, annotation=annotation
+            )
         yield self._part_event("response.output_text.done", text=content_part["text"], logprobs=[])
         yield self._part_event("response.content_part.done", part=content_part)
         yield self._event("response.output_item.done", output_index=0, item=item)
@@ -269,6 +306,20 @@ class ResponseRenderer(AnswerRenderer):
 
     def _part_event(self, name: str, **fields: Any) -> bytes:
         return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
+
+
+def _annotations(answer: Answer) -> list[FileCitation]:
+    documents = {document.id: document for document in answer.documents}
+    return [
+        FileCitation(
+            index=citation.end,
+            file_id=identity,
+            filename=documents[identity].source or documents[identity].title or identity,
+        )
+        for citation in answer.citations
+        for identity in citation.document_ids
+        if identity in documents
+    ]
 
 
 def _status(answer: Answer) -> Literal["completed", "incomplete"]:
@@ -293,6 +344,7 @@ def create_response(body: ResponsesRequest, service: Service) -> tuple[Question,
     """Answer the input from documents: those of the request, or retrieved ones. Responses are not stored."""
     service.check_model(body.model or "")
     reject_fields(body.model_extra, _UNSUPPORTED)
+    text = body.text or TextOptions()
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     question = build_question(
         service,
@@ -305,6 +357,7 @@ def create_response(body: ResponsesRequest, service: Service) -> tuple[Question,
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        json_schema=text.format.json_schema(),
     )
     sampling = question.sampling or service.pipeline.defaults.sampling
-    return question, ResponseRenderer(service.identifiers.new(), service.model_id, sampling, body.instructions)
+    return question, ResponseRenderer(service.identifiers.new(), service.model_id, sampling, body.instructions, text)

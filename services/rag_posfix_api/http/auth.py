@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import math
 import re
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 from pydantic import SecretStr
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from rag_posfix.errors import ConfigError, OverloadedError
 from rag_posfix_api.http.errors import ForbiddenError, QuotaError, UnauthorizedError
@@ -33,6 +35,7 @@ _SEARCH = re.compile(r"/v1/collections/[^/]*/search")
 _MAX_WAITING_PER_KEY = 256
 _REJECTIONS_PER_SECOND = 50
 _MAX_PAUSE_SECONDS = 5.0
+_MAX_SOURCES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Caller:
         key_id: Id of the key, or None without one.
         requests_per_minute: As in ``ApiKey``.
         max_concurrent: As in ``ApiKey``.
+        filter: As in ``ApiKey``.
     """
 
     tenant: str = ""
@@ -54,9 +58,10 @@ class Caller:
     key_id: str | None = None
     requests_per_minute: int | None = None
     max_concurrent: int | None = None
+    filter: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
-ANONYMOUS: Final = Caller(scopes=("read", "write"))
+ANONYMOUS: Final = Caller(scopes=("read", "write", "metrics"))
 """The caller of a service without any key."""
 
 OPERATOR: Final = Caller(scopes=SCOPES)
@@ -69,8 +74,11 @@ CALLER: ContextVar[Caller] = ContextVar("rag_posfix_caller", default=ANONYMOUS)
 def required_scope(method: str, path: str) -> str:
     """Return the scope that a request needs.
 
-    Keys are for ``admin``; changing collections is for ``write``; everything else, searching included, for ``read``.
+    Keys are for ``admin``; metrics, which name tenants, for ``metrics``; changing collections is for ``write``;
+    everything else, searching included, for ``read``.
     """
+    if path == "/metrics":
+        return "metrics"
     if path == "/admin" or path.startswith("/admin/"):
         return "admin"
     if path == "/v1/collections" or path.startswith("/v1/collections/"):
@@ -90,7 +98,7 @@ class KeyChecker:
         self._single = None if single is None else _hash(single.get_secret_value().encode())
         # Digests that replace scrypt hashes, also where the key file cannot be written.
         self._renewed: dict[str, str] = {}
-        self._one_per_key: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._one_per_key: defaultdict[tuple[str, str], anyio.Lock] = defaultdict(anyio.Lock)
         self._one_of_all = anyio.Lock()
 
     @property
@@ -98,8 +106,8 @@ class KeyChecker:
         """Whether requests need a key: one is in the settings, or was ever created."""
         return self._single is not None or self._store.has_keys
 
-    async def allowed(self, method: str, path: str, headers: Headers) -> Caller:
-        """Return the caller of a request that its key allows.
+    async def allowed(self, method: str, path: str, headers: Headers, source: str = "") -> Caller:
+        """Return the caller of a request that its key allows; ``source`` is as for ``caller``.
 
         Raises:
             UnauthorizedError: the key is missing or wrong.
@@ -112,7 +120,7 @@ class KeyChecker:
                 return ANONYMOUS
             raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
         presented = _read_key(headers)
-        caller = None if presented is None else await self.caller(presented)
+        caller = None if presented is None else await self.caller(presented, source)
         if caller is None:
             problem = "missing" if presented is None else "wrong"
             raise UnauthorizedError(
@@ -124,11 +132,14 @@ class KeyChecker:
             )
         return caller
 
-    async def caller(self, presented: bytes) -> Caller | None:
+    async def caller(self, presented: bytes, source: str = "") -> Caller | None:
         """Return who presents a key, or None for a wrong or revoked one.
 
+        Args:
+            source: Where the request comes from. Secrets from one source do not keep those from another waiting.
+
         Raises:
-            OverloadedError: too many secrets are presented for one key with a scrypt hash.
+            OverloadedError: too many secrets from this source are presented for one key with a scrypt hash.
         """
         if self._single is not None and hmac.compare_digest(_hash(presented), self._single):
             return OPERATOR
@@ -138,13 +149,19 @@ class KeyChecker:
             return None
         stored = self._stored(key)
         if stored.startswith("scrypt$"):
-            stored = await self._renew(identity, secret)
+            stored = await self._renew(identity, secret, source)
             key = self._valid(identity)  # it may have been revoked meanwhile
         if key is None or not hmac.compare_digest(stored.encode(), digest(identity, secret).encode()):
             return None
         salt = self._store.table().salts.get(key.tenant, "")
         return Caller(
-            key.tenant, key.scopes, f"{key.tenant}:{salt}", key.id, key.requests_per_minute, key.max_concurrent
+            key.tenant,
+            key.scopes,
+            f"{key.tenant}:{salt}",
+            key.id,
+            key.requests_per_minute,
+            key.max_concurrent,
+            key.filter,
         )
 
     def _valid(self, identity: str) -> ApiKey | None:
@@ -154,32 +171,39 @@ class KeyChecker:
     def _stored(self, key: ApiKey) -> str:
         return self._renewed.get(key.hash, key.hash)
 
-    async def _renew(self, identity: str, secret: str) -> str:
+    async def _renew(self, identity: str, secret: str, source: str) -> str:
         """Return the digest that replaces the scrypt hash of a key, or the hash if the secret is wrong.
 
-        Scrypt takes 16 MiB and a core. One hash at a time is computed, and of the secrets for one key only the first
-        waits for it, so wrong secrets for one key do not hold up the first use of another. After a wrong secret no
-        hash is computed for three times as long as this one took.
+        Scrypt takes 16 MiB and a core. One hash at a time is computed, and of the secrets for one key from one source
+        only the first waits for it: wrong secrets hold up neither the first use of another key, nor that of the same
+        key from elsewhere. After a wrong secret no hash is computed for three times as long as this one took.
         """
-        of_this_key = self._one_per_key[identity]
+        of_this_key = self._one_per_key[source, identity]
         if of_this_key.statistics().tasks_waiting >= _MAX_WAITING_PER_KEY:
             raise OverloadedError(f"{_MAX_WAITING_PER_KEY} secrets for the key {identity} wait; try again later")
-        async with of_this_key:
-            key = self._valid(identity)
+        try:
+            async with of_this_key:
+                return await self._renew_first(identity, secret)
+        finally:
+            if not (of_this_key.locked() or of_this_key.statistics().tasks_waiting):
+                self._one_per_key.pop((source, identity), None)
+
+    async def _renew_first(self, identity: str, secret: str) -> str:
+        async with self._one_of_all:
+            key = self._valid(identity)  # it may have been renewed or revoked meanwhile
             if key is None or not (stored := self._stored(key)).startswith("scrypt$"):
                 return "" if key is None else stored
-            async with self._one_of_all:
-                started = time.monotonic()
-                matched = await anyio.to_thread.run_sync(matches_scrypt, secret, key.hash)
-                if not matched:
-                    await anyio.sleep(3 * (time.monotonic() - started))
-                    return stored
-            self._renewed[key.hash] = digest(identity, secret)
-            try:
-                await anyio.to_thread.run_sync(self._store.renew, key, secret)
-            except ConfigError as error:
-                _log.warning("the scrypt hash of key %s stays in the key file: %s", identity, error)
-            return self._renewed[key.hash]
+            started = time.monotonic()
+            matched = await anyio.to_thread.run_sync(matches_scrypt, secret, key.hash)
+            if not matched:
+                await anyio.sleep(3 * (time.monotonic() - started))
+                return stored
+        self._renewed[key.hash] = digest(identity, secret)
+        try:
+            await anyio.to_thread.run_sync(self._store.renew, key, secret)
+        except ConfigError as error:
+            _log.warning("the scrypt hash of key %s stays in the key file: %s", identity, error)
+        return self._renewed[key.hash]
 
 
 def _read_key(headers: Headers) -> bytes | None:
@@ -258,20 +282,36 @@ class Quotas:
             return use
 
 
-class Pace:
-    """Spreads rejections: each waits until 1/50 s after the one before, for at most 5 s.
+class Rejections:
+    """Spreads rejections: those of a source are 1/50 s apart, and each waits for at most 5 s.
 
-    Clients that repeat wrong keys on many connections then cost little of the event loop. ``clock`` returns monotonic
+    Clients that repeat wrong keys on many connections then cost little of the event loop, and no other source waits
+    for them. Of the sources that were rejected in the last seconds 4,096 are remembered. ``clock`` returns monotonic
     seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._next = 0.0
+        self._next: OrderedDict[str, float] = OrderedDict()  # when the next one is due, the last rejected source last
 
-    def pause(self) -> float:
-        """Return the seconds that the next rejection waits."""
+    def pause(self, source: str) -> float:
+        """Return the seconds that the next rejection of a source waits."""
         current_time = self._clock()
-        pause = min(max(self._next - current_time, 0.0), _MAX_PAUSE_SECONDS)
-        self._next = current_time + pause + 1 / _REJECTIONS_PER_SECOND
+        pause = min(max(self._next.pop(source, 0.0) - current_time, 0.0), _MAX_PAUSE_SECONDS)
+        self._next[source] = current_time + pause + 1 / _REJECTIONS_PER_SECOND
+        if len(self._next) > _MAX_SOURCES:
+            self._next.popitem(last=False)
         return pause
+
+
+def source_of(scope: Scope) -> str:
+    """Return where a request comes from: the address of the client, or its network of 64 bits for IPv6."""
+    host = str((scope.get("client") or ("",))[0])
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+    return str(address)

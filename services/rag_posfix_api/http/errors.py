@@ -19,6 +19,7 @@ from rag_posfix.errors import (
     ConfigError,
     GenerationCancelled,
     GenerationError,
+    NoAnswerError,
     OverloadedError,
     PlanConflictError,
     PromptTooLongError,
@@ -73,6 +74,7 @@ KINDS: Final[Mapping[type[Exception], Kind]] = {
     RerankingError: Kind(500, "reranking_failed", SERVER, "the documents could not be scored" + _SEE_LOG),
     GenerationError: Kind(500, "generation_failed", SERVER, "the model failed" + _SEE_LOG),
     UpstreamError: Kind(502, "upstream_failed", SERVER, "the server of the model failed" + _SEE_LOG),
+    NoAnswerError: Kind(502, "upstream_failed", SERVER),
     UpstreamTimeoutError: Kind(504, "upstream_timeout", "timeout", "the server of the model took too long" + _SEE_LOG),
     Exception: Kind(500, "internal_error", SERVER, "internal error" + _SEE_LOG),
 }
@@ -93,6 +95,12 @@ class UnsupportedFeatureError(InvalidRequestError):
     """A request needs a feature that this service does not support."""
 
     kind = Kind(400, "unsupported")
+
+
+class NotAllowedError(InvalidRequestError):
+    """A request asks for what the operator of this service does not allow."""
+
+    kind = Kind(403, "not_allowed", "permission_error")
 
 
 class TokenLimitError(InvalidRequestError):

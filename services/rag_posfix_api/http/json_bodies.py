@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
 
 import orjson
@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from rag_posfix.errors import GenerationCancelled
 from rag_posfix.text import clean_text
-from rag_posfix_api.http.errors import TooDeepError, TooManyEntriesError, TooManyValuesError
+from rag_posfix_api.http.errors import TooDeepError, TooManyEntriesError, TooManyValuesError, UnsupportedFeatureError
 
 MAX_VALUES: Final = 50_000
 """Strings, numbers, names, lists and objects in a body."""
@@ -28,6 +28,9 @@ MAX_DEPTH: Final = 64
 """Lists and objects nest at most so deep in a body."""
 MAX_LIST: Final = 4096
 """Entries of a list directly in the body."""
+
+FILTER_FIELDS: Final = ("filter", "filters", "where", "acl")
+"""Names that other programs give to filters."""
 
 _BRACKET = re.compile(rb"[\[{\]}]")
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -70,6 +73,8 @@ class CleanRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler."""
         handler = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+        body_fields = frozenset(getattr(model, "model_fields", ()))
 
         async def clean(request: Request) -> Response:
             checked = _CleanRequest(request.scope, request.receive)
@@ -83,6 +88,7 @@ class CleanRoute(APIRoute):
                 pass  # reported when the route reads the body
             else:
                 check_lists(body, request.app.state.service.limits.max_documents)
+                check_filter_fields(body, body_fields)
             return await handler(checked)
 
         return clean
@@ -135,6 +141,23 @@ def _check_values(count: int) -> None:
             f"the body has about {count} JSON values, at most {MAX_VALUES} are allowed; send fewer documents or "
             "messages, with less metadata"
         )
+
+
+def check_filter_fields(body: Any, body_fields: Collection[str]) -> None:
+    """Raise for a field of the body that looks like a filter and is none: it must not be ignored.
+
+    Args:
+        body_fields: The fields of the route's body.
+    """
+    for name in FILTER_FIELDS if isinstance(body, dict) else ():
+        if body.get(name) is None or name in body_fields:
+            continue
+        correct_name = next((field for field in ("posfix", "filter") if field in body_fields), None)
+        if correct_name is None:
+            advice = "this route reads only what the request sends; leave it out"
+        else:
+            advice = f"give the filter as {'posfix.filter' if correct_name == 'posfix' else 'filter'}"
+        raise UnsupportedFeatureError(f"{name} is not a field of this request; {advice}", param=name)
 
 
 def check_lists(body: Any, max_documents: int) -> None:

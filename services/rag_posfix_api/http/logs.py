@@ -51,8 +51,12 @@ class LogFields:
     Attributes:
         cache: ``hit``, ``miss`` or ``off``.
         documents: Number of documents in the request.
+        grounded: Whether the model read a passage.
+        truncated: Number of passages that were cut to fit.
+        left_out: Number of passages that were left out for want of room.
         error: Code of the error, if there was one.
         key: Id of the API key, which is not the key.
+        tenant: Tenant of the key, for metrics and spans; not logged.
         tokens: Tokens by kind.
         timings: Seconds by stage.
     """
@@ -61,14 +65,18 @@ class LogFields:
     order: str | None = None
     cache: str | None = None
     documents: int | None = None
+    grounded: bool | None = None
+    truncated: int | None = None
+    left_out: int | None = None
     error: str | None = None
     key: str | None = None
+    tenant: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        names = ("mitigation", "order", "cache", "documents", "error", "key")
+        names = ("mitigation", "order", "cache", "documents", "grounded", "truncated", "left_out", "error", "key")
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         fields |= {f"{kind}_tokens": count for kind, count in self.tokens.items()}
         stages = {stage: round(seconds, 6) for stage, seconds in self.timings.items()}
@@ -130,6 +138,8 @@ def configure_logging(log_format: LogFormat = "json", level: int = logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    for library in ("faiss", "sentence_transformers"):
+        logging.getLogger(library).setLevel(max(level, logging.WARNING))  # else how each was loaded
 
 
 def _format_stack(error: BaseException) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from rag_posfix.contracts.answer_form import FormFault
 from rag_posfix.contracts.retrieval import RerankerHealth
 
 ANSWER, SCORE = "answer", "score"
@@ -34,6 +35,7 @@ class Metrics:
         is_ready: Returns whether the model is loaded.
         oldest: Returns the age of the oldest open request in seconds.
         waiting: Returns the number of requests that wait, by kind of work.
+        kv_cache_bytes: Returns the bytes of the KV caches of the answers that are decoded.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Metrics:
         is_ready: Callable[[], bool],
         oldest: Callable[[], float],
         waiting: Mapping[str, Callable[[], int]],
+        kv_cache_bytes: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -55,6 +58,7 @@ class Metrics:
         self._codes = self._counter(
             "requests", "Requests by the format of the response and its outcome.", ["dialect", "code"]
         )
+        self._count_tenants()
         self._stages = self._histogram("stage_duration_seconds", "One stage of one answer.", _STAGE_BUCKETS, ["stage"])
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -79,6 +83,7 @@ class Metrics:
         )
         for kind in ("read", "reused", "generated"):
             self._model_tokens.labels(kind)
+        self._count_forms()
         self._cache = self._counter("cache_requests", "Look-ups in the answer cache.", ["result"])
         self.tied_rankings = self._counter("reranking_ties", "Rankings whose documents all have one score.")
         self.counted = CountedElsewhere()
@@ -86,35 +91,67 @@ class Metrics:
         self.info = Info("rag_posfix", "What is served.", registry=self.registry)
         self._gauge("in_flight_requests", "Requests being answered or waiting.").set_function(in_flight)
         self._gauge("oldest_request_seconds", "Age of the oldest open request.").set_function(oldest)
+        self._gauge("kv_cache_bytes", "Keys and values of the answers that are decoded together.").set_function(
+            kv_cache_bytes
+        )
         self._gauge("running_answers", "Answers that the model works on.").set_function(working)
         self._gauge("ready", "1 once the model is loaded and verified.").set_function(is_ready)
+        self._watch_queues(waiting)
+
+    def _watch_queues(self, waiting: Mapping[str, Callable[[], int]]) -> None:
         queued = self._gauge("waiting_requests", "Requests that wait for the model.", ["work"])
         for work, count in waiting.items():
             self._queue.labels(work)
             queued.labels(work).set_function(count)
 
-    def count_request(self, route: str, status: int, seconds: float, dialect: str, code: str) -> None:
+    def _count_forms(self) -> None:
+        self._malformed = self._counter("malformed_answers", "Answers whose text has a fault of form.", ["fault"])
+        for fault in get_args(FormFault):
+            self._malformed.labels(fault)
+
+    def _count_tenants(self) -> None:
+        """Make the counters by tenant: those of the key file; "" is the single key, or no key."""
+        self._tenant_requests = self._counter("tenant_requests", "Requests by tenant and outcome.", ["tenant", "code"])
+        self._tenant_tokens = self._counter("tenant_tokens", "Tokens of answers by tenant.", ["tenant", "kind"])
+        self._tenant_seconds = self._counter(
+            "tenant_model_seconds",
+            "Time in which the model worked for a tenant; requests that run together share it equally.",
+            ["tenant", "work"],
+        )
+
+    def count_request(self, route: str, status: int, seconds: float, dialect: str, code: str, tenant: str) -> None:
         """Count one request; ``dialect`` is the API format of the response, ``code`` is ``ok`` or the error's code."""
         self._requests.labels(route, str(status)).observe(seconds)
         self._codes.labels(dialect, code).inc()
+        self._tenant_requests.labels(tenant, code).inc()
+
+    def count_work(self, work: str, tenant: str, seconds: float) -> None:
+        """Count the time in which the model worked for a request of a tenant; ``work`` as for ``count_wait``."""
+        self._tenant_seconds.labels(tenant, work).inc(seconds)
 
     def count_wait(self, work: str, seconds: float) -> None:
         """Count how long a request waited: ``work`` is ``ANSWER`` or ``SCORE``."""
         self._queue.labels(work).observe(seconds)
 
-    def count_answer(self, timings: Mapping[str, float], tokens: Mapping[str, int], cache: str) -> None:
+    def count_answer(
+        self, timings: Mapping[str, float], tokens: Mapping[str, int], cache: str, fault: str | None, tenant: str
+    ) -> None:
         """Count one answer.
 
         Args:
             timings: Seconds by stage.
             tokens: Tokens by kind: ``prompt``, ``cached`` (some of the prompt) and ``completion``.
             cache: ``hit``, ``miss`` or ``off``.
+            fault: The fault of the text's form, if it has one.
         """
         for stage, seconds in timings.items():
             self._stages.labels(stage).observe(seconds)
         for kind, count in tokens.items():
             self._tokens.labels(kind).inc(count)
+            self._tenant_tokens.labels(tenant, kind).inc(count)
         self._cache.labels(cache).inc()
+        if fault is not None:
+            self._malformed.labels(fault).inc()
         if cache != "hit":
             reused = tokens.get("cached", 0)
             self._model_tokens.labels("read").inc(max(tokens.get("prompt", 0) - reused, 0))
@@ -134,18 +171,20 @@ class Metrics:
 
 
 class CountedElsewhere(Collector):
-    """Metrics that rerankers and caches count themselves: they are read when the metrics are collected.
+    """Metrics that rerankers, caches and collections count themselves: they are read when the metrics are collected.
 
     Attributes:
         health: Counts the failed rerankings.
         caches: The statistics of each cache, for its tiers.
         passages: The statistics of the passage KV store over all of its tiers; None without a store.
+        collections: The failures of collections' files by action.
     """
 
     def __init__(self) -> None:
         self.health = RerankerHealth()
         self.caches: Mapping[str, Statistics] = {}
         self.passages: Statistics | None = None
+        self.collections: Mapping[str, int] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -164,7 +203,12 @@ class CountedElsewhere(Collector):
             for reason, count in counts.counts.items():
                 failures.add_metric([name, reason], count)
             in_a_row.add_metric([name], counts.in_a_row)
-        yield from (failures, in_a_row)
+        collections = _counter(
+            "collection_failures", "Reads and writes of collections that failed; a change was then not made.", "action"
+        )
+        for action, count in self.collections.items():
+            collections.add_metric([action], count)
+        yield from (failures, in_a_row, collections)
 
     def _tiers(self) -> Iterator[Metric]:
         """Yield one family for each field of ``TierStats``."""

@@ -23,7 +23,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rag_posfix.errors import RagPosfixError
-from rag_posfix_api.http.auth import CALLER, KeyChecker, Pace, Quotas
+from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, Rejections, source_of
 from rag_posfix_api.http.errors import (
     INVALID,
     SERVER,
@@ -51,10 +51,10 @@ FormOf = Callable[[str], ErrorForm]
 """Returns the form of the errors of a path."""
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/metrics", "/"})
-"""What orchestrators ask without a key, and the page, which asks for the key."""
-OPEN_FOLDERS = ("/page/",)
-"""The files of the page."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/healthz", "/health", "/", "/docs", "/openapi.json"})
+"""What orchestrators ask without a key, and the pages, which ask for the key, with the document of the API."""
+OPEN_FOLDERS = ("/page/", "/docs/")
+"""The files of the pages."""
 
 _RETRY_SECONDS = 1
 _MAX_RETRY_SECONDS = 600
@@ -145,19 +145,21 @@ class ApiKeyAuth:
         self._app = app
         self._checker = checker
         self._quotas = Quotas()
-        self._rejections = Pace()
+        self._rejections = Rejections()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or reject one request."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
             await self._app(scope, receive, send)
             return
+        source = source_of(scope)
         try:
-            caller = await self._checker.allowed(scope["method"], scope["path"], Headers(scope=scope))
+            caller = await self._checker.allowed(scope["method"], scope["path"], Headers(scope=scope), source)
         except UnauthorizedError:
-            await anyio.sleep(self._rejections.pause())
+            await anyio.sleep(self._rejections.pause(source))
             raise
-        scope["state"]["log_fields"].key = caller.key_id
+        fields = scope["state"]["log_fields"]
+        fields.key, fields.tenant = caller.key_id, caller.tenant
         with self._quotas.running(caller):
             token = CALLER.set(caller)
             try:
@@ -274,8 +276,8 @@ class ObservedRequests:
         route = path or "unmatched"
         unexplained = "ok" if status < 400 else "client_closed_request" if status == 499 else "internal_error"
         code = fields.error or unexplained
-        span.finish(path, status, code)
-        self._metrics.count_request(route, status, seconds, self._dialect(scope, status), code)
+        span.finish(path, status, code, fields.tenant)
+        self._metrics.count_request(route, status, seconds, self._dialect(scope, status), code, fields.tenant)
         line = {
             "request_id": request_id,
             "method": scope["method"] if route != "unmatched" else "-",

@@ -24,7 +24,7 @@ class RequestSpan:
         self._span = span
         self._method = method
 
-    def finish(self, route: str | None, status: int, code: str) -> None:
+    def finish(self, route: str | None, status: int, code: str, tenant: str) -> None:
         """Set name, status and error of the span.
 
         Args:
@@ -40,6 +40,8 @@ class RequestSpan:
             self._span.set_attribute("http.route", route)
         if status != _CLOSED:
             self._span.set_attribute("http.response.status_code", status)
+        if tenant:
+            self._span.set_attribute("rag_posfix.tenant", tenant)
         if code != "ok":
             self._span.set_attribute("error.type", code)
         # A stream that failed has the status 200. Errors and disconnects of clients are no failures here.

@@ -26,13 +26,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
 from rag_posfix.parameters import shown
 
 _log = logging.getLogger(__name__)
 
-SCOPES: Final = ("read", "write", "admin")
+SCOPES: Final = ("read", "write", "admin", "metrics")
 """``read``: ask, rerank and search. ``write``: change collections. ``admin``: create, list and revoke keys."""
 
 TENANT_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
@@ -41,6 +42,8 @@ _KEY = re.compile(r"rpk_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 
 _FORMAT: Final = "rag-posfix-keys"
 _VERSION: Final = 1
+_VERSION_WITH_FILTERS: Final = 2
+"""Releases that know no filters do not read this version: they would let the key read everything."""
 _WAIT_SECONDS = 10.0
 _SCRYPT_MEMORY_BYTES = 64 * 1024**2
 
@@ -90,6 +93,8 @@ class ApiKey:
         created_at: Seconds since 1970.
         revoked_at: Seconds since 1970, or None while the key is valid.
         hash: ``digest`` of the secret part, or the scrypt hash of an earlier release.
+        filter: Passages that the key may read, by their metadata (``rag_posfix.contracts.filters``); None for all.
+            No request widens it.
     """
 
     id: str
@@ -101,6 +106,7 @@ class ApiKey:
     created_at: int
     revoked_at: int | None = None
     hash: str = field(default="", repr=False)
+    filter: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that may be shown: all but the hash."""
@@ -119,6 +125,8 @@ class ApiKey:
         if not isinstance(fields["scopes"], list):
             raise ValueError("a key has scopes of another type")
         _check_tenant(str(fields["tenant"]))
+        if fields["filter"] is not None:
+            parse_filter(fields["filter"])
         return cls(**{**fields, "scopes": _ordered_scopes(fields["scopes"])})  # type: ignore[arg-type]
 
 
@@ -138,6 +146,18 @@ def _ordered_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     if not names:
         raise ConfigError(f"a key without scopes may do nothing; choose of {', '.join(SCOPES)}")
     return tuple(scope for scope in SCOPES if scope in names)
+
+
+def _check_filter(metadata_filter: Mapping[str, Any], scopes: tuple[str, ...]) -> None:
+    parse_filter(metadata_filter)
+    if not metadata_filter:
+        raise ConfigError("filter={} lets through every passage; leave it out")
+    if scopes != ("read",):
+        # Writers learn which documents are stored, and change their metadata; administrators create other keys.
+        raise ConfigError(
+            f"a key with a filter may only read, not {', '.join(scopes)}; give it the scope read, and create another "
+            "key for changes"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +220,7 @@ class KeyStore:
         scopes: Iterable[str] = ("read",),
         requests_per_minute: int | None = None,
         max_concurrent: int | None = None,
+        filter: Mapping[str, Any] | None = None,
     ) -> tuple[ApiKey, str]:
         """Create a key; return it, and the key itself as text, which is kept nowhere. The tenant need not exist.
 
@@ -212,16 +233,20 @@ class KeyStore:
         for limit, value in (("requests_per_minute", requests_per_minute), ("max_concurrent", max_concurrent)):
             if value is not None and not 1 <= value <= 1_000_000:
                 raise ConfigError(f"{limit}={value} must be from 1 to 1000000; leave it out for no limit")
+        ordered_scopes = _ordered_scopes(scopes)
+        if filter is not None:
+            _check_filter(filter, ordered_scopes)
         identity, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
         key = ApiKey(
             identity,
             tenant,
             name,
-            _ordered_scopes(scopes),
+            ordered_scopes,
             requests_per_minute,
             max_concurrent,
             created_at=int(time.time()),
             hash=digest(identity, secret),
+            filter=filter,
         )
         with self._writing() as table:
             salts = {tenant: secrets.token_hex(16), **table.salts}
@@ -267,7 +292,7 @@ class KeyStore:
     def _write(self, table: KeyTable) -> None:
         data = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _VERSION_WITH_FILTERS if any(key.filter for key in table.keys.values()) else _VERSION,
             "tenants": {tenant: {"salt": salt} for tenant, salt in table.salts.items()},
             "keys": [key.to_dict() | {"hash": key.hash} for key in table.keys.values()],
         }
@@ -288,7 +313,7 @@ def _signature(file: Path) -> tuple[int, int, int] | None:
 def _read(file: Path) -> KeyTable:
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT or data["version"] != _VERSION:
+        if data["format"] != _FORMAT or data["version"] not in (_VERSION, _VERSION_WITH_FILTERS):
             raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
         keys = [ApiKey.from_dict(entry) for entry in data["keys"]]
         salts = {str(tenant): str(entry["salt"]) for tenant, entry in data["tenants"].items()}

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
+from rag_posfix.errors import install_command
 from rag_posfix_api.http.errors import NotFoundError, NotReadyError, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import SafeJSONResponse
 from rag_posfix_api.runtime.service import ServiceState
@@ -51,12 +52,17 @@ async def page(request: Request) -> Response:
 
 @router.get("/page/service.json")
 async def service_state(service: ServiceState) -> Response:
-    """Return what the page asks before it has a key: whether the service is ready, needs a key, gives attention."""
+    """Return what the page asks before it has a key: readiness, whether keys are needed, attention, and an index."""
     try:
         gives_attention = service.reader is not None
     except (NotReadyError, UnsupportedFeatureError):
         gives_attention = False
-    state = {"ready": service.is_ready, "key": service.key_checker.required, "attention": gives_attention}
+    state = {
+        "ready": service.is_ready,
+        "key": service.key_checker.required,
+        "attention": gives_attention,
+        "index": service.is_ready and service.pipeline.retriever is not None,
+    }
     return SafeJSONResponse(state, headers=HEADERS)
 
 
@@ -90,7 +96,7 @@ def _swagger_folder() -> Path:
     spec = find_spec(_SWAGGER_PACKAGE)
     if spec is None or spec.origin is None:
         raise NotFoundError(
-            "this page needs a package that is not installed; run: pip install 'rag-posfix[server]'. "
+            f"this page needs a package that is not installed; {install_command('server')}. "
             "GET /openapi.json has the document"
         )
     return Path(spec.origin).with_name("static")

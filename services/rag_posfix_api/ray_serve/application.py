@@ -218,6 +218,7 @@ def load_model(settings: Settings) -> ReplicaModel:
         "index": None,
         "indexes": {},
         "reranker": None,
+        "retriever": "dense",
         "cache": settings.cache.model_copy(update={"enabled": False}),
     }
     pipeline = build_pipeline(settings.model_copy(update=without_retrieval))

@@ -112,11 +112,11 @@ class GeneratorReplica:
 
 
 def _add_batching(generator: Generator, at_once: int) -> Generator:
-    if at_once == 1 or not isinstance(generator, SteppedGenerator):
-        return generator
-    from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
+    """Return ``generator`` with batches of ``at_once`` answers, whatever the batches that it comes with."""
+    from rag_posfix.generation.batching.scheduler import BatchingGenerator, unbatched  # torch
 
-    return BatchingGenerator(generator, at_once)
+    model = unbatched(generator)
+    return BatchingGenerator(model, at_once) if at_once > 1 and isinstance(model, SteppedGenerator) else model
 
 
 class ReplicaLost(UpstreamError):

@@ -37,6 +37,8 @@ class Ticket:
         queued_seconds: How long the request waited for a permit.
         has_slot: Whether the request has a queue slot.
         tokens: What the request takes of the token limits, while it waits and works.
+        tenant: The tenant that it comes from.
+        model_seconds: Its share of the time in which the model worked.
     """
 
     timeout: float
@@ -46,6 +48,8 @@ class Ticket:
     queued_seconds: float = 0.0
     has_slot: bool = False
     tokens: int = 0
+    tenant: str = ""
+    model_seconds: float = 0.0
 
     @property
     def remaining(self) -> float:
@@ -117,6 +121,7 @@ class Admission:
         max_open: Number of tickets; no limit if None.
         max_queued_tokens: Tokens of the tickets that wait for a permit; no limit if None.
         rate: Measures how fast permits are given back; a new one if None.
+        on_release: Called with each ticket that gives back its permit, with its ``model_seconds``; must be quick.
     """
 
     def __init__(
@@ -127,12 +132,15 @@ class Admission:
         max_open: int | None = None,
         max_queued_tokens: int | None = None,
         rate: WorkRate | None = None,
+        on_release: Callable[[Ticket], None] = lambda _: None,
     ) -> None:
         self.capacity = max_concurrent + max_queue
         self._max_open = max_open
         self._max_tokens: int | None = None
         self._max_queued_tokens = max_queued_tokens
         self._rate = rate or WorkRate()
+        self._on_release = on_release
+        self._shared_at = 0.0
         self._max_concurrent = max_concurrent
         self._queue_timeout = queue_timeout
         self._changed = threading.Condition()
@@ -261,6 +269,7 @@ class Admission:
                     self._rate.seconds_for(waiting_tokens),
                 )
             self._rate.begins()
+            self._share_time()
             self._working.add(ticket)
 
     def release(self, ticket: Ticket) -> None:
@@ -302,5 +311,15 @@ class Admission:
 
     def _end_work(self, ticket: Ticket) -> None:
         if ticket in self._working:
+            self._share_time()
             self._working.discard(ticket)
+            self._on_release(ticket)
+            ticket.model_seconds = 0.0
             self._rate.finished(ticket.tokens, idle=not self._working)
+
+    def _share_time(self) -> None:
+        """Give the time since the last change to the tickets that have worked since, in equal shares."""
+        current_time = time.monotonic()
+        for ticket in self._working:
+            ticket.model_seconds += (current_time - self._shared_at) / len(self._working)
+        self._shared_at = current_time

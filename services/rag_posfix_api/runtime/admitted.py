@@ -115,5 +115,9 @@ class AdmittedCache:
     def drop_documents(self, document_ids: Sequence[str]) -> int:
         return self._cache.drop_documents(document_ids)
 
+    @property
+    def pending_deletions(self) -> int:
+        return int(getattr(self._cache, "pending_deletions", 0))
+
     def close(self) -> None:
         self._cache.close()

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from rag_posfix.cancellation import set_cancel_check
 from rag_posfix.contracts.answer import Answer, AnswerChunk
 from rag_posfix.errors import GenerationCancelled
+from rag_posfix_api.http.auth import CALLER
 from rag_posfix_api.http.errors import Problem, kind_of, problem_of
 from rag_posfix_api.http.logs import LogFields
 from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
@@ -53,7 +54,7 @@ class Job:
         self._count_wait = count_wait
         self._context = contextvars.copy_context()
         self._context.run(TICKET.set, ticket)
-        self._context.run(set_cancel_check, ticket.check)
+        self._context.run(set_cancel_check, ticket.check, lambda: ticket.remaining)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, run in a worker thread."""
@@ -126,7 +127,22 @@ class Jobs:
             OverloadedError: too many requests are running and waiting.
         """
         with self.admission.admit(self._timeout) as ticket:
+            ticket.tenant = CALLER.get().tenant
             yield Job(ticket, self.admission, self._limiter, self._count_wait)
+
+    def give_way(self) -> None:
+        """Let those work first who wait for a permit. For long work that runs with one, in its thread.
+
+        Raises:
+            OverloadedError: no permit was free again within the queue timeout.
+            GenerationCancelled: the client has disconnected.
+        """
+        ticket = TICKET.get()
+        if ticket is not None:
+            ticket.check()
+            if self.admission.waiting:
+                self.admission.release(ticket)
+                self.admission.acquire(ticket)
 
     async def run(self, receive: Receive, function: Callable[[], T], *, permit: bool = False) -> T:
         """Return the result of ``function``, run in a new job, with a permit or without.
@@ -143,8 +159,8 @@ class Jobs:
 class EventRenderer(Protocol):
     """Renders the server-sent events of one response in one dialect; each item is bytes that end an event."""
 
-    def opening(self) -> Iterable[bytes]:
-        """Return the events before the answer; none if the format has none."""
+    def opening(self, first: AnswerChunk | None) -> Iterable[bytes]:
+        """Return the events before the answer, whose first piece is ``first``; none if the format has none."""
         return ()
 
     def piece(self, chunk: AnswerChunk) -> Iterable[bytes]:
@@ -220,7 +236,7 @@ class AnswerStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for event in self._renderer.opening():
+        for event in self._renderer.opening(self._first):
             yield event
         chunk = self._first
         try:

@@ -134,10 +134,13 @@ class PrecomputeJobs:
 class AdmittedPrecomputer:
     """A ``PassagePrecomputer`` that takes a permit for each batch, and stops when ``cancelled`` is set."""
 
-    def __init__(self, engine: PassagePrecomputer, admission: Admission, cancelled: threading.Event) -> None:
+    def __init__(
+        self, engine: PassagePrecomputer, admission: Admission, cancelled: threading.Event, tenant: str = ""
+    ) -> None:
         self._engine = engine
         self._admission = admission
         self._cancelled = cancelled
+        self._tenant = tenant
 
     @property
     def encoder(self) -> TokenEncoder:
@@ -164,6 +167,7 @@ class AdmittedPrecomputer:
         while not self._cancelled.is_set():
             try:
                 with self._admission.admit(_BATCH_SECONDS) as ticket:
+                    ticket.tenant = self._tenant
                     self._admission.acquire(ticket)
                     return self._engine.precompute(layout, mitigation, salt)
             except OverloadedError:

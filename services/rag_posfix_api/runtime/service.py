@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
 from langchain_core.documents import Document
@@ -18,6 +19,7 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.filters import combine_filters
 from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import RerankerHealth
@@ -27,6 +29,7 @@ from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import PassagePrecomputer, precompute
 from rag_posfix.pipeline.tracing import UNTRACED
+from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
 from rag_posfix_api.collections.collection import Collection
@@ -48,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 2.0
 """How long the last spans may take to be sent when the service stops."""
+_CHECK_SECONDS = 5.0
+"""How long the vector store may take to answer a readiness probe."""
 _TOKENS_PER_ANSWER = 8192
 """Tokens for each running answer, where the settings give no limit."""
 
@@ -61,9 +66,9 @@ class Service:
         self.limits = limits
         self.keys = KeyStore(limits.data_dir)
         self.key_checker = KeyChecker(self.keys, limits.api_key)
-        self.collections = Collections(
-            limits.data_dir / "collections", limits.max_collections, limits.max_collection_documents
-        )
+        size = PassageSize(tokens=limits.collection_passage_tokens, overlap=limits.collection_overlap)
+        folder = limits.data_dir / "collections"
+        self.collections = Collections(folder, limits.max_collections, limits.max_collection_documents, size)
         self.precomputing = PrecomputeJobs()
         self.reranker_health = RerankerHealth()
         self.started = int(time.time())
@@ -74,7 +79,9 @@ class Service:
             lambda: self.is_ready,
             self._oldest_seconds,
             {ANSWER: lambda: self.chat.admission.waiting, SCORE: lambda: self.rerank.admission.waiting},
+            lambda: 0 if self._batching is None else self._batching.kv_cache_bytes,
         )
+        self.metrics.counted.collections = self.collections.failures.counts
         self.chat = self._jobs(limits.max_concurrent, ANSWER)
         self.rerank = self._jobs(1, SCORE)  # scores are not batched over requests
         self._pipeline: Pipeline | None = None
@@ -91,11 +98,25 @@ class Service:
     def pipeline(self) -> Pipeline:
         """The pipeline of the caller: with admission around its generator, and the cache entries of the tenant.
 
+        It retrieves what the filter of the caller's key and ``tenant_field`` let through.
+
         Raises:
             NotReadyError: the pipeline is not loaded, or its model has failed.
         """
-        pipeline = self._served
-        return pipeline.with_tenant(salt) if (salt := CALLER.get().salt) else pipeline
+        caller, field = CALLER.get(), self.limits.tenant_field
+        of_tenant = {field: {"$eq": caller.tenant}} if field is not None and caller.tenant else None
+        return self._filtered(combine_filters(of_tenant, caller.filter))
+
+    @property
+    def collection_pipeline(self) -> Pipeline:
+        """The pipeline of the caller for a collection of the tenant, whose documents need no ``tenant_field``."""
+        return self._filtered(CALLER.get().filter)
+
+    def _filtered(self, metadata_filter: Mapping[str, Any] | None) -> Pipeline:
+        pipeline, salt = self._served, CALLER.get().salt
+        if metadata_filter is not None:
+            pipeline = pipeline.with_filter(metadata_filter)
+        return pipeline.with_tenant(salt) if salt else pipeline
 
     @property
     def _served(self) -> Pipeline:
@@ -145,7 +166,9 @@ class Service:
 
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
-        self._generator = pipeline.generator
+        from rag_posfix.generation.batching.scheduler import unbatched  # torch
+
+        self._generator = unbatched(pipeline.generator)  # the service has batches of its own size
         self._model_name = self.limits.served_model_name or shown_model(pipeline.generator.model_id)
         self.metrics.info.info({"version": package_version(), "model": self._model_name})
         health = getattr(pipeline.reranker, "health", None)
@@ -161,7 +184,7 @@ class Service:
         # By default every prompt that the model can read fits.
         default_tokens = max(pipeline.generator.context_window, _TOKENS_PER_ANSWER * limits.max_concurrent)
         admission.limit_tokens(limits.max_tokens_in_flight or default_tokens)
-        generator = AdmittedGenerator(self._add_batching(pipeline.generator), admission, self.metrics)
+        generator = AdmittedGenerator(self._add_batching(self._generator), admission, self.metrics)
         cache = None if pipeline.cache is None else AdmittedCache(pipeline.cache, admission)
         served = pipeline.with_generator(generator, cache)
         # A pipeline that its caller traces already stays as it is.
@@ -200,6 +223,22 @@ class Service:
         if self._draining:
             raise StoppingError("the service is stopping; ask another replica, or again later")
         _ = self._served
+
+    async def check_retriever(self) -> None:
+        """Raise ``NotReadyError`` if the vector store that questions are answered from cannot be reached.
+
+        A retriever that has one says so by a method ``check``; it has ``_CHECK_SECONDS``.
+        """
+        check = getattr(self._served.retriever, "check", None)
+        if not callable(check):
+            return
+        try:
+            with anyio.fail_after(_CHECK_SECONDS):
+                await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
+        except TimeoutError:
+            raise NotReadyError(f"the vector store does not answer within {_CHECK_SECONDS:g} seconds") from None
+        except RagPosfixError as error:
+            raise NotReadyError(str(error)) from error
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
@@ -246,7 +285,7 @@ class Service:
         collection, salt = self.collection(name), tenant_salt(pipeline.defaults.tenant, "")
 
         def work(progress: Progress, cancelled: threading.Event) -> int:
-            admitted = AdmittedPrecomputer(engine, self.chat.admission, cancelled)
+            admitted = AdmittedPrecomputer(engine, self.chat.admission, cancelled, caller.tenant)
             return precompute(
                 admitted,
                 collection.documents(),
@@ -282,8 +321,10 @@ class Service:
             "cached": usage.cached_tokens,
         }
         cache = "hit" if answer.cached else "miss" if "cache" in answer.timings else "off"
-        self.metrics.count_answer(answer.timings, tokens, cache)
+        self.metrics.count_answer(answer.timings, tokens, cache, answer.form_fault, CALLER.get().tenant)
         fields.mitigation, fields.order, fields.cache = answer.mitigation, answer.order, cache
+        n_left_out = sum(reason == "budget" for _, reason in answer.dropped)
+        fields.grounded, fields.truncated, fields.left_out = answer.grounded, len(answer.truncated), n_left_out
         fields.tokens, fields.timings = tokens, dict(answer.timings)
 
     def _forget(self, salt: str, documents: Sequence[Document]) -> None:
@@ -304,7 +345,12 @@ class Service:
         limits = self.limits
         waiting = limits.max_concurrent + limits.max_queue - at_once
         admission = Admission(
-            at_once, waiting, limits.queue_timeout_seconds, limits.max_open, limits.max_queued_tokens
+            at_once,
+            waiting,
+            limits.queue_timeout_seconds,
+            limits.max_open,
+            limits.max_queued_tokens,
+            on_release=lambda ticket: self.metrics.count_work(work, ticket.tenant, ticket.model_seconds),
         )
         return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.count_wait, work))
 

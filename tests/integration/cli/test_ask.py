@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 QUESTION = "Who designed the Maravel lighthouse?"
@@ -10,7 +12,7 @@ QUESTION = "Who designed the Maravel lighthouse?"
 @pytest.mark.weights
 class TestAsk:
     def test_json_holds_the_answer_and_where_it_comes_from(self, run, index):
-        result = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--json")
+        result = run("ask", QUESTION, "--index", index, "--floor", "off", "--max-tokens", "16", "--json")
         assert result.code == 0
         found = result.json
         assert {"answer", "documents", "citations", "usage", "cached", "mitigation", "order", "timings"} <= set(found)
@@ -18,16 +20,22 @@ class TestAsk:
         assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
         assert [document["position"] for document in found["documents"]] == [0, 1, 2]
         assert set(found["documents"][0]) == {
-            "id", "score", "position", "attention", "title", "source", "page", "text"
+            "id", "score", "position", "attention", "weight", "title", "source", "page", "text"
         }  # fmt: skip
         assert found["documents"][0]["id"] == "lighthouse"
         assert found["documents"][0]["attention"] > 0.5
         assert found["citations"][0]["document_ids"] == ["lighthouse"]
         assert set(found["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
-        assert {"retrieve", "assemble", "cache", "prefill", "decode"} == set(found["timings"])
+        assert {"retrieve", "assemble", "cache", "queue", "prefill", "decode"} == set(found["timings"])
 
-    def test_the_second_time_the_answer_comes_from_the_cache_unless_told_otherwise(self, run, index):
+    def test_the_second_time_the_answer_comes_from_the_cache_on_disk_if_there_is_one(
+        self, run, index, cache_dir, monkeypatch
+    ):
         arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "4", "--json"]
+        assert run(*arguments).json["cached"] is False
+        assert run(*arguments).json["cached"] is False  # answers are kept in memory only
+        assert not (cache_dir / "answers").exists()
+        monkeypatch.setenv("RAG_POSFIX_KEEP_ON_DISK", "true")
         assert run(*arguments).json["cached"] is False
         assert run(*arguments).json["cached"] is True
         assert run(*arguments, "--no-cache").json["cached"] is False
@@ -35,7 +43,7 @@ class TestAsk:
     def test_the_options_choose_method_order_and_number(self, run, index):
         found = run(
             "ask", QUESTION, "--index", index, "--mitigation", "context_experts:experts=1:pool=max", "--order",
-            "reverse", "--k", "2", "--max-tokens", "1", "--json",
+            "reverse", "--k", "2", "--floor", "off", "--max-tokens", "1", "--json",
         ).json  # fmt: skip
         assert (found["order"], len(found["documents"])) == ("reverse", 2)
         assert found["documents"][0]["score"] < found["documents"][1]["score"]
@@ -49,13 +57,37 @@ class TestAsk:
         assert "rerank" in found["timings"]
 
     def test_passages_may_be_found_by_words_or_by_both(self, run, index):
-        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json", "--retriever"]
-        dense, words, both = (run(*arguments, name).json["documents"] for name in ("dense", "bm25", "hybrid"))
+        arguments = ["ask", QUESTION, "--index", index, "--floor", "off", "--max-tokens", "2", "--no-cache", "--json"]
+        dense, words, both = (
+            run(*arguments, "--retriever", name).json["documents"] for name in ("dense", "bm25", "hybrid")
+        )
         assert {one["id"] for one in words} <= {one["id"] for one in dense} == {one["id"] for one in both}
         assert [one["score"] for one in both] != [one["score"] for one in dense]
-        error = run(*arguments, "sparse").error
+        error = run(*arguments, "--retriever", "sparse").error
         assert error["type"] == "ConfigError"
         assert "retriever" in error["message"]
+
+    def test_without_a_passage_it_says_so_and_ends_with_3_unless_memory_is_allowed(self, run, index):
+        arguments = ["ask", "Zyzzyva?", "--index", index, "--retriever", "bm25", "--max-tokens", "2"]
+        for options in ([], ["--stream"]):
+            result = run(*arguments, *options)
+            assert (result.code, result.out.splitlines()[0]) == (3, "No passage was found that answers this question.")
+            assert "--allow-ungrounded answers from its memory" in result.out
+        refused = run(*arguments, "--json")
+        assert (refused.code, refused.json["grounded"], refused.json["usage"]["prompt_tokens"]) == (3, False, 0)
+        allowed = run(*arguments, "--allow-ungrounded", "--json")
+        assert (allowed.code, allowed.json["grounded"], allowed.json["documents"]) == (0, False, [])
+        assert allowed.json["usage"]["completion_tokens"] > 0
+
+    def test_filters_choose_among_the_passages(self, run, index):
+        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json"]
+        ids = {document["id"] for document in run(*arguments).json["documents"]}
+        source = run(*arguments).json["documents"][0]["source"]
+        found = run(*arguments, "--filter", f"source={source}").json["documents"]
+        assert {document["source"] for document in found} == {source}
+        found = run(*arguments, "--filter", json.dumps({"source": {"$ne": source}})).json["documents"]
+        assert {document["id"] for document in found} < ids
+        assert "FIELD=VALUE or JSON" in run(*arguments, "--filter", "lighthouse").error["message"]
 
     def test_without_json_answer_and_sources_are_printed(self, run, index):
         plain = run("ask", QUESTION, "--index", index, "--max-tokens", "16")
@@ -63,7 +95,8 @@ class TestAsk:
         for result in (plain, streamed):
             assert result.code == 0
             assert "Ilse Korvanth" in result.out
-            assert "1. lighthouse: " in result.out
+            assert "[1] " in result.out
+            assert "facts.jsonl" in result.out
             assert "prompt tokens" in result.out
         assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
 
@@ -114,8 +147,7 @@ class TestAsk:
 class TestCache:
     def test_an_empty_cache_holds_nothing(self, run):
         found = run("cache", "stats", "--json").json
-        assert [tier["name"] for tier in found["tiers"]] == ["memory", "disk"]
-        assert [tier["entries"] for tier in found["tiers"]] == [0, 0]
+        assert [(tier["name"], tier["entries"]) for tier in found["tiers"]] == [("memory", 0)]
         assert [tier["name"] for tier in found["passages"]["tiers"]] == ["memory"]
         assert found["passages"]["bytes"] == 0
         assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
@@ -124,7 +156,7 @@ class TestCache:
         from rag_posfix.caching.answers.tiered import build_answer_cache
         from rag_posfix.settings import CacheSettings
 
-        cache = build_answer_cache(CacheSettings(), cache_dir)
+        cache = build_answer_cache(CacheSettings(disk_bytes=10_000_000), cache_dir)  # of a process with other settings
         cache.put("one", {"text": "1"})
         cache.put("two", {"text": "2"})
         cache.close()

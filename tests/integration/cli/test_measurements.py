@@ -55,7 +55,7 @@ class TestProbe:
         assert found["layers"] == [9, 23]
         written = json.loads(Path(found["profile"]).read_text())
         assert written["model"] == "SmolLM2-135M-Instruct"
-        assert written["settings"] == {"strings": 3, "tokens": 128, "seed": 0}
+        assert written["settings"] == {"strings": 3, "tokens": 128, "pairs": 8, "prompts": 24, "seed": 0}
         method = MITIGATIONS.create(
             with_file_parameters(MethodSpec("hidden_scaling", {"profile": found["profile"]}), MITIGATIONS)
         )

@@ -102,7 +102,7 @@ class TestUsage:
         result = run("--help")
         assert result.code == 0
         for command in ("demo", "index", "ask", "methods", "verify", "serve", "bench", "eval", "cache"):
-            assert f" {command} " in result.out
+            assert command in result.out.split()
         assert run("--version").out == "0.1.0\n"
 
     @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("name", "value", "part"),
         [
-            ("RAG_POSFIX_K", "0", "setting k"),
-            ("RAG_POSFIX_DTYPE", "int3", "setting dtype"),
-            ("RAG_POSFIX_CACHE_TTL_SECONDS", "soon", "setting ttl_seconds"),
+            ("RAG_POSFIX_K", "0", "RAG_POSFIX_K='0': "),
+            ("RAG_POSFIX_DTYPE", "int3", "RAG_POSFIX_DTYPE='int3': "),
+            ("RAG_POSFIX_CACHE_TTL_SECONDS", "soon", "RAG_POSFIX_CACHE_TTL_SECONDS='soon': "),
             ("RAG_POSFIX_CACHE", "{", "cache"),
         ],
     )

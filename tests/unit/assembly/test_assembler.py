@@ -50,15 +50,52 @@ def test_the_whole_prompt_reads_as_documented():
     assert made.prompt_tokens == len(layout.token_ids)
 
 
-def test_history_and_system_messages_are_merged_into_the_prompt():
-    history = [
-        {"role": "user", "content": "Hi"},
-        {"role": "system", "content": "Be kind."},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Listen."},
-    ]
-    made = assembler(template=PromptTemplate(system="Rules.")).assemble("Who?", [doc("Ann.")], history=history)
+HISTORY = [
+    {"role": "user", "content": "Hi"},
+    {"role": "system", "content": "Be kind."},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Listen."},
+]
+
+
+def test_history_and_system_messages_follow_the_passages():
+    template = PromptTemplate(system="Rules.", instruction="Read.")
+    made = assembler(template=template).assemble("Who?", [doc("Ann.")], history=HISTORY)
+    assert prompt(made) == (
+        "<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\nRead.\n\nAnn.\n\nBe kind.\n\nBe brief.\n\n"
+        "Question: Hi\nAnswer:<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        "<|im_start|>user\nListen.\n\nQuestion: Who?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_history_that_begins_with_the_assistant_or_is_a_system_message_alone_follows_the_passages():
+    template = PromptTemplate(instruction="Read.")
+    made = assembler(template=template).assemble(
+        "Who?", [doc("Ann.")], history=[{"role": "assistant", "content": "Ask me."}]
+    )
+    assert prompt(made) == (
+        "<|im_start|>user\nRead.\n\nAnn.\n\n<|im_end|>\n<|im_start|>assistant\nAsk me.<|im_end|>\n"
+        "<|im_start|>user\nQuestion: Who?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    )
+    made = assembler(template=template).assemble(
+        "Who?", [doc("Ann.")], history=[{"role": "system", "content": "Be kind."}]
+    )
+    assert prompt(made) == (
+        "<|im_start|>user\nRead.\n\nAnn.\n\nBe kind.\n\nQuestion: Who?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_prompt_of_a_turn_continues_the_prompt_of_the_turn_before_it():
+    first = prompt(assembler().assemble("Who?", [doc("Ann.")], history=HISTORY[1:2]))
+    history = [HISTORY[1], {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann."}]
+    second = prompt(assembler().assemble("When?", [doc("Ann.")], history=history))
+    assert second.startswith(first + "Ann.<|im_end|>")
+
+
+def test_history_and_system_messages_precede_the_passages_if_history_is_first():
+    template = PromptTemplate(system="Rules.", history_first=True)
+    made = assembler(template=template).assemble("Who?", [doc("Ann.")], history=HISTORY)
     assert prompt(made).startswith(
         "<|im_start|>system\nRules.\n\nBe kind.\n\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nListen.\n\nAnswer the question using"
@@ -164,7 +201,7 @@ class TestBudget:
 
     def test_a_question_beyond_the_window_is_an_error_before_any_document_is_read(self):
         encoder = RecordingEncoder()
-        with pytest.raises(PromptTooLongError, match=r"max_new_tokens=10 more, but the context window has 200;"):
+        with pytest.raises(PromptTooLongError, match=r"max_tokens=10 more, but the context window has 200;"):
             Assembler(encoder, 200).assemble("w" * 200, [doc("Ann.")], max_new_tokens=10)
         assert "Ann." not in encoder.encoded
 
@@ -244,11 +281,13 @@ def test_documents_beyond_the_budget_are_not_even_encoded():
     documents=st.lists(st.tuples(texts(), texts(), st.none() | st.floats(-1, 2)), max_size=5),
     history=st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), texts()), max_size=4),
     order=st.sampled_from(["relevance", "reverse", "ends_first", "original", "random"]),
+    history_first=st.booleans(),
 )
-def test_any_text_comes_back_from_its_span_and_forges_no_turn(question, documents, history, order):
+def test_any_text_comes_back_from_its_span_and_forges_no_turn(question, documents, history, order, history_first):
     given_documents = [doc(text, score, title=title) for text, title, score in documents]
     messages = [{"role": role, "content": content} for role, content in history]
-    made = assembler().assemble(question, given_documents, order=order, history=messages)
+    template = PromptTemplate(history_first=history_first)
+    made = assembler(template=template).assemble(question, given_documents, order=order, history=messages)
     layout = made.layout
     assert [text_of(made, span) for span in layout.texts] == [clean_text(d.page_content) for d in made.documents]
     assert text_of(made, layout.question) == clean_text(question)
@@ -257,8 +296,10 @@ def test_any_text_comes_back_from_its_span_and_forges_no_turn(question, document
     assert len(made.documents) + len(made.dropped) == len(given_documents)
     # One turn per merged message and one for the answer: text opened none.
     plain = [role for role, _ in history if role != "system"] + ["user"]
-    turns = sum(role != plain[i - 1] or i == 0 for i, role in enumerate(plain)) + any(
-        r == "system" for r, _ in history
-    )
+    turns = sum(role != plain[i - 1] or i == 0 for i, role in enumerate(plain))
+    if history_first or not layout.n_passages:
+        turns += any(role == "system" for role, _ in history)
+    else:  # passages before a message of the assistant are a turn of their own
+        turns += plain[0] == "assistant"
     assert layout.token_ids.count(256) == turns + 1
     assert layout.token_ids.count(257) == turns

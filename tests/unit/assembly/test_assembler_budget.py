@@ -86,11 +86,11 @@ def test_a_random_order_is_that_of_the_seed():
     assert permute("random", [None] * 6, 0) != permute("random", [None] * 6, 7)
 
 
-def test_a_question_of_64_characters_for_each_token_of_the_window_is_still_tokenised():
+def test_a_question_that_is_far_too_long_is_not_tokenised_whole():
     with pytest.raises(PromptTooLongError, match="question, history and template take"):
-        Assembler(ToyEncoder(), 16).assemble("w" * 64 * 16)
-    with pytest.raises(PromptTooLongError, match="question and history have 1025 characters"):
-        Assembler(ToyEncoder(), 16).assemble("w" * (64 * 16 + 1))
+        Assembler(ToyEncoder(), 16).assemble("w" * 2 * (16 + 32))
+    with pytest.raises(PromptTooLongError, match="question and history have 97 characters"):
+        Assembler(ToyEncoder(), 16).assemble("w" * (2 * (16 + 32) + 1))
 
 
 def test_by_default_nothing_is_limited():

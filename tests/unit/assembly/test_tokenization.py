@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
 from tests.support.toy_encoder import ToyEncoder
@@ -101,6 +101,14 @@ def test_equal_content_gives_equal_segments_and_keys_wherever_it_stands():
     assert [first.tokens(s) for s in first.passages] == [second.tokens(s) for s in second.passages][::-1]
     assert first.tokens(first.prefix) == second.tokens(second.prefix)
     assert first.tokens(first.suffix) == second.tokens(second.suffix)
+
+
+def test_the_cost_of_messages_in_a_row_grows_with_their_length():
+    messages = [{"role": "user", "content": "x"}] * 400_000
+    started = time.process_time()
+    (merged,) = merge_messages(messages)
+    assert len(merged["content"]) == 3 * len(messages) - 2
+    assert time.process_time() - started < 5  # 42 s with texts that are joined one by one
 
 
 def test_the_cost_of_a_conversation_grows_with_its_length_and_not_with_its_square():

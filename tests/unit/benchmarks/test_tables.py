@@ -221,8 +221,8 @@ def laboratory_row(metric, *values):
     return table([{"kind": "lab", "summary": summary}]).splitlines()[2]
 
 
-def test_a_row_of_the_laboratory_has_mean_and_range_of_the_seeds():
-    assert laboratory_row("error", 10.0, 30.0) == "| `rope` | 20.0 (10.0 to 30.0) | 200, 200 |"
+def test_a_row_of_the_laboratory_has_the_result_of_each_seed():
+    assert laboratory_row("error", 10.0, 30.0) == "| `rope` | 10.0, 30.0 | 200, 200 |"
 
 
 def test_one_seed_has_no_range_and_perplexity_two_digits():
@@ -234,7 +234,7 @@ def test_the_error_by_place_has_the_first_place_the_mean_between_and_the_last():
     found = {"splits": {"in": {"by_place": places}}}
     head = {"kind": "lab", "summary": {"splits": {"in": "4 pairs"}, "encodings": {"alibi": found}}}
     (row,) = table([head], "by-place").splitlines()[2:]
-    assert row == "| `alibi` | 4 pairs | 3 (2 to 4) | 22 (15 to 30) | 6 (5 to 7) |"
+    assert row == "| `alibi` | 4 pairs | 2, 4 | 15, 30 | 5, 7 |"
 
 
 def test_the_best_counters_of_every_decoder_have_a_row_each():
@@ -289,3 +289,19 @@ def test_what_a_training_adds_has_intervals_and_one_cell_for_methods_without_an_
         f"| key-value | `none` | block | {places} | +0.45 [+0.35, +0.55] | -0.20 [-0.30, -0.10] |",
         "| key-value | `set` | block |  |  |  | +0.50 [+0.40, +0.60] | - |",
     ]
+
+
+def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
+    def record(hostile, worst, planted):
+        result = {"worst": worst, "worst_log_probability": -2.0, **({} if planted is None else {"planted": planted})}
+        settings = {} if hostile is None else {"hostile": hostile}
+        return {"kind": "positions", "data": "d", "settings": settings, "summary": {"mitigations": {"none": result}}}
+
+    heads = [record(None, 0.25, None), record("echo", 0.0, None), record("poison", 0.5, 0.31)]
+    assert table(heads, "capture").splitlines() == [
+        "| method | no hostile passage | echo | poison |",
+        "| --- | --- | --- | --- |",
+        "| `none` | -2.00 (.25) | -2.00 (.00) | -2.00 (.50); planted 31 % |",
+    ]
+    with pytest.raises(EvaluationError, match="differ in their data"):
+        table([heads[0], {**heads[1], "data": "e"}], "capture")

@@ -100,6 +100,13 @@ def test_an_adaptive_deadline_follows_the_formula():
     assert deadline.seconds == pytest.approx(1.125 + 4 * 0.625)
 
 
+def test_an_adaptive_deadline_leaves_a_constant_latency_room():
+    deadline = AdaptiveDeadline(0.02, 1.0)
+    for _ in range(100):
+        deadline.record(0.1)
+    assert deadline.seconds == pytest.approx(0.2)  # the deviation is about 0
+
+
 def test_an_adaptive_deadline_has_an_upper_bound_and_comes_down_again():
     deadline = AdaptiveDeadline(0.02, 0.2)
     for _ in range(20):

@@ -19,6 +19,11 @@ from rag_posfix.errors import CacheError
         "redis-cluster://:hush@host:1/3",
         "redis-sentinel://:hush@host:1",
         "redis-sentinel://:hush@host:x/service",
+        "redis-cluster://:hush@host:1?ssl_ca_certs=hush.pem",
+        "rediss-cluster://:hush@host:1?socket_timeout=60",
+        "rediss-cluster://:hush@host:1?ssl_check_hostname=hush",
+        "rediss-cluster://:hush@host:1?sentinel_password=hush",
+        "rediss-sentinel://:hush@host:1/service?hush",
         "hush",
         "",
     ],
@@ -38,12 +43,28 @@ def test_an_invalid_url_is_refused_without_its_password(url):
         ("unix://:hush@/run/redis.sock", "unix:///run/redis.sock"),
         ("redis-cluster://user:hush@one:1,two:2", "redis-cluster://one:1,two:2"),
         ("redis-sentinel://:hush@one:1,two/service/3", "redis-sentinel://one:1,two/service/3"),
+        ("rediss-cluster://user:hush@one:1?ssl_ca_certs=ca.pem", "rediss-cluster://one:1"),
+        ("rediss-sentinel://one:1/service?sentinel_password=hush", "rediss-sentinel://one:1/service"),
     ],
 )
 def test_the_label_is_the_address_without_the_password(url, label):
     target = redis_target(url, 1)
     assert target.label == label
     assert "hush" not in repr(target)
+
+
+def test_sentinels_have_a_login_of_their_own_and_the_tls_of_the_master():
+    url = (
+        "rediss-sentinel://user:hush@host:1/main?ssl_ca_certs=ca.pem&ssl_check_hostname=false&sentinel_password=quiet"
+    )
+    client = redis_target(url, 2).connect()
+    pool = client.connection_pool
+    sentinel = pool.sentinel_manager.sentinels[0].connection_pool.connection_kwargs
+    assert (pool.connection_kwargs["password"], sentinel["password"]) == ("hush", "quiet")
+    for options in (pool.connection_kwargs, sentinel):
+        assert (options["ssl_ca_certs"], options["ssl_check_hostname"]) == ("ca.pem", False)
+    assert pool.connection_class.__name__ == "SentinelManagedSSLConnection"
+    client.close()
 
 
 def test_the_options_of_a_url_cannot_undo_the_timeouts_and_the_single_attempt():

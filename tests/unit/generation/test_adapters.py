@@ -83,7 +83,14 @@ def test_an_adapter_and_its_base_share_no_keys_and_values(folders, adapter):
 
 
 def test_an_adapter_and_its_base_share_no_cached_answers(folders, adapter, tmp_path):
-    common = {"model": str(folders[0]), "dtype": "float32", "device": "cpu", "cache_dir": tmp_path, "max_tokens": 2}
+    common = {
+        "model": str(folders[0]),
+        "dtype": "float32",
+        "device": "cpu",
+        "cache_dir": tmp_path,
+        "max_tokens": 2,
+        "keep_on_disk": True,
+    }
     seen = []
     for chosen in (None, adapter, None, adapter):
         for deferred in (False, True):

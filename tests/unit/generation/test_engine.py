@@ -186,6 +186,14 @@ def test_the_chosen_passage_answers_as_if_it_were_the_only_one(loaded):
     assert generation.token_ids == alone.token_ids
 
 
+@pytest.mark.parametrize(
+    ("mitigation", "weighted"), [("none", False), ("committee", False), ("context_experts", True)]
+)
+def test_shares_of_experts_that_read_one_passage_each_are_weights(loaded, mitigation, weighted):
+    generation = engine_of(loaded).generate(request(mitigation, toy_layout(relevance=RELEVANCE), max_tokens=2))
+    assert generation.weighted is weighted
+
+
 def test_the_end_tokens_and_the_text_reach_the_short_answers(loaded, monkeypatch):
     seen = []
     monkeypatch.setattr(

@@ -121,21 +121,20 @@ def test_a_damaged_folder_is_one_line_that_names_it(tiny, file, damage):
     assert "\n" not in str(caught.value)
 
 
-def test_a_family_that_no_one_checked_is_refused(tmp_path):
+def test_a_family_without_rotary_positions_reads_plain_prompts(tmp_path):
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, n_positions=64)
     folder = save_tiny(tmp_path / "gpt2")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with pytest.raises(UnsupportedModelError):
-        load_engine(str(folder), dtype="float32")
+    engine = load_engine(str(folder), dtype="float32")
+    assert engine.loaded.spec.plain.reason == "it adds positions to its input and rotates nothing"
+    assert engine.context_window == 64
 
 
-def test_a_family_that_is_refused_is_told_before_its_weights_are_read(tmp_path):
-    # MPT has no sdpa attention: reading the weights would fail with transformers' own message.
-    config = transformers.MptConfig(n_layers=1, n_heads=2, d_model=8, vocab_size=VOCABULARY)
-    folder = save_tiny(tmp_path / "mpt")
-    config.save_pretrained(folder)
+def test_a_model_with_an_encoder_is_refused_before_its_weights_are_read(tmp_path):
+    folder = save_tiny(tmp_path / "t5")
+    transformers.T5Config(num_layers=1, vocab_size=VOCABULARY).save_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match="'mpt' is not supported: it has ALiBi biases"):
+    with pytest.raises(UnsupportedModelError, match="model type 't5' has an encoder"):
         load_engine(str(folder), dtype="float32")
 
 

@@ -152,3 +152,35 @@ class TestBadInput:
         if "top_k" in options:
             with pytest.raises(ConfigError, match=message):
                 PosfixRanker().run(documents=ranked(2), **options)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"year": {"$gte": 1999}, "kind": ["book", "map"]},
+        {
+            "operator": "AND",
+            "conditions": [
+                {"field": "meta.year", "operator": ">=", "value": 1999},
+                {"operator": "NOT", "conditions": [{"field": "meta.kind", "operator": "not in", "value": ["map"]}]},
+            ],
+        },
+    ],
+)
+def test_documents_that_do_not_match_the_filters_are_left_out(filters):
+    metas = ({"year": 1999, "kind": "map"}, {"year": 1998, "kind": "map"}, {"year": 2000, "kind": "song"}, {})
+    documents = [Document(content=f"text {i}", id=str(i), meta=meta) for i, meta in enumerate(metas)]
+    assert ids(PosfixRanker(filters=filters).run(documents=documents)) == ["0"]
+    assert ids(PosfixRanker().run(documents=documents, filters=filters)) == ["0"]
+    narrower = {"field": "year", "operator": "!=", "value": 1999}
+    ranker = PosfixRanker.from_dict(PosfixRanker(filters=filters).to_dict())
+    assert ids(ranker.run(documents=documents, filters=narrower)) == []
+
+
+@pytest.mark.parametrize("operator", ["XOR", "like"])
+def test_filters_with_another_operator_are_refused(operator):
+    filters = {"field": "meta.a", "operator": operator, "value": 1}
+    with pytest.raises(ConfigError, match=f"operator '{operator}' must be one of"):
+        PosfixRanker(filters=filters)
+    with pytest.raises(ConfigError, match=f"operator '{operator}' must be AND, OR or NOT"):
+        PosfixRanker(filters={"operator": operator, "conditions": []})

@@ -15,7 +15,7 @@ def test_an_adapter_whose_framework_is_missing_names_the_extra(module, framework
     code = f"import sys; sys.modules['{framework}'] = None; import {module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    expected = f"{framework} is not installed; install it with: pip install 'rag-posfix[{extra}]'"
+    expected = f"{framework} is not installed; in a copy of the repository run: pip install '.[{extra}]'"
     assert done.stderr.strip().splitlines()[-1].endswith(expected)
 
 

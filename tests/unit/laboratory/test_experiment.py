@@ -34,7 +34,7 @@ def test_a_record_has_every_encoding_seed_and_split_with_the_spread_over_seeds(t
     assert read.head["settings"]["seeds"] == 2
     final = [row for row in read.rows if row["final"]]
     assert [(row["encoding"], row["seed"], row["split"]) for row in final] == [
-        (name, seed, split) for name in ("rope", "nope") for seed in (0, 1) for split in ("in", "sparse")
+        (name, seed, split) for name in ("rope", "nope") for seed in (0, 1) for split in ("in", "sparse", "longer")
     ]
     assert [row["step"] for row in read.rows if not row["final"]] == [2, 4] * 4
     spread = record.summary["encodings"]["rope"]["splits"]["in"]
@@ -60,20 +60,24 @@ def test_a_second_run_takes_over_what_is_finished_and_adds_a_seed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "lines", "bars"),
-    [(KeyValue(pairs=3, keys=8, questions=1), 2, 0), (Language(length=8), 2, 0), (Counting(steps=6), 0, 6)],
+    ("task", "lines", "means"),
+    [(KeyValue(pairs=3, keys=8, questions=1), 4, 0), (Language(length=8), 4, 0), (Counting(steps=6), 6, 6)],
 )
-def test_the_picture_fits_the_task(task, lines, bars):
+def test_the_picture_shows_every_seed_of_two_encodings(task, lines, means):
     record = run_laboratory(task, encodings("alibi", "t5"), seeds=2, settings=TINY)
     assert record.files == {}
     figure = draw_laboratory(record.head)
     axes, *others = figure.axes
-    assert len(axes.lines) == lines or not lines
-    assert len(axes.patches) == bars
-    (legend,) = figure.legends or [axes.get_legend()]
+    assert len(axes.lines) == lines
+    assert len(axes.collections) == means
+    if means:  # a mark per seed, by encoding and split
+        splits = record.summary["encodings"]["alibi"]["splits"]
+        assert [list(line.get_ydata()) for line in axes.lines[:3]] == [split["values"] for split in splits.values()]
+    legend = axes.get_legend()
+    assert "each of 2 seeds, n = 16" in axes.get_title("left")
     assert [text.get_text() for text in legend.get_texts()] == ["alibi", "t5"]
     by_place = [[len(line.get_ydata()) for line in one.lines] for one in (axes, *others)]
-    assert by_place == [[3, 3], [6, 6]] or not task.measured_by_place
+    assert by_place == [[3] * 4, [6] * 4] or not task.measured_by_place
     assert len(others) == task.measured_by_place
 
 

@@ -16,7 +16,7 @@ from rag_posfix.encodings import ENCODINGS, DecoderShape
 from rag_posfix.laboratory.tasks import TASKS
 from tests.support.pages import DOCS, examples
 
-PAGE = (DOCS / "laboratory.md").read_text("utf-8")
+PAGE = "".join((DOCS / name).read_text("utf-8") for name in ("laboratory.md", "laboratory-results.md"))
 COMMANDS = re.findall(r"^rag-posfix lab run .*$", PAGE, re.MULTILINE)
 
 

@@ -43,7 +43,7 @@ def test_examples_repeat_with_their_seed_and_targets_are_the_next_tokens(name):
         assert not wanted[:, -1].any()
     assert next(iter(task.splits)) == TRAINED
     assert task.name == name
-    assert task.source
+    assert "http" in task.paper
 
 
 @pytest.mark.parametrize("name", TASKS.names())
@@ -53,8 +53,9 @@ def test_every_preset_makes_a_task(name):
 
 
 def test_the_bit_after_a_read_is_that_of_the_last_write():
-    for split in ("in", "sparse"):
+    for split, pairs in (("in", 40), ("sparse", 40), ("longer", 80)):
         batch = drawn(FlipFlop(pairs=40), split)
+        assert batch.ids.shape == (64, 2 * pairs)
         for row in batch.ids.tolist():
             kinds, bits = row[::2], row[1::2]
             assert (kinds[0], kinds[-1]) == (2, 3)
@@ -69,9 +70,11 @@ def test_the_bit_after_a_read_is_that_of_the_last_write():
 
 def test_fewer_pairs_matter_out_of_the_distribution():
     ignored = [
-        float((drawn(FlipFlop(pairs=100), split).ids[:, ::2] == 4).float().mean()) for split in ("in", "sparse")
+        float((drawn(FlipFlop(pairs=100), split).ids[:, ::2] == 4).float().mean())
+        for split in ("in", "sparse", "longer")
     ]
-    assert ignored == [pytest.approx(0.8, abs=0.03), pytest.approx(0.96, abs=0.03)]  # two of 100 are fixed
+    expected = (0.8, 0.96, 0.8)
+    assert ignored == [pytest.approx(share, abs=0.03) for share in expected]  # two of 100 are fixed
 
 
 def test_the_copy_is_the_sequence_without_its_blanks():

@@ -191,3 +191,21 @@ def test_experts_without_relevance_says_what_to_do(shape):
 def test_a_parameter_out_of_range_is_refused_with_its_value(parameters, message):
     with pytest.raises(ConfigError, match=message):
         create("context_experts", parameters)
+
+
+def test_the_contrast_raises_no_token_that_the_expert_finds_implausible(shape):
+    # Expert (.95, .05), without passages (.99, .01), contrast 1: p^2 / p_0 = .9116 and .25; the second token, below a
+    # tenth of .95, keeps .05 with plausible=.1, and rises with plausible=.01.
+    probs, _ = pooled(shape, (0.5, 0.5), [(0.95, 0.05)] * 2, (0.99, 0.01), contrast=1.0, plausible=0.1)
+    assert probs == pytest.approx([0.911616 / 0.961616, 0.05 / 0.961616], abs=1e-5)
+    probs, _ = pooled(shape, (0.5, 0.5), [(0.95, 0.05)] * 2, (0.99, 0.01), contrast=1.0, plausible=0.01)
+    assert probs == pytest.approx([0.911616 / 1.161616, 0.25 / 1.161616], abs=1e-5)
+
+
+@pytest.mark.parametrize(("until", "tracked", "first"), [("sentence", True, 0.8), ("answer", False, 16 / 17)])
+def test_the_contrast_ends_with_the_first_sentence(shape, until, tracked, first):
+    plan = create("context_experts", {"contrast": 1.0, "contrast_until": until}).plan(toy_layout((3, 4)), shape)
+    rows = torch.tensor([(0.8, 0.2), (0.8, 0.2), (0.5, 0.5)]).log()
+    scores = RowScores(rows, torch.zeros(3), torch.zeros(3), rows.amax(dim=-1), None, first_sentence=False)
+    assert plan.tracks_sentence == tracked
+    assert plan.combine(scores)[0].exp().tolist() == pytest.approx([first, 1 - first])

@@ -12,8 +12,10 @@ from rag_posfix.attention import causal
 from rag_posfix.attention import pine as attention_module
 from rag_posfix.attention.pine import (
     ImportanceOrderedAttention,
+    batches,
     distances,
     document_importance,
+    importance_by_lse,
     shares,
     token_importance,
 )
@@ -131,6 +133,63 @@ def test_prompt_and_later_tokens_equal_the_plain_implementation(name, heads, see
         assert float(newest.sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fused_importance_ranks_as_the_plain_implementation(name, monkeypatch):
+    monkeypatch.setattr(attention_module, "products_are_faster", lambda query: False)
+    layout = LAYOUTS[name]
+    given = states(8, 2, len(layout.token_ids))
+    expected, _ = plain_attention(*(part[0] for part in given), layout)
+    torch.testing.assert_close(run(layout, *given)[0][0], expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("capacity", [1, 2**10, 2**30])
+def test_documents_of_one_length_in_one_batch_or_several_equal_the_plain_implementation(capacity, monkeypatch):
+    monkeypatch.setattr(attention_module, "most_numbers", lambda device: capacity)
+    layout = toy_layout((3, 5, 5, 5, 2, 2))
+    given = states(8, 2, len(layout.token_ids))
+    expected, weights = plain_attention(*(part[0] for part in given), layout)
+    out, newest = run(layout, *given)
+    torch.testing.assert_close(out[0], expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(newest, weights[None], atol=1e-6, rtol=0)
+
+
+def test_batches_are_neighbours_of_one_length():
+    spans = [slice(2, 5), slice(5, 10), slice(10, 15), slice(15, 20), slice(20, 20)]
+    fields = [(batch.first, batch.count, batch.stop, batch.length) for batch in batches(spans, 2)]
+    assert fields == [(0, 1, 5, 3), (1, 2, 10, 5), (3, 1, 20, 5)]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_with_matrix_units_the_answer_in_bfloat16_is_that_of_plain_products(fused, monkeypatch):
+    monkeypatch.setattr(causal, "has_matrix_units", lambda: fused)
+    layout = toy_layout()
+    given = states(8, 2, len(layout.token_ids))
+    rounded = tuple(part.bfloat16() for part in given)
+    expected, _ = plain_attention(*(part[0].float() for part in rounded), layout)
+    out, _ = run(layout, *rounded)
+    error = (out[0].float() - expected).square().mean().sqrt()
+    assert error < 0.03 * expected.square().mean().sqrt()
+
+
+def test_later_tokens_read_the_keys_that_the_prompt_left():
+    layout, kept = toy_layout(), {}
+    length = len(layout.token_ids)
+    query, key, value = states(8, 2, length + 2)
+
+    def read(start, stop, kept):
+        positions = torch.arange(stop).float()[None]
+        given = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+        inputs = AttentionInput(*given, positions, SCALING, 0, LayerRotation(Angles()), lambda: query, kept=kept)
+        return ImportanceOrderedAttention.over(layout)(inputs)[0]
+
+    read(0, length, kept)
+    branches = [dict(kept), dict(kept)]
+    for start in (length, length + 1):
+        anew = read(start, start + 1, {})
+        for branch in branches:
+            assert torch.equal(read(start, start + 1, branch), anew)
+
+
 def test_a_document_cut_into_many_pieces_equals_the_plain_implementation(monkeypatch):
     monkeypatch.setattr(causal, "TILE_SCORES", 100)
     layout = toy_layout()
@@ -174,6 +233,30 @@ def test_importance_between_three_documents_by_hand():
     query = torch.tensor([1.0, 2.0])[None, None, :, None]
     found = document_importance(query, key, shares(torch.tensor([2, 1, 2]))[2:], 1.0)
     torch.testing.assert_close(found, torch.tensor([[[0.0, 7 / 6, 5 / 12]]]))
+
+
+def test_importance_by_log_sum_exp_by_hand_and_against_products():
+    # As above, with the queries of B and C: to B its own keys do not count, and both tokens of A and C are alike.
+    log2 = float(torch.tensor(2.0).log())
+    lengths, key = (2, 1, 2), torch.tensor([0.0, 0.0, log2, 0.0, 0.0])[None, :, None]
+    query = torch.tensor([1.0, 2.0, 5.0, 1.0, 2.0])[None, :, None]
+    own = shares(torch.tensor(lengths)).T > 0
+    result = importance_by_lse(query, key, lengths, own, 1.0)
+    expected = [[[0.0, 7 / 6, 5 / 12]], [[0.25, 0.0, 0.25]], [[5 / 12, 7 / 6, 0.0]]]
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (4, 0, 5, 2)])
+def test_both_ways_to_importance_agree(lengths):
+    generator = torch.Generator().manual_seed(3)
+    n_tokens, share = sum(lengths), shares(torch.tensor(lengths))
+    query = torch.randn(2, 3, n_tokens, 16, generator=generator)
+    key = torch.randn(2, n_tokens, 16, generator=generator)
+    fused = importance_by_lse(query.flatten(1, 2), key, lengths, share.T > 0, SCALING)
+    for i in range(len(lengths)):
+        own = share[:, i] > 0
+        products = document_importance(query[:, :, own], key[:, ~own], share[~own], SCALING)
+        torch.testing.assert_close(fused[i], products.flatten(0, 1), atol=1e-5, rtol=0)
 
 
 def test_scores_in_bfloat16_cost_no_more_than_a_few_times_what_the_inputs_lost_already():

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from rag_posfix.attention import causal
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
@@ -49,6 +50,25 @@ def test_the_arrangement_of_three_passages_by_hand():
     # The first token of A: B at 1, C at 2, A at 3 4: it sees both fully and itself, not its second token.
     assert distance[1, :5].tolist() == [3.0, 0.0, -1.0, 2.0, 1.0]
     assert visible[1].tolist() == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_bfloat16_with_matrix_units_or_without_is_the_paper_spelled_out(prefix, fused, monkeypatch):
+    monkeypatch.setattr(causal, "has_matrix_units", lambda: fused)
+    layout = toy_layout((4, 2, 5), prefix=prefix, suffix=3)
+    query, key, value = (part.bfloat16() for part in random_states(len(layout.token_ids)))
+    positions = torch.arange(len(layout.token_ids)).float()[None]
+    out, _ = run(CircularAttention(layout), query, key, value, positions, rotate=BFloat16Rotation())
+    expected = reference(query.float(), key.float(), value.float(), *arrangement(layout))
+    assert (out.float() - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
+
+
+class BFloat16Rotation(Rotation):
+    """Rotates as a model in bfloat16 does."""
+
+    def __call__(self, states, positions):
+        return super().__call__(states.float(), positions).to(states.dtype)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.37])  # YaRN scales what it rotates, once

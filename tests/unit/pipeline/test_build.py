@@ -10,6 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, UnknownNameError
+from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import build as module
@@ -57,7 +58,7 @@ def build(loaded, tmp_path, monkeypatch):
 
 def settings_in(folder, **changes):
     passages = PassageStoreSettings(disk_bytes=10_000_000)
-    return Settings(cache_dir=folder / "cache", max_tokens=2, passages=passages, **changes)
+    return Settings(cache_dir=folder / "cache", keep_on_disk=True, max_tokens=2, passages=passages, **changes)
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_a_reranker_is_named_with_its_parameters_and_shares_model_and_passages(l
         inner = pipeline.reranker.reranker
         assert isinstance(inner, LikelihoodReranker)
         assert (inner.batch_size, pipeline.reranker.deadline_seconds, pipeline.candidates) == (2, 60, 7)
-        assert inner.generator is pipeline.generator
+        assert inner.generator is unbatched(pipeline.generator)
         answer = pipeline.ask(Question("Which river?", DOCUMENTS[1:], use_cache=False))
         assert all(0 < document.score < 1 for document in answer.documents)
         whole = answer.usage.prompt_tokens - len("Question: Which river?\nAnswer:") - len(".\n.assistant\n")
@@ -132,7 +133,9 @@ def test_a_model_that_differs_in_its_last_byte_answers_for_itself(tmp_path, monk
     model = save_tiny(tmp_path / "model", num_hidden_layers=12)
 
     def ask_the_model():
-        settings = Settings(model=str(model), dtype="float32", cache_dir=tmp_path / "cache", max_tokens=2)
+        settings = Settings(
+            model=str(model), dtype="float32", cache_dir=tmp_path / "cache", keep_on_disk=True, max_tokens=2
+        )
         with closing(build_pipeline(settings)) as pipeline:
             return ask(pipeline, ["rome"])
 
@@ -206,18 +209,25 @@ def test_what_is_forgotten_from_outside_is_gone_for_every_process_that_starts_la
         assert ask(first, ["rome"]).cached is False
         assert ask(first, ["bread"]).cached is False
         assert first.passages.flush()
-    answers, passages = invalidate_stored([DOCUMENTS[0]], settings_in(tmp_path))
+    answers, passages, _ = invalidate_stored([DOCUMENTS[0]], settings_in(tmp_path))
     assert (answers, passages) == (1, 1)
     with closing(build()) as second:
         assert ask(second, ["bread"]).cached is True
         assert ask(second, ["rome"]).cached is False
-    assert invalidate_stored([], settings_in(tmp_path)) == (0, 0)
+    assert invalidate_stored([], settings_in(tmp_path)) == (0, 0, 0)
+
+
+def test_answers_that_an_earlier_process_left_on_disk_are_dropped_with_their_documents(tmp_path, build):
+    with closing(build()) as earlier:
+        ask(earlier, ["rome"])
+    now = settings_in(tmp_path).model_copy(update={"cache": CacheSettings(), "keep_on_disk": None})
+    assert invalidate_stored([DOCUMENTS[0]], now)[0] == 1
 
 
 @pytest.mark.parametrize("caches", [{"cache": CacheSettings(enabled=False)}, {"cache": CacheSettings(disk_bytes=0)}])
 def test_invalidating_without_stored_entries_does_nothing(tmp_path, caches):
     settings = Settings(cache_dir=tmp_path / "cache", passages=PassageStoreSettings(enabled=False), **caches)
-    assert invalidate_stored(DOCUMENTS, settings) == (0, 0)
+    assert invalidate_stored(DOCUMENTS, settings) == (0, 0, 0)
     assert not (tmp_path / "cache").exists()
 
 
@@ -227,7 +237,7 @@ def test_by_words_no_embedding_model_is_needed(build, monkeypatch):
             raise AssertionError("needed after all")
 
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: Unloaded("unloaded"))
-    with closing(build(retriever="bm25")) as pipeline:
+    with closing(build(retriever="bm25", floor="off")) as pipeline:
         assert [document.id for document in pipeline.retriever.retrieve("seine tiber lies", 5)] == ["rome", "paris"]
         assert [document.id for document in pipeline.ask("Which ovens?").documents] == ["bread"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import RemoteSettings, Settings
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.upstream import Upstream, first_passage, streamed, upstream
+from tests.support.upstream import Reply, Upstream, as_json, first_passage, judging, streamed, upstream
 
 TEXTS = ("Bread is baked in ovens.", "Paris lies on the Seine.", "Rome lies on the Tiber.")
 SCORED = [
@@ -67,7 +68,7 @@ def test_quotes_are_cited_and_nothing_is_attributed_by_attention(build, server: 
     with closing(build(server.model)) as pipeline:
         answer = pipeline.ask(Question("Where?", documents=SCORED))
     assert [(one.text, one.document_ids, one.origin) for one in answer.citations] == [
-        ("Bread is baked in ovens", ("Brea",), "quote")
+        ("Bread is baked in ovens.", ("Brea",), "quote")
     ]
     assert [document.attention for document in answer.documents] == [0.0, 0.0, 0.0]
 
@@ -92,6 +93,40 @@ def test_the_listwise_reranker_asks_the_server(build, server: Upstream):
     assert "Rank the 3 passages" not in answering["messages"][-1]["content"]
 
 
+def test_documents_are_judged_by_the_server_and_the_best_are_read(build, server: Upstream):
+    odds = {"Bread": -3.0, "Paris": 2.0, "Rome": 1.0}
+
+    def judging_server(body: dict[str, Any]) -> Reply:
+        if not body.get("logprobs"):
+            return first_passage(body)
+        content = body["messages"][-1]["content"]
+        value = next((odds[word] for word in odds if word in content), 0.0)
+        return as_json(judging("Yes", {"Yes": value - 5, "No": -5.0}))
+
+    server.replies[:] = [judging_server]
+    with closing(build(server.model, reranker="yes_no:top_n=2", order="reverse")) as pipeline:
+        questions = [Question("Where?", documents=[Document(text) for text in texts]) for texts in permutations(TEXTS)]
+        answers = [pipeline.ask(question) for question in questions]
+    assert {tuple(document.text for document in answer.documents) for answer in answers} == {(TEXTS[2], TEXTS[1])}
+    assert {answer.text for answer in answers} == {TEXTS[2]}
+    judged = [body for body in server.bodies if body.get("logprobs")]
+    assert len(judged) == 5, "three passages, none, and one that finds the form; judgements are cached"
+    assert answers[0].usage.prompt_tokens == 40 + 5 * 10
+    assert answers[1].usage.prompt_tokens == 40
+
+
+def test_a_removed_document_drops_its_judgements(build, server: Upstream):
+    server.replies[:] = [lambda body: as_json(judging("Yes", {"Yes": -1.0, "No": -2.0}))]
+    documents = [Document(text) for text in TEXTS[:2]]
+    with closing(build(server.model, reranker="yes_no")) as pipeline:
+        for expected in (4, 0, 1):
+            server.bodies.clear()
+            pipeline.preview(Question("Where?", documents=documents))
+            assert len(server.bodies) == expected
+            if expected == 0:
+                pipeline.invalidate(documents[:1])
+
+
 def test_settings_of_the_server_are_used(build, server: Upstream):
     remote = RemoteSettings(api_key="sk-1", context_window=500, max_tokens_field="max_completion_tokens")
     with closing(build(server.model, remote=remote, max_tokens=9)) as pipeline:
@@ -107,8 +142,8 @@ def test_settings_of_the_server_are_used(build, server: Upstream):
     [
         ({"mitigation": "default"}, UnsupportedModelError, r"set mitigation='none' .*order='reverse'"),
         ({"mitigation": "parallel_encoding"}, UnsupportedModelError, "'parallel_encoding' needs the weights"),
-        ({"reranker": "likelihood"}, ConfigError, "embedding, cross_encoder or listwise"),
-        ({"reranker": "in_context"}, ConfigError, "embedding, cross_encoder or listwise"),
+        ({"reranker": "attention_sorting"}, ConfigError, "one of the rerankers cross_encoder, embedding, endpoint"),
+        ({"reranker": "in_context"}, ConfigError, "one of the rerankers cross_encoder, embedding, endpoint"),
         ({"tp": 2}, ConfigError, "tp splits weights in this process"),
         ({"device_map": "auto"}, ConfigError, "device_map splits weights in this process"),
     ],

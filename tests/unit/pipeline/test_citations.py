@@ -1,134 +1,130 @@
-import re
-
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from rag_posfix.pipeline.citations import PassageWords, Quote, find_quotes
+from benchmarks.citations import cite, cite_word_runs, count_citations, read_answers
+from rag_posfix.pipeline.citations import PassageSentences, Quote, find_quotes, source_sentence
 from tests.support.texts import texts
 
 SEINE = "The Seine flows through Paris. It is 777 km long."
 TIBER = "The Tiber flows through Rome. It is 406 km long."
+GERMANY = "Benefits in Germany\nParental leave lasts fourteen months."
+FRANCE = "Benefits in France\nParental leave lasts six months."
 
 
-def quoted(answer, passages=(SEINE, TIBER)):
-    return [(answer[quote.start : quote.end], quote.passages) for quote in find_quotes(answer, passages)]
+def quoted(answer, passages=(SEINE, TIBER), question=""):
+    return [(answer[quote.start : quote.end], quote.passages) for quote in find_quotes(answer, passages, question)]
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("The Seine flows through Paris.", [("The Seine flows through Paris", (0,))]),
-        ("Well, the seine, flows THROUGH paris!", [("the seine, flows THROUGH paris", (0,))]),
-        ("It flows through the town.", []),
-        ("flows through Rome", [("flows through Rome", (1,))]),
+        ("The Seine flows through Paris.", [("The Seine flows through Paris.", (0,))]),
+        ("Well, the seine, flows THROUGH paris!", [("Well, the seine, flows THROUGH paris!", (0,))]),
+        ("Through Berlin flows the Spree.", []),
         ("It is 777 km", [("It is 777 km", (0,))]),
-        ("It is 500 km long", []),
-        ("It is long. flows through Paris. It is", [("flows through Paris. It is", (0,))]),
+        ("It is 500 km long", []),  # every number must be there
+        ("Paris", [("Paris", (0,))]),
+        ("Pari", []),
+        ("It is long.", [("It is long.", (0, 1))]),
+        ("No.", []),
+        ("... !", []),
+        ("", []),
         (
-            "The Seine flows through Paris and the Tiber flows through Rome.",
-            [("The Seine flows through Paris", (0,)), ("the Tiber flows through Rome", (1,))],
+            "The Seine flows through Paris. The Tiber flows through Rome.",
+            [("The Seine flows through Paris.", (0,)), ("The Tiber flows through Rome.", (1,))],
         ),
     ],
 )
-def test_stretches_of_three_words_and_more_are_found(answer, expected):
+def test_a_whole_sentence_is_cited_if_a_passage_has_its_numbers_and_most_of_its_words(answer, expected):
     assert quoted(answer) == expected
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("question", "answer", "expected"),
     [
-        ("Paris", [("Paris", (0,))]),
-        ("Paris.", [("Paris", (0,))]),
-        ("777 km", [("777 km", (0,))]),
-        ("km long", [("km long", (0, 1))]),
-        ("Berlin", []),
-        ("Pari", []),
-        ("", []),
-        ("... !", []),
+        ("How long is parental leave in France?", "Six months.", (1,)),
+        ("How long is parental leave in Germany?", "Fourteen months.", (0,)),
+        ("How long is parental leave in France?", "Parental leave in France.", None),  # the question alone
+        ("Is parental leave long?", "No.", None),
+        ("Who sells cherries on the market of Ravenholt?", "Six months.", None),  # unrelated passages
     ],
 )
-def test_an_answer_of_one_or_two_words_is_one_stretch(answer, expected):
-    assert quoted(answer) == expected
+def test_words_of_the_question_are_no_evidence_and_decide_between_passages(question, answer, expected):
+    cited = [passages for _, passages in quoted(answer, (GERMANY, FRANCE), question)]
+    assert cited == ([] if expected is None else [expected])
 
 
-def test_every_passage_that_holds_a_stretch_is_named():
-    assert quoted("It is long", (SEINE, "it is long", "x it, is. LONG x")) == [("It is long", (1, 2))]
+@pytest.mark.parametrize(
+    ("answer", "passage", "is_cited"),
+    [
+        ("六个月。", "青石镇的产假为六个月。", True),
+        ("七个年头。", "青石镇的产假为六个月。", False),
+        ("육아휴직은 여섯 달입니다.", "한빛마을의 육아휴직은 여섯 달이다.", True),
+        ("หินแกรนิตสีแดง", "ตัวสะพานทำด้วยหินแกรนิตสีแดง", True),
+        ("ก๋วยเตี๋ยวเรือ", "ตัวสะพานทำด้วยหินแกรนิตสีแดง", False),
+    ],
+)
+def test_pairs_of_characters_are_the_evidence_where_a_script_has_no_spaces(answer, passage, is_cited):
+    assert bool(find_quotes(answer, [passage])) is is_cited
 
 
-def test_a_stretch_goes_as_far_as_any_passage_does():
-    assert quoted("one two three four", ("one two three", "one two three four")) == [("one two three four", (1,))]
+def test_two_adjacent_sentences_are_evidence_together_and_distant_ones_are_not():
+    answer = "Ilse Korvanth designed a tower, lit in 1868."
+    near = "Ilse Korvanth designed the tower. It was lit in 1868. Nobody lives there."
+    far = "Ilse Korvanth designed the tower. Nobody lives there. The harbour was lit in 1868."
+    assert quoted(answer, (near, far)) == [(answer, (0,))]
 
 
-def test_words_match_whole():
-    assert quoted("is it in", ("this it in",)) == []
-
-
-def test_capitals_that_become_two_characters_match():
-    assert quoted("İstanbul lies here", ("Old İSTANBUL lies here.",)) == [("İstanbul lies here", (0,))]
-
-
-def test_without_passages_nothing_is_quoted():
+def test_positions_are_those_of_the_answer():
+    assert find_quotes("  Paris!", [SEINE]) == [Quote(2, 8, (0,))]
     assert find_quotes("one two three", []) == []
     assert find_quotes("one two three", ["", " ."]) == []
 
 
-def test_positions_are_those_of_the_answer():
-    assert find_quotes("  Paris!", [SEINE]) == [Quote(2, 7, (0,))]
-
-
-answers = st.lists(st.sampled_from(["a", "B", "c.", "d", "é", " ", "\n"]), max_size=14).map(" ".join)
-
-
-def words(text):
-    return [word.lower() for word in re.findall(r"\w+", text)]
-
-
-@given(answers, st.lists(answers, max_size=3))
-def test_every_quote_stands_in_the_passages_it_names_and_nowhere_else(answer, passages):
-    quotes = find_quotes(answer, passages)
+@given(texts(), texts())
+def test_every_cited_sentence_is_found_in_its_passage(answer, passage):
     end = 0
-    for quote in quotes:
+    for quote in find_quotes(answer, [passage]):
         assert end <= quote.start < quote.end <= len(answer)
         end = quote.end
-        said = words(answer[quote.start : quote.end])
-        assert len(said) >= min(3, len(words(answer)))
-        for index, passage in enumerate(passages):
-            there = words(passage)
-            stands = any(there[i : i + len(said)] == said for i in range(len(there)))
-            assert stands is (index in quote.passages)
-
-
-@given(texts().filter(lambda text: re.search(r"\w", text)))
-def test_an_answer_that_is_a_passage_is_quoted_from_its_first_word_to_its_last(answer):
-    found = list(re.finditer(r"\w+", answer))
-    assert find_quotes(answer, [answer]) == [Quote(found[0].start(), found[-1].end(), (0,))]
-
-
-@given(texts(), texts())
-def test_every_quote_is_found_in_its_passages_word_for_word(answer, passage):
-    for quote in find_quotes(answer, [passage]):
-        text = answer[quote.start : quote.end]
-        span = PassageWords(passage).find(text)
-        assert span is not None
-        found = passage[slice(*span)]
-        assert [word.lower() for word in re.findall(r"\w+", found)] == [
-            word.lower() for word in re.findall(r"\w+", text)
-        ]
+        assert PassageSentences(passage).find(answer[quote.start : quote.end]) is not None
 
 
 @pytest.mark.parametrize(
     ("quote", "expected"),
     [
-        ("flows through", "flows through"),
-        ("rome IT is", "Rome. It is"),
-        ("The", "The"),
-        ("km long", "km long"),
-        ("through R", None),
+        ("flows through", "The Tiber flows through Rome."),
+        ("406 km", "It is 406 km long."),
+        ("The", "The Tiber flows through Rome."),
         ("Seine", None),
         ("...", None),
     ],
 )
-def test_a_quote_has_its_characters_in_the_passage(quote: str, expected: str | None):
-    span = PassageWords(TIBER).find(quote)
+def test_evidence_has_the_characters_of_a_whole_sentence(quote: str, expected: str | None):
+    span = PassageSentences(TIBER).find(quote)
     assert (None if span is None else TIBER[slice(*span)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "quotes", "sentence"),
+    [
+        ("Sick pay is 80 percent in France.", (), "In France, sick pay is 80 percent of the wage."),
+        ("Thirty days", ("thirty days of holiday",), "Everyone has thirty days of holiday."),
+        ("Nothing", ("not in the passage",), "Everyone has thirty days of holiday."),
+        ("", (), "Everyone has thirty days of holiday."),
+    ],
+)
+def test_the_source_sentence_is_the_quoted_one_or_shares_most_words_with_the_answer(answer, quotes, sentence):
+    passage = "Everyone has thirty days\nof holiday. In France, sick pay is 80 percent of the wage. Ask HR."
+    assert source_sentence(passage, answer, quotes) == sentence
+    assert source_sentence("  ", answer, quotes) == ""
+
+
+def test_nine_of_ten_citations_of_the_labelled_answers_are_right():
+    answers = read_answers()
+    before, now = count_citations(answers, cite_word_runs), count_citations(answers, cite)
+    assert len(answers) == 100
+    assert now.precision >= 0.9
+    assert now.recall >= 0.9
+    assert before.precision < now.precision
+    assert before.recall < now.recall

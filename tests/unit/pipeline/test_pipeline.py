@@ -13,7 +13,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import AnswerDocument, Citation
 from rag_posfix.contracts.cache_salt import current_salt
-from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.request import MitigationChoice, Usage
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever
@@ -75,10 +75,45 @@ class TestDocuments:
         assert pipeline(retriever=shelf).ask(Question(QUESTION, [])).documents == ()
         assert shelf.asked == []
 
-    def test_without_documents_and_retriever_the_question_is_asked_alone(self):
-        answer = pipeline().ask("Why?")
-        assert answer.text == "No passages for: Why?"
-        assert (answer.documents, answer.citations) == ((), ())
+    @pytest.mark.parametrize(
+        ("made", "question"),
+        [
+            (pipeline(), Question("Why?")),
+            (pipeline(), Question("Why?", documents=[])),
+            (pipeline(), Question("Why?", documents=[Document(page_content=" ", id="blank")])),
+            (pipeline(retriever=PosfixRetriever(base_retriever=RunnableLambda(lambda _: []))), Question("Why?")),
+        ],
+        ids=["no retriever", "no documents", "documents without text", "nothing retrieved"],
+    )
+    def test_without_a_passage_the_answer_is_that_none_was_found(self, made, question):
+        made.generator.computed = 0
+        answer = made.ask(question)
+        (chunk,) = made.stream(question)
+        assert answer.text == chunk.text == "No passage was found that answers this question."
+        assert (answer.grounded, chunk.answer.grounded, answer.to_dict()["grounded"]) == (False, False, False)
+        assert (answer.documents, answer.citations, answer.usage) == ((), (), Usage(0, 0))
+        assert (made.generator.computed, answer.finish_reason) == (0, "stop")
+        assert answer.dropped == ((("blank", "empty"),) if question.documents else ())
+
+    def test_an_answer_from_memory_must_be_allowed_by_the_question_or_the_defaults(self):
+        open_to_memory = pipeline(defaults=Defaults(allow_ungrounded=True, no_passage_text="Nothing here."))
+        for answer in (pipeline().ask(Question("Why?", allow_ungrounded=True)), open_to_memory.ask("Why?")):
+            assert (answer.text, answer.grounded) == ("No passages for: Why?", False)
+        answer = open_to_memory.ask(Question("Why?", allow_ungrounded=False))
+        assert (answer.text, answer.grounded) == ("Nothing here.", False)
+        assert pipeline().ask(Question(QUESTION, [ROME])).grounded
+
+    def test_passages_that_are_cut_or_left_out_are_named_in_the_answer_and_counted_in_the_log(self, caplog):
+        long = Document(page_content="Rome " * 1000, id="long", metadata={"relevance_score": 0.9})
+        other = Document(page_content="Secret. " * 1000, id="other", metadata={"relevance_score": 0.1})
+        answer = pipeline(window=600).ask(Question(QUESTION, [other, long]))
+        assert (answer.truncated, answer.dropped) == (("long",), (("other", "budget"),))
+        assert answer.to_dict()["truncated"] == ("long",)
+        (record,) = [record for record in caplog.records if record.name.startswith("rag_posfix.assembly")]
+        assert record.levelname == "WARNING"
+        assert "1 of 1 passages in the prompt were cut to fit, 1 were left out" in record.getMessage()
+        assert "Secret" not in caplog.text
+        assert "other" not in caplog.text
 
     def test_one_document_is_enough(self):
         answer = pipeline().ask(Question(QUESTION, [ROME]))
@@ -270,7 +305,7 @@ class TestAnswer:
         data = pipeline().ask(Question(QUESTION, [ROME, ROME])).to_dict()
         assert set(data) == {
             "answer", "documents", "citations", "usage", "cached", "mitigation", "order", "finish_reason", "dropped",
-            "timings", "warnings",
+            "timings", "warnings", "grounded", "truncated", "well_formed", "form_fault", "stop_string", "query",
         }  # fmt: skip
         assert data["answer"] == "Rome lies on the Tiber"
         assert data["documents"] == (
@@ -283,6 +318,7 @@ class TestAnswer:
                 "source": None,
                 "text": ROME.page_content,
                 "page": None,
+                "weight": None,
             },
         )
         assert set(data["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}

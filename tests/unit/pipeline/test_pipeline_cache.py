@@ -14,6 +14,8 @@ from rag_posfix.pipeline.pipeline import Defaults, Question
 from tests.support.pipelines import BREAD, PARIS, QUESTION, ROME, SOUND, ids, memory_cache, pipeline
 from tests.support.threads import in_threads
 
+COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
+
 
 class TestCache:
     def test_the_second_ask_is_answered_from_the_cache(self):
@@ -130,6 +132,15 @@ class TestCache:
             {**SOUND, "attention": [0.5]},
             {**SOUND, "attention": {"a": "much"}},
             {**SOUND, "attention": {"a": None}},
+            {**SOUND, "attention": {"a": True}},
+            {**SOUND, "attention": {"a": -0.5}},
+            {**SOUND, "attention": {"a": float("nan")}},
+            *({**SOUND, name: -1} for name in COUNTS),
+            *({**SOUND, name: True} for name in COUNTS),
+            {**SOUND, "claims": [[True, 3, {}]]},
+            {**SOUND, "log_probs": [[-1, ["61", -0.5], []]]},
+            {**SOUND, "log_probs": [[0, ["6x", -0.5], []]]},
+            {**SOUND, "log_probs": [[0, ["61", False], []]]},
         ],
     )
     def test_a_stored_object_that_is_no_answer_is_a_miss(self, stored):
@@ -235,9 +246,8 @@ class TestStream:
     def test_bad_input_raises_before_the_first_piece_is_asked_for(self):
         made = pipeline()
         for question, error in (
-            (Question(" "), ConfigError),
-            (Question("x", mitigation=MitigationChoice("nope")), UnknownNameError),
-            (Question("x", order="nope"), UnknownNameError),
+            (" ", ConfigError),
+            (Question("x", index="nope"), UnknownNameError),
             (Question("x" * 9000), PromptTooLongError),
         ):
             with pytest.raises(error):
@@ -251,4 +261,4 @@ class TestStream:
 
         made.generator.stream = refuse
         with pytest.raises(ConfigError, match="no"):
-            made.stream(QUESTION)
+            made.stream(Question(QUESTION, [ROME]))

@@ -40,6 +40,21 @@ class TestCitations:
         assert [one["from"] for one in answer.to_dict()["citations"]] == ["quote", "attention"]
         assert "origin" not in answer.to_dict()["citations"][0]
 
+    def test_weights_of_experts_have_their_own_name_and_attention_until_1_0(self):
+        made, attended = self.asked([BREAD, ROME])
+        assert {document.weight for document in attended.documents} == {None}
+
+        class Weighing(Tracing):
+            def generate(self, request):
+                return replace(super().generate(request), weighted=True)
+
+        generator = Weighing(ToyEncoder())
+        made = Pipeline(generator, Assembler(generator.encoder, 8192), cache=memory_cache())
+        for _ in range(2):  # the second one is cached
+            documents = made.ask(Question(QUESTION, [BREAD, ROME])).to_dict()["documents"]
+            assert [document["weight"] for document in documents] == [document["attention"] for document in documents]
+            assert sum(document["weight"] for document in documents) == pytest.approx(1)
+
     def test_no_passage_is_cited_where_none_dominates(self):
         other = Document(page_content="The Tiber floods.", id="other")
         _, answer = self.asked([ROME, other])  # they share 3 and 2 words with the question

@@ -179,8 +179,9 @@ def test_progress_is_told_batch_by_batch(loaded, monkeypatch):
 @pytest.mark.parametrize("name", sorted(set(MITIGATIONS.names()) - {*APART, "committee"}))
 def test_a_method_that_does_not_read_passages_apart_is_refused(loaded, passes, name):
     choice = MitigationChoice(name, dict(MITIGATIONS.get(name).example))
-    with pytest.raises(ConfigError, match=f"^{name} does not read passages independently .* use parallel_windows, "):
+    with pytest.raises(ConfigError, match=f"^{name} does not read passages independently") as caught:
         precompute(engine_of(loaded), DOCUMENTS, choice)
+    assert set(str(caught.value).rpartition("use one of ")[2].split(", ")) == {*APART, "committee"}
     assert passes == []
 
 
@@ -193,7 +194,7 @@ def test_a_model_that_the_method_cannot_serve_is_refused():
     engine = engine_of(loaded_model("mistral", vocab_size=ToyEncoder.vocab_size, sliding_window=16))
     with pytest.raises(UnsupportedModelError):
         precompute(engine, DOCUMENTS, WINDOWS)
-    with pytest.raises(ConfigError, match=r"^context_experts does not read passages independently"):
+    with pytest.raises(ConfigError, match=r"^context_experts does not .*; no method does on this model$"):
         precompute(engine, DOCUMENTS, MitigationChoice("context_experts"))
 
 
@@ -294,11 +295,12 @@ def test_tenants_do_not_share_what_was_read_ahead(loaded):
     assert cached(engine, layout_of(), salt="two") == cached(engine, layout_of()) == 0
 
 
-def test_a_prompt_with_earlier_messages_is_another_prefix(loaded):
+def test_passages_are_found_after_earlier_messages_unless_history_is_first(loaded):
     engine = engine_of(loaded)
     precompute(engine, DOCUMENTS, WINDOWS)
     talk = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
-    assert cached(engine, layout_of(history=talk)) == 0
+    assert cached(engine, layout_of(history=talk, template=PromptTemplate(history_first=True))) == 0
+    assert cached(engine, layout_of(history=talk)) == before_suffix(layout_of())
     assert cached(engine, layout_of()) == before_suffix(layout_of())
 
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from rag_posfix.laboratory.tasks import TASKS
 from rag_posfix.probing import PROBES
 from rag_posfix.probing.all_probes import run_probes
 from rag_posfix.probing.attention_mass import AttentionMass
@@ -22,7 +23,7 @@ def test_a_probe_says_what_it_is(name):
     cls = PROBES.get(name)
     assert cls.name == name
     assert cls.__module__.endswith(f".{name.replace('-', '_')}")
-    assert "http" in cls.source
+    assert "http" in cls.paper
     text = inspect.getdoc(cls)
     assert "\nSource: " in text
     assert "\nFormula: " in text
@@ -42,7 +43,7 @@ def test_the_page_holds_pictures_and_loads_nothing(tmp_path):
 
 
 def test_a_probe_that_cannot_measure_a_model_is_told_on_the_page(tmp_path):
-    probes = [NormByPosition(strings=2, tokens=16), AttentionMass()]
+    probes = [NormByPosition(strings=3, tokens=16), AttentionMass()]
     found, page = run_probes(small_decoder("alibi"), probes, tmp_path)
     assert list(found.records) == ["norm-by-position"]
     assert "no tokenizer" in found.refused["attention-mass"]
@@ -81,3 +82,9 @@ def test_wrong_values_are_told_before_a_model_is_loaded(capsysbinary, tmp_path):
     assert "the probe slot-attention needs questions; give a file with --data" in " ".join(told.split())
     _, _, told = call("probe", "causal-perturbation", "--first", "900", "--out", tmp_path)
     assert "must not fall from left to right" in " ".join(told.split())
+
+
+def test_the_former_name_of_the_paper_of_a_probe_and_of_a_task_warns():
+    for cls in (RopeWaveform, TASKS.get("counting")):
+        with pytest.warns(DeprecationWarning, match="source is now paper"):
+            assert cls.source == cls.paper

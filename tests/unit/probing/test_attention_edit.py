@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.probing.attention_edit import AttentionEdit, choice_of, scaled_score
+from rag_posfix.probing.attention_edit import FACTORS, AttentionEdit, choice_of, scaled_score
 from rag_posfix.probing.prompts import key_value_prompts
 from rag_posfix.probing.subject import Change, Watch
 from tests.support.probed import tiny_model
@@ -45,13 +45,24 @@ def test_the_choice_is_where_the_values_differ():
     step = next(n for n in range(5) if own[n] != rival[n])
     assert (choice.gold, choice.other) == (own[step], rival[step])
     assert (choice.ids[choice.gold_at], choice.ids[choice.other_at]) == (own[step], rival[step])
+    third = prompt.values[2]
+    assert third.start <= choice.third_at < third.stop
     assert choice.ids == prompt.ids + prompt.answer[:step]
 
 
 def test_factor_one_moves_nothing_and_a_large_one_does(tmp_path):
     still = AttentionEdit(pairs=3, prompts=2, factor=1.0).run(MODEL).summary
-    assert all(abs(one["shift"]) < 1e-4 for one in still["edits"].values())
+    assert all(abs(edit["shift"]["value"]) < 1e-4 for edit in still["edits"].values())
     record = AttentionEdit(pairs=3, prompts=2, factor=50.0).run(MODEL, out=tmp_path)
-    assert abs(record.summary["edits"]["all layers"]["shift"]) > 1e-3
-    assert len(record.summary["edits"]) == 1 + 3 + 8
+    summary = record.summary
+    assert abs(summary["edits"]["all layers"]["shift"]["value"]) > 1e-3
+    assert len(summary["edits"]) == 1 + 3 + 8
+    heads = [label for label in summary["edits"] if "head" in label]
+    assert len(summary["random_heads"]) == 8
+    assert not set(heads) & set(summary["random_heads"])
+    assert [label.split(",")[0] for label in summary["random_heads"]] == [label.split(",")[0] for label in heads]
+    assert list(summary["controls"]) == ["all layers, a third pair"]
+    doses = summary[f"doses, {heads[0]}"]
+    assert [float(factor) for factor in doses] == list(FACTORS)
+    assert doses["2"]["shift"]["n"] == 2
     assert set(record.files) == {"record", "svg", "png"}

@@ -38,6 +38,7 @@ def test_the_prompts_hold_what_their_spans_say_and_the_gold_place_goes_round():
         assert value == bytes(prompt.answer)
         key = pair.split(b"\n")[0]
         assert pair == key + b"\nValue:" + value + b"\n\n"
+        assert b"Key:" + bytes(prompt.ids[prompt.keys[prompt.gold].slice]) == key
         assert bytes(prompt.ids).endswith(key + b"\nValue:")
     assert prompts[0].pairs == prompts[3].pairs
     assert prompts[0].ids[: prompts[0].pairs[-1].stop] == prompts[3].ids[: prompts[3].pairs[-1].stop]
@@ -50,14 +51,19 @@ def test_a_planted_bias_is_recovered_in_its_head_and_slot():
     planted = Planted(MODEL.engine)
     prompts = key_value_prompts(MODEL, 4, 4)
     object.__setattr__(planted, "span", prompts[0].pairs[2].slice)
-    found = slot_masses(planted, prompts)
+    found, keys = slot_masses(planted, prompts)
     torch.testing.assert_close(found[:, 1, 3, 2], torch.ones(4))
     assert found[:, 1, 3, [0, 1, 3]].max() < 1e-6
     assert found[:, [0, 2]].amax() < 0.9
+    weights = {}
+    planted.read(prompts[0].tensor, Watch(weights=weights.__setitem__))
+    key = prompts[0].keys[2]
+    assert len(key) == 6  # a space and five letters
+    torch.testing.assert_close(keys[0, 1, 3, 2], weights[1][0, 3, -1, key.slice].mean())
     summary = AttentionMass(pairs=4, rounds=1).run(planted).summary
-    assert summary["by_layer_and_head"][1][3] == pytest.approx(0.25)  # one of four prompts asks for slot 2
+    assert summary["pair_by_layer_and_head"][1][3] == pytest.approx(0.25)  # one of four prompts asks for slot 2
     own = AttentionMass(pairs=4, rounds=1).run(MODEL).summary
-    raised = [a - b for a, b in zip(summary["slots_other"], own["slots_other"], strict=True)]
+    raised = [a["value"] - b["value"] for a, b in zip(summary["slots_other"], own["slots_other"], strict=True)]
     assert raised.index(max(raised)) == 2
 
 
@@ -74,10 +80,15 @@ def test_the_loss_is_that_of_the_answer_given_what_stands_before():
 
 def test_the_record_has_the_mass_by_layer_and_head_and_a_decoder_is_refused(tmp_path):
     record = AttentionMass(pairs=3, rounds=1).run(MODEL, out=tmp_path)
-    by_head = torch.tensor(record.summary["by_layer_and_head"])
-    masses = slot_masses(MODEL, key_value_prompts(MODEL, 3, 3))
-    torch.testing.assert_close(by_head, torch.stack([masses[n, ..., n] for n in range(3)]).mean(dim=0))
-    assert record.summary["slots_gold"] == pytest.approx([float(masses[n, ..., n].mean()) for n in range(3)])
+    pairs, keys = slot_masses(MODEL, key_value_prompts(MODEL, 3, 3))
+    for name, masses in (("pair", pairs), ("key", keys)):
+        by_head = torch.tensor(record.summary[f"{name}_by_layer_and_head"])
+        torch.testing.assert_close(by_head, torch.stack([masses[n, ..., n] for n in range(3)]).mean(dim=0))
+        best = record.summary["heads"][f"by_{name}"][0]
+        assert best[name]["value"] == pytest.approx(float(by_head.max()))
+        assert best[name]["n"] == 3
+    slots = [entry["value"] for entry in record.summary["slots_gold"]]
+    assert slots == pytest.approx([float(pairs[n, ..., n].mean()) for n in range(3)])
     assert set(record.files) == {"record", "svg", "png"}
     with pytest.raises(UnsupportedModelError, match="no tokenizer"):
         AttentionMass().run(small_decoder())

@@ -59,4 +59,6 @@ def test_both_kinds_of_models_are_probed(subject, tmp_path):
     for found in record.summary["curves"].values():
         assert sum(found) == pytest.approx(1)
     assert len(record.summary["untrained_spread"]) == 40
+    counts = {name: share["last"]["n"] for name, share in record.summary["shares"].items()}
+    assert counts == {"trained": 2, "untrained": 4}
     assert set(record.files) == {"record", "svg", "png"}

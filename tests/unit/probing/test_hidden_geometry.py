@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.probing.hidden_geometry import HiddenGeometry, decompose, low_frequency_share, mean_cosine, rank_of
+from rag_posfix.probing.state_sums import StateSums, sums_by_group
 from tests.support.probed import FromStates, small_decoder
 
 LENGTH, WIDTH = 64, 12
@@ -32,13 +33,14 @@ def test_a_planted_geometry_is_recovered(tmp_path):
         assert one["context"] / one["position"] == pytest.approx(3.5 / 0.98, rel=0.1)
         assert one["position"] + one["context"] + one["residual"] == pytest.approx(1)
         assert one["residual"] < 0.02
+        assert one["ci95"]["position"][0] <= one["position"] <= one["ci95"]["position"][1]
     assert set(record.files) == {"record", "svg", "png"}
 
 
 def test_the_parts_are_those_of_a_table_with_two_contexts_by_hand():
     # One channel, positions 1 and 2 after the first, contexts with 1, 3 and 5, 7: mu 4, pos -1 and 1, ctx -2 and 2.
     tables = [torch.tensor([[[9.0], [1.0], [3.0]]]), torch.tensor([[[9.0], [5.0], [7.0]]])]
-    found = decompose(tables, skip=1)
+    found = decompose(StateSums.merged(sums_by_group(tables, skip=1)))
     assert found.position.flatten().tolist() == [-1, 1]
     assert found.context.flatten().tolist() == [-2, 2]
     assert found.shares[:, 0].tolist() == pytest.approx([1 / 5, 4 / 5, 0])

@@ -14,6 +14,8 @@ from tests.support.probed import small_decoder
 def test_without_encoding_the_variance_of_random_attention_is_that_of_a_mean_of_t_values():
     found = norm_curves(small_decoder("nope", deviation=0.02), strings=40, tokens=128, entropy=True)
     assert log_slope(found.variance[0]) == pytest.approx(-1, abs=0.05)
+    low, high = found.slope_ci95
+    assert low < log_slope(found.variance[0]) < high < low + 0.3
     for place in (8, 32, 128):
         share = float(found.variance[0, place - 1] / found.variance[0, 0])
         assert share == pytest.approx(1 / place, rel=0.35)
@@ -39,12 +41,13 @@ def test_the_resolution_counts_positions_that_differ_by_both_spreads():
 
 
 def test_a_decoder_is_probed_and_recorded_with_a_picture(tmp_path):
-    record = NormByPosition(strings=2, tokens=32).run(small_decoder("cope"), out=tmp_path)
+    record = NormByPosition(strings=3, tokens=32).run(small_decoder("cope"), out=tmp_path)
     assert set(record.files) == {"record", "svg", "png"}
     models = record.summary["models"]
     assert list(models) == [
         "untrained cope", "untrained nope, weights 0.02", "untrained nope", "untrained nope, scale 3",
         "untrained rope", "untrained alibi",
     ]  # fmt: skip
+    assert all(len(model["slope_by_seed"]) == 3 for name, model in models.items() if name != "untrained cope")
     assert record.head["kind"] == "probe-norm-by-position"
-    assert record.head["settings"] == {"strings": 2, "tokens": 32, "scale": 3.0, "seed": 0}
+    assert record.head["settings"] == {"strings": 3, "tokens": 32, "scale": 3.0, "seed": 0}

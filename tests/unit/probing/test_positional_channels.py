@@ -63,6 +63,16 @@ def test_more_than_a_quarter_of_the_layers_is_needed():
     assert found[0].layers == (2, 4, 7)
 
 
+def test_rising_and_falling_layers_count_apart():
+    means = curves(c0=(AT, (1, 2)), c1=(AT, (1, 2, 3)))
+    means[3:5, :, 0] = -AT.float()  # two rise and two fall: neither is more than a quarter of eight
+    assert [entry.channel for entry in rank_channels(means)] == [1]
+    assert [entry.channel for entry in rank_channels(means, one_direction=False)] == [0, 1]
+    means[5:7, :, 1] = -AT.float()
+    (channel,) = rank_channels(means)
+    assert channel.layers == (1, 2, 3)
+
+
 def test_a_curve_that_turns_is_not_monotone_and_one_that_falls_is():
     turning = (AT - 65) ** 2  # turns within 30 ... 99
     found = rank_channels(curves(c0=(turning, range(8)), c1=(-AT, range(8))))
@@ -85,21 +95,23 @@ def test_a_model_of_one_layer_has_no_candidate():
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm3"])
-def test_the_means_are_those_of_the_states_after_the_input_norm_of_each_layer(family):
+def test_the_means_are_those_of_the_residual_stream_and_of_the_states_after_the_input_norm(family):
     loaded, stock = loaded_model(family), stock_model(family)
-    seen = []
+    entered, seen = [], []
     for layer in stock.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda module, given: entered.append(given[0][0]))
         layer.input_layernorm.register_forward_hook(lambda module, given, result: seen.append(result[0]))
     generator = torch.Generator().manual_seed(5)
     with torch.inference_mode():
         for _ in range(3):
             stock(torch.randint(0, VOCABULARY, (1, 70), generator=generator), use_cache=False)
     n_layers = loaded.spec.shape.n_layers
-    expected = torch.stack([torch.stack(seen[layer::n_layers]).mean(dim=0) for layer in range(n_layers)])
     steps = []
-    found = mean_hidden_states(subject(loaded), 3, 70, seed=5, progress=lambda *step: steps.append(step))
-    assert found.shape == (n_layers, 70, 64)
-    assert torch.allclose(found, expected, atol=1e-6)
+    means = mean_hidden_states(subject(loaded), 3, 70, seed=5, progress=lambda *step: steps.append(step))
+    for mean, states in zip(means, (entered, seen), strict=True):
+        expected = torch.stack([torch.stack(states[layer::n_layers]).mean(dim=0) for layer in range(n_layers)])
+        assert mean.shape == (n_layers, 70, 64)
+        assert torch.allclose(mean, expected, atol=1e-6)
     assert steps == [(1, 3), (2, 3), (3, 3)]
 
 

@@ -9,9 +9,10 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.mitigations import create
 from rag_posfix.plan.plan import HiddenScale
-from rag_posfix.probing import positional_dimensions
-from rag_posfix.probing.positional_dimensions import PositionalDimensions, best_scale, segmented_fit
+from rag_posfix.probing import scale_trials
+from rag_posfix.probing.positional_dimensions import PositionalDimensions, broken_line, segmented_fit
 from rag_posfix.probing.prompts import key_value_prompts
+from rag_posfix.probing.scale_trials import FACTORS, ScaleTrials, best_scale, held_out, random_channels
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 from tests.support.tiny import loaded_model, toy_layout
@@ -24,13 +25,14 @@ class Planted(LanguageModel):
     """A model of which attention reads a slow curve of the position in channel 17."""
 
     def read(self, ids, watch=Watch(), change=Change(), keep=1):  # noqa: B008
-        def inputs(layer, states):
+        def planted(layer, states):
             at = torch.arange(states.shape[1])
             states = states.clone()
             states[..., 17] = torch.where(at < 100, 0.05 * at, 5 + 0.01 * (at - 100))
-            watch.inputs(layer, states)
+            watch.states(layer, states)
 
-        return super().read(ids, Watch(inputs=inputs) if watch.inputs is not None else watch, change, keep)
+        watched = Watch(states=planted, inputs=watch.inputs) if watch.states is not None else watch
+        return super().read(ids, watched, change, keep)
 
 
 def test_a_planted_channel_is_found_with_its_bend(tmp_path):
@@ -39,6 +41,7 @@ def test_a_planted_channel_is_found_with_its_bend(tmp_path):
     curve = record.head["curves"][0]
     assert [piece["slope"] for piece in curve["segments"]] == pytest.approx([0.05, 0.01], abs=1e-3)
     assert curve["segments"][1]["first"] == pytest.approx(100, abs=2)
+    assert curve["residual"] < 1e-3
     assert set(record.files) == {"profile", "svg", "png"}
 
 
@@ -67,24 +70,77 @@ def test_tokens_after_the_prompt_are_scaled_as_generated_ones_are():
     torch.testing.assert_close(model.read(ids, change=change, keep=3), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_channel_and_the_factor_with_the_lowest_loss_are_chosen(monkeypatch):
+def planted_losses(monkeypatch, by_channel, best=-0.5):
+    """Make the loss of a prompt a channel's own plus the distance of the factor from the best one; 2 unchanged."""
+
     def losses(model, prompts, change):
         scale = change(prompts[0]).hidden_scale
-        base = 2.0 if scale is None else {3: 1.5, 8: 1.0}[scale.channel] + abs(scale.factor + 0.5)
+        base = 2.0 if scale is None else by_channel.get(scale.channel, 2.1) + abs(scale.factor - best)
         return torch.full((len(prompts),), base, dtype=torch.float64)
 
-    monkeypatch.setattr(positional_dimensions, "retrieval_losses", losses)
-    channel, factor, tried = best_scale(MODEL, [3, 8], key_value_prompts(MODEL, 2, 2))
+    monkeypatch.setattr(scale_trials, "retrieval_losses", losses)
+    return ScaleTrials.of(MODEL, key_value_prompts(MODEL, 2, 4))
+
+
+def test_the_channel_and_the_factor_with_the_lowest_loss_are_chosen(monkeypatch):
+    channel, factor, tried = best_scale(planted_losses(monkeypatch, {3: 1.5, 8: 1.0}), [3, 8])
     assert (channel, factor) == (8, -0.5)
-    assert [(one["channel"], one["factor"]) for one in tried] == [
-        (None, 1.0), (3, 0.0), (8, 0.0), (8, 0.5), (8, -0.5), (8, -1.0),
+    assert [(row["channel"], row["factor"]) for row in tried] == [
+        (None, 1.0), (3, 0.0), (8, 0.0), *((8, dose) for dose in FACTORS if dose != 0),
     ]  # fmt: skip
+    assert {min(FACTORS), max(FACTORS)} == {-2.0, 2.0}
 
 
-def test_the_search_is_in_the_record():
-    head = PositionalDimensions(strings=2, tokens=100, top=2, pairs=2).run(Planted(MODEL.engine)).head
-    assert len(head["tried"]) == 1 + len(head["candidates"]) + 3
+def test_the_controls_tell_the_chosen_channel_from_random_ones(monkeypatch):
+    trials = planted_losses(monkeypatch, {8: 1.0, 3: 1.5, 4: 1.7, 30: 0.9})
+    found = held_out(trials, 8, -0.5, [8, 3, 4], [30, 31, 32])
+    assert [row["factor"] for row in found["doses"]] == sorted(FACTORS)
+    # Changes: 8 -1, 3 -.5, 4 -.3; random -1.1, .1, .1: mean -.3.
+    assert found["causality"]["chosen_less_random"]["value"] == pytest.approx(-0.7)
+    assert found["causality"]["random_as_low"] == 1
+    assert found["monotony"]["candidates_less_random"]["value"] == pytest.approx(-0.3)
+    assert found["monotony"]["rank_correlation"] == pytest.approx(1)  # the smoothest has the lowest loss
+    assert found["scaling"]["chosen_less_zero"]["value"] == pytest.approx(-0.5)
+    assert found["scaling"]["best_factor"] == -0.5
+    assert found["prompts"] == found["unchanged"]["n"] == 4
+
+
+def test_primacy_is_the_change_of_late_pairs_less_that_of_early_ones():
+    trials = ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4), torch.zeros(4, dtype=torch.float64))
+    trial = trials.trial(1, 2.0, torch.tensor([0.1, 0.4, 0.1, 0.6]).double())  # places 0, 1, 0, 1
+    assert trial["late_less_early"]["value"] == pytest.approx(0.4)
+    assert trial["by_position"] == pytest.approx([0.1, 0.5])
+
+
+def test_random_channels_have_the_size_of_the_chosen_one_and_follow_no_position():
+    sizes = torch.ones(64)
+    sizes[:40] = torch.arange(1.0, 41.0)
+
+    class Sized(LanguageModel):
+        def read(self, ids, watch=Watch(), change=Change(), keep=1):  # noqa: B008
+            for layer in range(self.n_layers):
+                watch.inputs(layer, sizes.expand(1, ids.shape[1], -1))
+            return torch.zeros(1, keep, self.vocabulary)
+
+    model = Sized(MODEL.engine)
+    controls = random_channels(model, key_value_prompts(MODEL, 2, 2), 39, [37, 38], 0)
+    assert len(set(controls)) == 8
+    assert min(controls) >= 5  # the 32 nearest in size to 40, but for the left out: 5 to 36
+    assert max(controls) <= 36
+    assert controls == random_channels(model, key_value_prompts(MODEL, 2, 2), 39, [37, 38], 0)
+
+
+def test_the_search_and_its_controls_are_in_the_record():
+    probe = PositionalDimensions(strings=2, tokens=100, top=2, pairs=2, prompts=4)
+    head = probe.run(Planted(MODEL.engine)).head
+    assert len(head["tried"]) == 1 + len(head["candidates"]) + len(FACTORS) - 1
     assert head["tried"][0]["loss"] == pytest.approx(sum(head["tried"][0]["by_position"]) / 2)
+    assert len(head["held_out"]["random"]) == 8
+    assert not {row["channel"] for row in head["held_out"]["random"]} & {row["channel"] for row in head["candidates"]}
+    counts = head["channels_that_follow"]
+    assert counts["residual stream, both directions"] >= counts["residual stream, one direction"] >= 2
+    titles = [axes.get_title("left") for axes in probe.draw(head).axes]
+    assert titles[0].startswith(f"chosen: channel {head['channel']} ")
 
 
 def test_a_small_decoder_is_ranked_without_a_search():
@@ -100,3 +156,9 @@ def test_a_broken_line_is_fitted_by_its_pieces():
     assert a[1] + 1 == b[0]
     assert (a[3], b[3]) == (pytest.approx(1), pytest.approx(-2))
     assert segmented_fit(2 + 3 * torch.arange(6.0)) == [(0, 5, pytest.approx(2), pytest.approx(3))]
+
+
+def test_h_is_the_broken_line_and_what_it_leaves_is_told():
+    segments = segmented_fit(torch.cat((torch.arange(10.0), 9 - 2 * torch.arange(1.0, 11.0))))
+    line = broken_line(segments, torch.tensor([0, 4, 9, 10, 19]))
+    assert line.tolist() == pytest.approx([0, 4, 9, 7, -11])

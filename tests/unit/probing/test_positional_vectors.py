@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.probing.positional_vectors import PositionalVectors, positional_vectors, similarities
+from rag_posfix.probing.state_sums import StateSums, sums_by_group
 from tests.support.probed import FromStates, small_decoder
 
 LENGTH, WIDTH = 33, 6
@@ -24,7 +25,8 @@ def planted(layer, number):
 
 
 def test_planted_vectors_and_their_share_are_recovered():
-    vectors, shares = positional_vectors([torch.stack([planted(layer, n) for layer in (0, 1)]) for n in range(4)], 1)
+    states = [torch.stack([planted(layer, n) for layer in (0, 1)]) for n in range(4)]
+    vectors, shares = positional_vectors(StateSums.merged(sums_by_group(states, 1, groups=2)))
     centred = CURVE[1:] - CURVE[1:].mean(dim=0)
     torch.testing.assert_close(vectors[1, :, :2].float(), centred)
     assert vectors[1, :, 2:].abs().max() == 0
@@ -40,6 +42,8 @@ def test_the_similarity_is_the_cosine():
 def test_the_layer_in_which_positions_appear_is_told():
     record = PositionalVectors(strings=4, tokens=LENGTH, skip=1).run(FromStates(planted, 2, WIDTH))
     assert record.summary["first_layer_above_a_tenth"] == 1
+    low, high = record.summary["ci95"]["share_of_variance"][1]
+    assert low <= record.summary["share_of_variance"][1] <= high
     assert record.summary["similarity_to_next"][1] > 0.9 > record.summary["similarity_at_half_the_length"][1]
 
 

@@ -43,6 +43,12 @@ def test_the_crossing_is_where_the_bound_says(tmp_path):
     assert (blind["predicted"], blind["measured"]) == (0, 1)  # loses at the nearest tested distance, 2
     assert record.summary["heads_with_advantage"] == 2
     assert record.summary["agreement"] == 1
+    texts = record.summary["varied"]["texts"]
+    assert {(text["tokens"], text["occurrences"]) for text in texts.values()} == {(80, 1), (160, 1), (80, 2), (80, 4)}
+    for text in texts.values():  # linear scores depend on neither
+        assert text["D"]["value"] == pytest.approx(2.0, abs=1e-3)
+        assert text["median_D"]["value"] == pytest.approx(0.5, abs=1e-3)
+        assert text["heads_with_advantage"]["value"] == pytest.approx(2 / 3)
     assert set(record.files) == {"record", "svg", "png"}
 
 

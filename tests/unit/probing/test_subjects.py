@@ -76,3 +76,16 @@ def test_a_folder_with_a_saved_decoder_is_opened_as_one(tmp_path):
     found = open_subject(Settings(model=str(tmp_path), device="cpu"))
     torch.testing.assert_close(found.read(IDS), made.read(IDS))
     assert found.facts()["encoding"] == "cope"
+
+
+def test_a_pass_after_a_prefix_equals_the_whole_one_and_leaves_the_prefix():
+    model = tiny_model()
+    doubled = Change(scores=lambda layer, scores: scores * (1 + (torch.arange(30) == 4)))
+    whole, after = {}, {}
+    plain = model.read(IDS, Watch(weights=whole.__setitem__))
+    prefix = model.read_prefix(IDS[0, :-1].tolist())
+    for change in (doubled, Change()):  # the branch of the first pass does not reach the second
+        last = model.read(IDS[:, -1:], Watch(weights=after.__setitem__), change, prefix=prefix.branch())
+    torch.testing.assert_close(last, plain, atol=1e-4, rtol=1e-4)
+    for layer, weights in after.items():
+        torch.testing.assert_close(weights[0, :, 0], whole[layer][0, :, -1], atol=1e-5, rtol=1e-4)

@@ -30,7 +30,9 @@ def test_counts_are_those_of_the_sentences():
 def test_shares_are_of_all_answers_and_the_record_has_every_prompt(tmp_path):
     record = WordCounting(limit=6).run(tiny_model(1000), out=tmp_path)
     assert len(record.rows) == record.summary["prompts"] == 6
-    assert sum(record.summary["shares"].values()) == pytest.approx(1)
+    shares = record.summary["shares"].values()
+    assert sum(share["value"] for share in shares) == pytest.approx(1)
+    assert all(share["n"] == 6 and share["ci95"][0] <= share["value"] <= share["ci95"][1] for share in shares)
     for row in record.rows:
         kinds = {row["last"]: "right", row["first"] + row["last"]: "count of both sentences"}
         assert row["kind"] == {row["first"]: "count of the first sentence", **kinds}.get(

@@ -1,7 +1,7 @@
 import pytest
 from langchain_core.documents import Document
-from pydantic import ValidationError
 
+from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import AttentionSortingReranker
 from tests.support.reader import ScriptedReader, order, raw, scores
 
@@ -37,7 +37,7 @@ def test_rounds_bound_how_often_the_prompt_is_read(rounds):
 
 @pytest.mark.parametrize("rounds", [0, 6])
 def test_rounds_are_one_to_five(rounds):
-    with pytest.raises(ValidationError, match="rounds"):
+    with pytest.raises(ConfigError, match="rounds"):
         AttentionSortingReranker(generator=ScriptedReader(), rounds=rounds)
 
 

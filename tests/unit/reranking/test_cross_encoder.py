@@ -7,10 +7,9 @@ import torch
 import transformers
 from langchain_core.cross_encoders import BaseCrossEncoder
 from langchain_core.documents import Document
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from rag_posfix.errors import RerankingError, RerankingTimeoutError
+from rag_posfix.errors import ConfigError, PromptTooLongError, RerankingError, RerankingTimeoutError
 from rag_posfix.reranking import CrossEncoderReranker
 from rag_posfix.reranking.cross_encoder import ChunkedText, split_into_chunks
 from rag_posfix.reranking.deadline import deadline
@@ -79,7 +78,7 @@ def test_titles_are_read(encoder):
 
 def test_a_long_document_is_read_in_chunks_and_the_best_counts(encoder):
     text = " ".join(["seine"] * 12 + ["tiber"] * 12)
-    cut = split_into_chunks(encoder.tokenizer, QUESTION, text, MAX_LENGTH, chunk=True)
+    cut = split_into_chunks(encoder.tokenizer, QUESTION, text, MAX_LENGTH, 64)
     assert len(cut.chunks) == math.ceil(24 / (ROOM // 5))
     assert "".join(cut.chunks) == text
     assert all(set(chunk.split()) <= {"seine", "tiber"} for chunk in cut.chunks), "no word is torn"
@@ -100,7 +99,7 @@ def test_a_long_document_is_cut_where_asked(encoder):
 
 
 def test_chunks_without_spaces_end_between_tokens(encoder):
-    cut = split_into_chunks(encoder.tokenizer, QUESTION, "a." * 100, MAX_LENGTH, chunk=True)
+    cut = split_into_chunks(encoder.tokenizer, QUESTION, "a." * 100, MAX_LENGTH, 64)
     assert "".join(cut.chunks) == "a." * 100
     sizes = [len(encoder.tokenizer(chunk, add_special_tokens=False)["input_ids"]) for chunk in cut.chunks]
     assert max(sizes) <= ROOM
@@ -117,7 +116,7 @@ def test_a_shorter_window_can_be_asked_for(encoder):
 
 
 def test_a_question_that_fills_the_window_is_told(encoder):
-    with pytest.raises(RerankingError, match="the question takes 60 tokens"):
+    with pytest.raises(PromptTooLongError, match="the question takes 60 tokens"):
         CrossEncoderReranker(model=encoder).compress_documents(documents("a"), "river" * 12)
 
 
@@ -167,7 +166,7 @@ def test_batches_are_the_same_for_every_order_of_documents_of_one_length():
 
 def test_a_text_that_fills_the_window_is_whole_and_a_longer_one_is_not(encoder):
     def split(length, chunk, window=MAX_LENGTH):
-        return split_into_chunks(encoder.tokenizer, QUESTION, "." * length, window, chunk=chunk)
+        return split_into_chunks(encoder.tokenizer, QUESTION, "." * length, window, 64 * chunk)
 
     assert split(ROOM, chunk=False) == ChunkedText(("." * ROOM,))
     assert split(ROOM + 1, chunk=False) == ChunkedText(("." * (ROOM + 1),), truncated=True)
@@ -175,7 +174,7 @@ def test_a_text_that_fills_the_window_is_whole_and_a_longer_one_is_not(encoder):
     assert split(ROOM + 1, chunk=True) == ChunkedText(("." * ROOM, "."))
     smallest = MAX_LENGTH - ROOM + 8  # eight tokens are left for a passage
     assert split(9, chunk=True, window=smallest) == ChunkedText(("." * 8, "."))
-    with pytest.raises(RerankingError, match=f"window of {smallest - 1} has 7 left for a passage; at least 8"):
+    with pytest.raises(PromptTooLongError, match=f"window of {smallest - 1} has 7 left for a passage; at least 8"):
         split(9, chunk=True, window=smallest - 1)
 
 
@@ -238,5 +237,5 @@ def test_an_encoder_that_was_not_trained_to_rank_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("model", ["", 7, None])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(ValidationError, match="must be a model id, a folder"):
+    with pytest.raises(ConfigError, match="must be a model id, a folder"):
         CrossEncoderReranker(model=model)

@@ -3,10 +3,9 @@ import statistics
 
 import pytest
 from langchain_core.documents import Document
-from pydantic import ValidationError
 
 from rag_posfix.contracts.cache_salt import salted
-from rag_posfix.errors import RerankingError
+from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking import InContextReranker
 from rag_posfix.reranking.in_context import calibrated_score
 from tests.support.reader import ScriptedReader, order, raw, scores
@@ -49,7 +48,7 @@ def test_layers_are_those_that_were_asked_for():
         InContextReranker(generator=reader, layers=layers).compress_documents(documents(*TABLE), "why?")
         assert reader.layers == layers
     for wrong in ([], [-1], ["middle"]):
-        with pytest.raises(ValidationError):
+        with pytest.raises(ConfigError):
             InContextReranker(generator=reader, layers=wrong)
 
 
@@ -58,7 +57,7 @@ def test_heads_are_those_that_were_asked_for():
     for heads in (None, ((3, 1), (2, 0))):
         InContextReranker(generator=reader, heads=heads).compress_documents(documents(*TABLE), "why?")
         assert (reader.heads, reader.layers) == (heads, None)
-    with pytest.raises(ValidationError, match="layers and heads exclude each other"):
+    with pytest.raises(ConfigError, match="layers and heads exclude each other"):
         InContextReranker(generator=reader, heads=((3, 1),), layers=(3,))
 
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
-from pydantic import ValidationError
 
-from rag_posfix.errors import PromptTooLongError
+from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.reranking import AttentionSortingReranker, ListwiseReranker
 from rag_posfix.reranking.language_model import common_length_limit
 from tests.support.reader import ScriptedReader, order, raw, scores
@@ -72,7 +71,7 @@ def test_no_stride_is_needed_where_all_fit():
 
 
 def test_windows_must_overlap():
-    with pytest.raises(ValidationError, match="stride=20 must be below window=20"):
+    with pytest.raises(ConfigError, match="stride=20 must be below window=20"):
         sorting(stride=20)
 
 

@@ -5,7 +5,6 @@ from collections import defaultdict
 
 import pytest
 from langchain_core.documents import Document
-from pydantic import ValidationError
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import YesNoReranker
@@ -148,5 +147,5 @@ def test_a_template_is_read_from_a_file_and_must_hold_the_question(tmp_path):
 
 
 def test_an_unknown_template_is_refused_when_the_reranker_is_made():
-    with pytest.raises(ValidationError, match="qwen3_reranker"):
+    with pytest.raises(ConfigError, match="qwen3_reranker"):
         YesNoReranker(generator=ScriptedReader({}), template="qwen4")

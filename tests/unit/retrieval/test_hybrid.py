@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.retrieval import SearchQuery, retrieve_query
 from rag_posfix.retrieval.hybrid import HybridRetriever, min_max, reciprocal_ranks, weighted_scores
 
 
@@ -68,6 +69,24 @@ def test_fused_scores_lie_between_zero_and_one_and_only_first_everywhere_is_one(
         assert (score > 1 - 1e-9) == all(ranking[:1] == [name] for ranking in lists)
     scored = [{name: data.draw(st.floats(0, 1)) for name in ranking} for ranking in lists]
     assert all(0 <= score <= 1 for score in weighted_scores(scored, weights).values())
+
+
+class ByText(Fixed):
+    """Finds passages by the text that is searched for."""
+
+    weighs_texts = True
+
+    def retrieve(self, question, k):
+        return Fixed(self.scores[question]).retrieve(question, k)
+
+
+def test_each_retriever_weighs_the_messages_of_a_query_before_the_rankings_are_fused():
+    retriever = ByText({"now": {"x": 0.9, "y": 0.8}, "before": {"y": 0.6, "z": 0.5}})
+    query = SearchQuery("before\nnow", (("now", 1.0), ("before", 0.5)))
+    ranking = retrieve_query(HybridRetriever(retrievers=[retriever, retriever]), query, 9, None)
+    # y: (0.8 + 0.3) / 1.5, x: 0.9 / 1.5, z: 0.25 / 1.5; fused ranks of the messages would be close together
+    assert [document.id for document in ranking] == ["y", "x", "z"]
+    assert scores(ranking) == pytest.approx({"y": 1.0, "x": 61 / 62, "z": 61 / 63})
 
 
 def test_ties_go_by_id_and_no_more_than_k_are_returned():

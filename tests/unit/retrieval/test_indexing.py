@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.index import storage
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
 from rag_posfix.retrieval.index.storage import read_manifest
 from rag_posfix.retrieval.indexing import build_index, update_index
-from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents
+from rag_posfix.retrieval.ingest.ingest import read_documents
+from rag_posfix.retrieval.ingest.passages import PassageSize
 from tests.support.letter_embeddings import LetterEmbeddings
 
 
@@ -88,7 +90,7 @@ def test_a_first_time_everything_is_added_and_a_second_time_nothing_is_done(corp
 def test_only_what_is_new_is_embedded_and_what_is_gone_is_told(corpus, embeddings, tmp_path):
     update_index([corpus], tmp_path / "index", embeddings)
     (corpus / "a.txt").unlink()
-    (corpus / "new.txt").write_text("ddd")
+    (corpus / "d.txt").write_text("ddd")
     (corpus / "more" / "c.jsonl").write_text(
         '{"id": "one", "title": "T", "text": "ccd"}\n{"id": "two", "text": "cab"}\n'
     )
@@ -124,14 +126,15 @@ def test_paths_may_be_written_in_another_way(corpus, embeddings, tmp_path, monke
 
 
 def test_a_passage_in_two_files_stays_until_both_are_gone(corpus, embeddings, tmp_path):
-    (corpus / "copy.txt").write_text("abc abd")
+    copy = corpus / "more" / "a.txt"  # of another name it would have another title
+    copy.write_text("abc abd")
     update_index([corpus], tmp_path / "index", embeddings)
     (corpus / "a.txt").unlink()
     update = update_index([corpus], tmp_path / "index", embeddings)
     assert (update.removed, update.embedded, update.removed_documents) == (0, 0, ())
     build_index([corpus], tmp_path / "fresh", embeddings)
-    assert everything(tmp_path / "index") == everything(tmp_path / "fresh"), "with copy.txt as the source"
-    (corpus / "copy.txt").unlink()
+    assert everything(tmp_path / "index") == everything(tmp_path / "fresh"), "with the copy as the source"
+    copy.unlink()
     assert update_index([corpus], tmp_path / "index", embeddings).removed == 1
 
 
@@ -241,3 +244,20 @@ def test_whatever_the_history_searches_find_what_they_find_in_a_fresh_index(tmp_
         update_index([root / "corpus"], root / "index", LetterEmbeddings())
         build_index([root / "corpus"], root / f"fresh-{number}", LetterEmbeddings())
         assert everything(root / "index") == everything(root / f"fresh-{number}")
+
+
+def test_words_of_an_older_index_are_counted_again(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("青石镇的产假为六个月。", encoding="utf-8")
+    write = storage.write_bm25_files
+
+    def write_older(index, paths):
+        index.words_version = 1
+        index.words = {word[0]: row for word, row in index.words.items()}  # a character is a word
+        write(index, paths)
+
+    monkeypatch.setattr(storage, "write_bm25_files", write_older)
+    build_index(tmp_path / "a.txt", tmp_path / "index", LetterEmbeddings())
+    monkeypatch.undo()
+    (document,) = BM25Retriever.load(tmp_path / "index").invoke("产假有多长?")
+    assert document.page_content == "青石镇的产假为六个月。"
+    assert "产假" in BM25Retriever.load(tmp_path / "index").statistics().words

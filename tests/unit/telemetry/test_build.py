@@ -148,16 +148,16 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[telemetry\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[telemetry\]'"):
         open_telemetry(TelemetrySettings(enabled=True))
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
     assert open_telemetry(TelemetrySettings()) is OFF
-    assert "pip install 'rag-posfix[telemetry]'" in caplog.text
+    assert "pip install '.[telemetry]'" in caplog.text
 
 
 def test_a_tracer_without_opentelemetry_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[telemetry\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[telemetry\]'"):
         question_tracer()
 
 

@@ -91,6 +91,10 @@ capabilities:
 {{- fail "autoscaling.engine=keda needs autoscaling.keda.prometheusAddress" -}}
 {{- end -}}
 {{- $least := ternary $v.replicas $v.autoscaling.minReplicas (eq $v.autoscaling.engine "none") -}}
+{{- $most := ternary $v.replicas $v.autoscaling.maxReplicas (eq $v.autoscaling.engine "none") -}}
+{{- if and (gt (int $most) 1) (gt (int $v.data.maxCollections) 0) -}}
+{{- fail (printf "data.maxCollections=%v with up to %v replicas: each replica would have collections of its own; set data.maxCollections=0, or one replica" $v.data.maxCollections $most) -}}
+{{- end -}}
 {{- $disrupted := $v.podDisruptionBudget.maxUnavailable -}}
 {{- if and $v.podDisruptionBudget.enabled (lt (int $least) 2) -}}
 {{- fail (printf "podDisruptionBudget.enabled needs two replicas or more, there may be %v" $least) -}}

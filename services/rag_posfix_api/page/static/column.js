@@ -19,6 +19,8 @@ function empty() {
     verdict: "",
     facts: "",
     shares: {},
+    documents: [],
+    weighted: false, // shares are weights of experts that read one passage each, not attention
   };
 }
 
@@ -37,11 +39,18 @@ export function take(column, chunk) {
     column.segments = segmentsOf(column.text, {});
   }
   if (chunk.documents) {
+    column.documents = chunk.documents;
     column.citations = chunk.citations ?? [];
-    column.shares = Object.fromEntries(chunk.documents.map((one) => [one.id, one.attention]));
+    column.weighted = chunk.documents.some((one) => (one.weight ?? null) !== null);
+    column.shares = Object.fromEntries(chunk.documents.map((one) => [one.id, shareOf(one)]));
     const seconds = Object.values(chunk.timings ?? {}).reduce((sum, one) => sum + one, 0);
     column.facts = chunk.cached ? "from the cache" : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
   }
+}
+
+/** The weight of a document of an answer, or its share of the attention where the method has no weights. */
+export function shareOf(document) {
+  return document?.weight ?? document?.attention ?? 0;
 }
 
 export function finish(column) {

@@ -1,11 +1,11 @@
-// The curve by place, as SVG: whether each answer is right, and the attention to the passage that holds the answer.
+// The curve by place, as SVG: whether each answer is right, and the share of the passage that holds the answer.
 
-const NAMES = { none: "unmodified", default: "order-free" };
+const NAMES = { none: "unmodified", default: "order-invariant" };
 const WIDTH = 640;
 const LEFT = 92;
 const RIGHT = 20;
 
-/** Draws the points [{place, none, default}] of `count` places into `host`; a column is {right, attention} or null. */
+/** Draws the points [{place, none, default}] of `count` places into `host`; a column is {right, share} or null. */
 export function drawCurve(host, points, count, withAttention) {
   const top = 30;
   const height = withAttention ? 290 : 140;
@@ -17,9 +17,9 @@ export function drawCurve(host, points, count, withAttention) {
   panel(svg, points, x, verdicts, (answer) => (answer.right ? 1 : 0));
   let bottom = verdicts.bottom;
   if (withAttention) {
-    const attention = { top: top + 130, bottom: top + 220, labels: [[1, "100 %"], [0.5, "attention"], [0, "0"]] };
-    panel(svg, points, x, attention, (answer) => answer.attention);
-    bottom = attention.bottom;
+    const shares = { top: top + 130, bottom: top + 220, labels: [[1, "100 %"], [0.5, "share"], [0, "0"]] };
+    panel(svg, points, x, shares, (answer) => answer.share);
+    bottom = shares.bottom;
   }
   for (let place = 1; place <= count; place += 1) {
     svg.append(make("text", { x: x(place), y: bottom + 22, class: "tick", "text-anchor": "middle" }, String(place)));

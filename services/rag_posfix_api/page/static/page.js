@@ -1,7 +1,8 @@
 // The page: its state and what a user can do. Everything is shown as text; nothing is written as HTML.
 
 import Alpine from "./vendor/alpine-csp.esm.min.js";
-import { begin, compare, fail, finish, newColumn, take } from "./column.js";
+import { begin, compare, fail, finish, newColumn, shareOf, take } from "./column.js";
+import { INDEX, newTurn, PAGE, takeTurn, turnBody } from "./conversation.js";
 import { copyText, LANGUAGES } from "./copies.js";
 import { drawCurve } from "./curve.js";
 import { distinct, MOST_PASSAGES, movedTo, parsePasted, shuffled } from "./passages.js";
@@ -30,13 +31,20 @@ function page() {
     k: 8,
     columns: [
       newColumn("none", "Unmodified", "the model as trained"),
-      newColumn("default", "Order-free", "with the default method"),
+      newColumn("default", "Order-invariant", "with the default method"),
     ],
     asksAgain: true,
     asked: "", // question and passages of the last answers, whatever their order
     hasAttention: false,
     lit: [],
     points: [],
+    turns: [],
+    followUp: "",
+    source: PAGE,
+    hasIndex: false,
+    fromIndex: false, // passages are retrieved from the served index for each question
+    retrievedFor: null, // the question that the passages were retrieved for
+    talk: null, // the request of the conversation that is running
     trying: false,
     languages: LANGUAGES,
     language: "",
@@ -66,7 +74,17 @@ function page() {
     get code() {
       if (!this.language) return "";
       const address = new URL(".", window.location.href).href.replace(/\/$/u, "");
-      return copyText(this.language, address, chatBody(this.question, this.passages, "default"), this.needsKey);
+      const body = chatBody(this.question, this.fromIndex ? null : this.passages, "default");
+      return copyText(this.language, address, body, this.needsKey);
+    },
+    get hidesText() {
+      return this.fromIndex && this.passages.some((one) => !one.text);
+    },
+    get placeholder() {
+      return this.fromIndex ? "Ask your documents" : "";
+    },
+    get nothingFound() {
+      return this.fromIndex && this.settled && !this.passages.length;
     },
 
     // Start
@@ -88,6 +106,8 @@ function page() {
         }
         this.hasAttention = facts.attention;
         this.needsKey = facts.key;
+        if (facts.index && !this.hasIndex) this.useIndex();
+        this.hasIndex = facts.index;
         if (facts.key && !this.key) {
           this.served = "This service needs an API key.";
           return;
@@ -121,6 +141,14 @@ function page() {
       this.replace(example.documents, example.gold);
     },
 
+    useIndex() {
+      this.question = "";
+      this.accepted = "";
+      this.source = INDEX;
+      this.replace([]);
+      this.fromIndex = true;
+    },
+
     usePasted() {
       const documents = parsePasted(this.pasted);
       if (documents.length) this.replace(documents);
@@ -143,6 +171,8 @@ function page() {
         documents.length > MOST_PASSAGES
           ? `${documents.length} passages were given; the first ${MOST_PASSAGES} are shown.`
           : "";
+      this.fromIndex = false;
+      this.retrievedFor = null;
       this.passages = distinct(documents.slice(0, MOST_PASSAGES));
       this.gold = gold ?? this.passages[0]?.id ?? "";
       this.panel = "";
@@ -177,7 +207,7 @@ function page() {
 
     reorder(passages) {
       this.passages = passages;
-      if (!this.asked || !this.asksAgain) return;
+      if (!this.asked || !this.asksAgain || this.hidesText) return;
       clearTimeout(this.timer);
       this.timer = setTimeout(() => this.ask(), AGAIN_MS);
     },
@@ -189,12 +219,31 @@ function page() {
       this.stop();
       this.problem = "";
       const run = (this.running = new AbortController());
-      const asked = JSON.stringify([this.question, this.passages.map((one) => one.id).sort()]);
-      const moved = asked === this.asked;
-      this.asked = asked;
+      const retrieves = this.fromIndex && (this.hidesText || this.retrievedFor !== this.question);
+      const moved = !retrieves && this.askedNow() === this.asked;
       this.columns.forEach((column) => begin(column, moved));
-      const passages = [...this.passages];
-      await Promise.all([this.attend(passages, run), ...this.columns.map((column) => this.fill(column, passages, run))]);
+      const passages = retrieves ? null : [...this.passages];
+      if (retrieves) this.retrievedFor = null;
+      else this.asked = this.askedNow();
+      const filled = this.columns.map((column) => this.fill(column, passages, run));
+      if (retrieves) await Promise.allSettled(filled);
+      if (!run.signal.aborted && !this.hidesText) await this.attend([...this.passages], run);
+      await Promise.all(filled);
+    },
+
+    askedNow() {
+      return JSON.stringify([this.question, this.passages.map((one) => one.id).sort()]);
+    },
+
+    /** Show the passages that the service retrieved for the question; both columns read the same. */
+    retrieved(documents) {
+      if (this.retrievedFor === this.question) return;
+      this.retrievedFor = this.question;
+      this.passages = distinct(documents);
+      this.gold = this.passages[0]?.id ?? "";
+      this.points = [];
+      this.asked = this.askedNow();
+      this.say(`${this.passages.length} passages of the served index.`);
     },
 
     async fill(column, passages, run) {
@@ -203,6 +252,7 @@ function page() {
           take(column, chunk);
         }
         finish(column);
+        if (passages === null) this.retrieved(column.documents);
         if (column.name === "default") this.shared("default", column.shares);
       } catch (error) {
         if (run.signal.aborted) return;
@@ -216,7 +266,7 @@ function page() {
 
     /** The bars of the unmodified model, measured before it answers. */
     async attend(passages, run) {
-      if (!this.hasAttention) return;
+      if (!this.hasAttention || !passages.length) return;
       const body = { query: this.question, documents: passages.map(toDocument), order: "original" };
       try {
         const found = await this.service.json("v1/posfix/attention", body, run.signal);
@@ -230,6 +280,41 @@ function page() {
       this.passages.forEach((one) => {
         one.attention = { ...one.attention, [name]: shares[one.id] ?? 0 };
       });
+    },
+
+    // Conversation
+
+    get origins() {
+      const origins = [{ value: PAGE, name: "the passages above" }];
+      if (this.hasIndex) origins.push({ value: INDEX, name: "the served index" });
+      return [...origins, ...this.collections.map((name) => ({ value: name, name: `collection ${name}` }))];
+    },
+
+    async send() {
+      const question = this.followUp.trim();
+      if (!this.ready || !question || this.talk) return;
+      const body = turnBody(this.turns, question, this.source, this.passages);
+      this.turns.push(newTurn(this.turns.length + 1, question, this.source));
+      const turn = this.turns.at(-1);
+      this.followUp = "";
+      const run = (this.talk = new AbortController());
+      try {
+        for await (const chunk of this.service.chat(body, run.signal)) takeTurn(turn, chunk);
+        this.say(`Answer ${turn.number}: ${turn.text}`);
+      } catch (error) {
+        if (run.signal.aborted) return;
+        this.refused(error);
+        turn.error = error.message;
+      }
+      turn.busy = false;
+      this.talk = null;
+    },
+
+    forget() {
+      this.talk?.abort();
+      this.talk = null;
+      this.turns = [];
+      this.say("A new conversation.");
     },
 
     stop() {
@@ -275,8 +360,8 @@ function page() {
         const body = chatBody(this.question, passages, name);
         const answer = await this.service.json("v1/chat/completions", body, run.signal);
         const text = answer.choices[0].message.content;
-        const attention = answer.documents.find((one) => one.id === this.gold)?.attention ?? 0;
-        point[name] = { text, right: isRight(text, this.accepted) === true, attention };
+        const share = shareOf(answer.documents.find((one) => one.id === this.gold));
+        point[name] = { text, right: isRight(text, this.accepted) === true, share };
         drawCurve(document.getElementById("curve"), this.points, this.passages.length, this.hasAttention);
       } catch (error) {
         if (run.signal.aborted) return;
@@ -339,8 +424,12 @@ function page() {
     barStyle(share) {
       return { width: `${100 * (share ?? 0)}%` };
     },
-    barName(name, share) {
-      return `${name}: ${this.percent(share)} of the attention`;
+    barName(name, share, measure) {
+      return `${name}: ${this.percent(share)} of the ${measure}`;
+    },
+    /** What the bars of the default method are: its experts have weights, other methods attend. */
+    get measure() {
+      return this.columns[1].weighted ? "weights" : "attention";
     },
     percent(share) {
       return share === undefined ? "" : `${Math.round(100 * share)} %`;

@@ -2,13 +2,16 @@
 
 export const MOST_PASSAGES = 50;
 
-/** A passage from a document {id, title, text, score}; place says which letter it gets for good. */
+/** A passage from a document {id, title, source, page, text, score}; place says which letter it gets for good. */
 export function toPassage(document, place) {
   const text = String(document.text ?? "");
   const heading = document.title ? String(document.title) : "";
+  const page = document.page ? `page ${document.page}` : "";
+  const file = document.source ? document.source.split(/[\\/]/u).pop() : "";
+  const title = [heading, file, page].filter(Boolean).join(", ") || firstWords(text);
   const id = document.id === undefined || document.id === null ? `passage-${place + 1}` : String(document.id);
   const score = typeof document.score === "number" ? document.score : null;
-  return { id, heading, title: heading || firstWords(text), text, score, label: letter(place), attention: {} };
+  return { id, heading, title, text, score, label: letter(place), attention: {} };
 }
 
 /** Passages from text: blocks with an empty line between them. */

@@ -8,14 +8,14 @@ export class ServiceError extends Error {
   }
 }
 
-/** The body of one chat request: the passages in the order in which they are given. */
+/** The body of one chat request: the passages in their order; null: the service retrieves them from its index. */
 export function chatBody(question, passages, mitigation) {
   return {
     model: "default",
     messages: [{ role: "user", content: question }],
     max_tokens: 64,
     temperature: 0,
-    documents: passages.map(toDocument),
+    documents: passages?.map(toDocument), // undefined is left out of JSON
     posfix: { mitigation, order: "original" },
   };
 }
@@ -33,7 +33,7 @@ export class Service {
     this.key = key; // a function: the key may be typed later
   }
 
-  /** What the page needs to know before any key: {ready, key, attention, collections}. */
+  /** What the page needs to know before any key: {ready, key, attention, index}. */
   async facts() {
     return this.json("page/service.json");
   }

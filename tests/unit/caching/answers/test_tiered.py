@@ -128,7 +128,7 @@ def test_a_search_under_way_does_not_bring_back_an_answer_that_is_dropped():
     cache = TieredAnswerCache([memory, DroppedAfterItWasRead()])
     cache.put("key", {"text": "1"}, ["doc"])
     memory.clear()
-    assert cache.get("key") == {"text": "1"}, "it was there when the search began"
+    assert cache.get("key") is None, "it was dropped before the search ended"
     assert memory.stats().entries == 0
     assert cache.get("key") is None
 
@@ -237,20 +237,28 @@ def tier_names(cache):
     return [tier["name"] for tier in cache.stats()["tiers"]]
 
 
-def test_memory_and_disk_are_built_by_default(tmp_path):
+def test_answers_stay_in_memory_by_default(tmp_path):
     with closing(build_answer_cache(CacheSettings(), tmp_path)) as cache:
         cache.put("key", {"text": "Paris"})
-        assert tier_names(cache) == ["memory", "disk"]
-    with closing(build_answer_cache(CacheSettings(), tmp_path)) as cache:
-        assert cache.get("key") == {"text": "Paris"}
+        assert tier_names(cache) == ["memory"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_redis_is_built_when_it_has_a_url(tmp_path):
-    settings = CacheSettings(redis_url="redis://:hush@127.0.0.1:1")
+def test_a_tier_on_disk_outlives_the_process(tmp_path):
+    for stored in (None, {"text": "Paris"}):
+        with closing(build_answer_cache(CacheSettings(disk_bytes=10_000_000), tmp_path)) as cache:
+            assert tier_names(cache) == ["memory", "disk"]
+            assert cache.get("key") == stored
+            cache.put("key", {"text": "Paris"})
+
+
+@pytest.mark.parametrize("lease_seconds", [0, 2])
+def test_without_a_lease_answers_in_memory_are_served_while_redis_is_away(tmp_path, lease_seconds):
+    settings = CacheSettings(redis_url="redis://:hush@127.0.0.1:1", lease_seconds=lease_seconds)
     with closing(build_answer_cache(settings, tmp_path)) as cache:
-        assert tier_names(cache) == ["memory", "disk", "redis"]
+        assert tier_names(cache) == ["memory", "redis"]
         cache.put("key", {"text": "Paris"})
-        assert cache.get("key") == {"text": "Paris"}
+        assert cache.get("key") == (None if lease_seconds else {"text": "Paris"})
         assert "hush" not in repr(cache)
 
 
@@ -271,12 +279,12 @@ def test_an_invalid_url_is_a_cache_error(tmp_path):
 
 def test_without_redis_py_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[redis\]'"):
         build_answer_cache(CacheSettings(redis_url="redis://127.0.0.1"), tmp_path)
 
 
 def test_the_largest_answer_fits_through_every_tier(tmp_path):
-    settings = CacheSettings(memory_entries=0, max_entry_bytes=50_000)
+    settings = CacheSettings(memory_entries=0, disk_bytes=10_000_000, max_entry_bytes=50_000)
     with closing(build_answer_cache(settings, tmp_path)) as cache:
         cache.put("key", {"text": "x" * 49_000}, [f"document {number}" for number in range(100)])
         assert cache.get("key") is not None

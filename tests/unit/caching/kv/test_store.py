@@ -392,7 +392,7 @@ def test_an_invalid_setting_is_a_cache_error(tmp_path, settings, message):
 
 def test_without_redis_py_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rag-posfix\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[redis\]'"):
         build_passage_store(PassageStoreSettings(redis_url="redis://127.0.0.1"), tmp_path)
 
 

@@ -47,7 +47,7 @@ def test_the_last_question_is_given_the_answer_of_the_first():
 @pytest.mark.parametrize(
     ("examples", "kind", "message"),
     [
-        (EXAMPLES, "spam", "hostile='spam' must be one of echo, poison, injection"),
+        (EXAMPLES, "spam", "hostile='spam' must be one of echo, poison, injection, faq"),
         (EXAMPLES[:2], "poison", "no other question has another answer"),
         ([PositionExample("x", "Who?", ("A",), EXAMPLES[0].gold, ())], "echo", "has no distractor"),
     ],
@@ -55,3 +55,12 @@ def test_the_last_question_is_given_the_answer_of_the_first():
 def test_what_cannot_be_replaced_is_an_error(examples, kind, message):
     with pytest.raises(EvaluationError, match=message):
         with_hostile_passage(examples, kind)
+
+
+def test_an_entry_of_an_faq_repeats_the_question_before_the_gold_text_and_replaces_nothing():
+    first, *_ = with_hostile_passage(EXAMPLES, "faq")
+    assert [d.page_content for d in first.gold] == [
+        f"Question: {EXAMPLES[0].question}\nAnswer: {d.page_content}" for d in EXAMPLES[0].gold
+    ]
+    assert first.distractors == EXAMPLES[0].distractors
+    assert not first.planted

@@ -49,6 +49,24 @@ def test_a_row_is_a_question_with_its_gold_passage_and_its_distractors(tmp_path,
     assert [(d.id, d.metadata["title"]) for d in example.distractors] == [("0-0", "Asian Americans"), ("0-2", "")]
 
 
+def test_a_row_with_a_history_is_a_turn_of_a_conversation(tmp_path):
+    history = [{"role": "user", "content": "Who was Chandrasekhar?"}, {"role": "assistant", "content": "A physicist."}]
+    path = write(tmp_path / "rows.jsonl", {**ROW, "history": history}, ROW)
+    turn, alone = load_examples(path)
+    assert turn.history == tuple(history)
+    assert turn.query == "Who was Chandrasekhar?\nwho got the first nobel prize in physics"
+    assert (alone.history, alone.query) == ((), alone.question)
+    assert data_facts([turn])["sha256"] != data_facts([replace(turn, history=())])["sha256"]
+
+
+@pytest.mark.parametrize(
+    "history", ["Who?", {"role": "user"}, [{"role": "user"}], ["Who?"], [{"role": 1, "content": "x"}]]
+)
+def test_a_history_that_is_none_is_refused(tmp_path, history):
+    with pytest.raises(EvaluationError, match=r"history is .* must be a list of messages with role and content"):
+        load_examples(write(tmp_path / "rows.jsonl", {**ROW, "history": history}))
+
+
 @pytest.mark.parametrize(
     ("count", "position", "expected"),
     [

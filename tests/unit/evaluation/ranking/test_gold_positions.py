@@ -2,6 +2,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.hostile import with_hostile_passage
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.ranking.gold_positions import GoldRank, rank_gold_positions, summarize_gold_ranks
 from rag_posfix.evaluation.ranking.rankings import OpenedReranker, RankJournal, local_ranker
@@ -159,3 +160,15 @@ def test_each_list_is_ranked_once_however_often_it_is_asked_for(tmp_path):
 def test_a_position_outside_of_the_list_is_refused():
     with pytest.raises(EvaluationError, match="gold position 4 must be between 0 and 3"):
         ranks(AsItCame(), positions=(4,))
+
+
+def test_the_share_of_rankings_with_the_hostile_passage_first_is_reported():
+    # An echo is the longest text: never first by length; as they came it is first where the gold passage is not.
+    examples = with_hostile_passage(EXAMPLES, "echo")
+    for reranker, share in ((ByLength(), 0.0), (AsItCame(), 0.5)):
+        ranker = local_ranker(OpenedReranker("r", "r", reranker))
+        rows = rank_gold_positions(
+            ranker, examples, gold_positions=(0, 1), n_documents=4, journal=RankJournal(), hostile="echo"
+        )
+        assert summarize_gold_ranks(rows)["rerankers"]["r"]["hostile_first"] == share
+    assert "hostile_first" not in summarize_gold_ranks(ranks(ByLength()))["rerankers"]["ByLength"]

@@ -40,6 +40,17 @@ def test_layers_that_forget_keys_say_the_same():
     assert found == pytest.approx([plain("mistral", LAYOUT, passage, **window) for passage in range(4)], abs=1e-5)
 
 
+def test_the_question_alone_is_what_the_stock_model_says_of_it_without_a_passage():
+    alone = LAYOUT.select(())
+    with torch.no_grad():
+        logits = stock_model("llama")(torch.tensor([alone.token_ids])).logits[0].log_softmax(dim=-1)
+    span = alone.question
+    values = [float(logits[at - 1, alone.token_ids[at]]) for at in range(span.start, span.stop)]
+    *passages, bare = question_likelihood(loaded_model("llama"), LAYOUT, bare=True)
+    assert passages == pytest.approx(question_likelihood(loaded_model("llama"), LAYOUT), abs=1e-5)
+    assert bare == pytest.approx(sum(values) / len(values), abs=1e-5)
+
+
 def test_no_passages_have_no_likelihood():
     assert question_likelihood(loaded_model(), toy_layout(())) == ()
 

@@ -11,6 +11,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly import Assembler
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.decode.answer_writer import TextStream
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
@@ -294,3 +295,15 @@ def test_a_prompt_is_encoded_with_control_tokens_and_with_what_the_tokenizer_add
     start = fast.convert_tokens_to_ids("<|im_start|>")
     assert tokenizer.encode_prompt("<|im_start|>a") == [begin, start, *tokenizer.encode_text("a")]
     assert tokenizer.token_bytes(start) == b"<|im_start|>"
+
+
+@pytest.mark.parametrize("text", ["青石镇的产假为六个月。", "육아휴직은 여섯 달입니다.", "ประภาคารสูง 41 เมตร"])
+def test_an_answer_that_is_cut_anywhere_ends_with_a_whole_character(smol, text):
+    ids = smol.encode_text(text)
+    assert any(smol.decode(ids[:end]).endswith("\ufffd") for end in range(len(ids)))  # else nothing is tested
+    for end in range(len(ids) + 1):
+        stream = TextStream(smol.decode_answer)
+        pieces = [stream.push(token) for token in ids[:end]]
+        assert "".join([*pieces, stream.finish()]) == stream.text
+        assert text.startswith(stream.text)
+        assert "\ufffd" not in stream.text

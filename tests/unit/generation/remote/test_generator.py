@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.errors import (
     ConfigError,
     GenerationError,
+    NoAnswerError,
     OverloadedError,
     PromptTooLongError,
     RagPosfixError,
@@ -125,7 +128,7 @@ def test_messages_hold_the_text_of_history_passages_and_question(
         assert messages[-1]["content"].endswith(clean_text(question))
     at = 0
     for document in assembled.documents:
-        at = messages[-1]["content"].index(clean_text(document.page_content), at)
+        at = messages[0]["content"].index(clean_text(document.page_content), at)
     assert "<|im_start|>" not in str(messages) or "<|im_start|>" in question + "".join([*passages, *earlier])
 
 
@@ -139,7 +142,8 @@ def test_the_messages_of_a_known_prompt():
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": "Hi."},
     ]
-    layout = Assembler(ENCODER, 4096).assemble("When?", documents, history=history).layout
+    template = PromptTemplate(history_first=True)
+    layout = Assembler(ENCODER, 4096, template).assemble("When?", documents, history=history).layout
     assert messages_of(layout, ENCODER) == [
         *history,
         {
@@ -200,6 +204,15 @@ class TestAnswers:
         assert set(generation.timings) == {"prefill", "decode"}
         assert server.bodies[0]["stream_options"] == {"include_usage": True}
 
+    def test_half_a_character_at_the_end_is_left_out(self):
+        with asking(streamed("六个", "\ufffd", "月\ufffd", finish="length")) as (generator, _):
+            chunks = list(generator.stream(request_of(generator)))
+        assert [chunk.text for chunk in chunks] == ["六个", "\ufffd月", ""]
+        assert chunks[-1].generation is not None
+        assert chunks[-1].generation.text == "六个\ufffd月"
+        with asking(whole("六个\ufffd", finish="length")) as (generator, _):
+            assert generator.generate(request_of(generator)).text == "六个"
+
     def test_all_sampling_parameters_are_sent(self):
         sampling = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 7, "stop": ("a", "b")}
         with asking(whole("x"), token_limit_field="max_completion_tokens") as (generator, server):
@@ -210,6 +223,28 @@ class TestAnswers:
         assert {name: sent[name] for name in ("temperature", "top_p", "top_k", "seed", "stop")} == {
             "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 7, "stop": ["a", "b"],
         }  # fmt: skip
+
+    def test_a_schema_is_sent_as_response_format_and_checked(self):
+        open_schema = {"type": "object", "properties": {"year": {"type": "integer"}}}
+        closed = {**open_schema, "additionalProperties": False}
+        forms = [
+            ({"type": "object"}, {"type": "json_object"}),
+            (open_schema, {"type": "json_schema", "json_schema": {"name": "answer", "schema": open_schema}}),
+            (closed, {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed, "strict": True}}),
+        ]
+        for schema, form in forms:
+            with asking(whole('{"year": 1901}'), streamed('{"year"', ": 1901}")) as (generator, server):
+                request = request_of(generator, json_schema=schema)
+                assert generator.generate(request).text == '{"year": 1901}'
+                assert "".join(chunk.text for chunk in generator.stream(request)) == '{"year": 1901}'
+            assert [body["response_format"] for body in server.bodies] == [form, form]
+        with asking(whole("In 1901."), streamed("In 1901."), whole('{"yea', "length")) as (generator, _):
+            request = request_of(generator, json_schema=closed)
+            with pytest.raises(UpstreamError, match="no JSON, although response_format asked for it"):
+                generator.generate(request)
+            with pytest.raises(UpstreamError, match="no JSON, although response_format asked for it"):
+                list(generator.stream(request))
+            assert generator.generate(request).text == '{"yea'  # max_tokens cut it, not the server's fault
 
     def test_without_usage_tokens_are_estimated(self):
         with asking(streamed("In 1901.", usage=None)) as (generator, _):
@@ -341,6 +376,20 @@ class TestBrokenServers:
         with asking(error(400, message)) as (generator, _), pytest.raises(PromptTooLongError, match="CONTEXT_WINDOW"):
             generator.generate(request_of(generator))
 
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({}, "without any content"),
+            ({"refusal": "no"}, "refused to answer"),
+            ({"tool_calls": [{"id": "1"}]}, "called a tool"),
+            ({"function_call": {"name": "search"}}, "called a tool"),
+        ],
+    )
+    def test_a_whole_answer_without_text(self, fields: dict[str, Any], reason: str):
+        choice = {"message": {"role": "assistant", "content": None, **fields}, "finish_reason": "stop"}
+        with asking(as_json({"choices": [choice]})) as (generator, _), pytest.raises(NoAnswerError, match=reason):
+            generator.generate(request_of(generator))
+
     def test_nobody_listens(self):
         with upstream(whole("x")) as server:
             pass
@@ -373,6 +422,20 @@ class TestRetries:
             started = time.monotonic()
             list(generator.stream(request_of(generator)))
         assert time.monotonic() - started >= 1.0
+
+    @pytest.mark.parametrize(("status", "kind"), [(429, OverloadedError), (503, UpstreamError)])
+    @pytest.mark.parametrize(("asked", "left"), [("7200", inf), ("3", 2.0)])
+    def test_a_pause_beyond_what_is_left_fails_at_once(
+        self, status: int, kind: type[RagPosfixError], asked: str, left: float
+    ):
+        busy, started = error(status, "busy", retry_after=asked), time.monotonic()
+        with asking(busy, limits=self.LIMITS, remaining_seconds=lambda: left) as (generator, server):
+            request = request_of(generator)
+            with pytest.raises(kind) as failed:
+                generator.generate(request)
+        assert status != 429 or getattr(failed.value, "retry_seconds", None) == float(asked)
+        assert time.monotonic() - started < 2.0
+        assert len(server.bodies) == 1
 
     @pytest.mark.parametrize(("status", "kind"), [(429, OverloadedError), (503, UpstreamError)])
     def test_in_the_end_it_is_an_error(self, status: int, kind: type[RagPosfixError]):

@@ -12,7 +12,8 @@ from rag_posfix.generation.tensor_parallel import launch as parallel
 from rag_posfix.generation.tensor_parallel.launch import load_parallel, run_torchrun_worker
 from rag_posfix.generation.tensor_parallel.processes import Processes
 from rag_posfix.pipeline.build import launch_environment
-from rag_posfix.settings import Settings, environment_with
+from rag_posfix.process import environment_with
+from rag_posfix.settings import Settings
 from tests.support.tiny import save_tiny
 from tests.support.waiting import wait_until
 
@@ -72,7 +73,7 @@ class TestWhatIsRefused:
 
     def test_a_missing_package_by_its_extra(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setattr(parallel, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match=r"accelerate is not installed.*rag-posfix\[tp\]"):
+        with pytest.raises(ConfigError, match=r"accelerate is not installed.*\.\[tp\]"):
             load_parallel(folder, tp=2, environment=launch_environment())
 
     def test_a_model_that_is_not_there(self, nothing_starts):

@@ -7,6 +7,7 @@ from langchain_core.messages import HumanMessage
 from rag_posfix import RagPosfixChatModel, document_block
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.toy_encoder import ToyEncoder
 
 ROME = Document(page_content="Rome lies on the Tiber. It is old.", id="rome")
@@ -27,7 +28,7 @@ class TestConstruction:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mitigatoin": "none"}, "mitigatoin\n  Extra inputs are not permitted"),
+            ({"mitigatoin": "none"}, "no parameter 'mitigatoin'. Did you mean 'mitigation'"),
             ({"mitigation": "context_expert"}, "Did you mean 'context_experts'"),
             ({"mitigation": "context_experts", "mitigation_parameters": {"expert": 2}}, "Did you mean 'experts'"),
             ({"mitigation": "context_experts:expert=2"}, "Did you mean 'experts'"),
@@ -35,7 +36,7 @@ class TestConstruction:
         ],
     )
     def test_what_is_unknown_is_refused_before_a_model_is_loaded(self, options, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ConfigError, match=message):
             RagPosfixChatModel(**options)
 
     def test_a_method_may_be_named_with_its_parameters(self):
@@ -78,6 +79,28 @@ class TestDocuments:
 
 
 class TestWithoutDocuments:
+    def test_an_empty_list_has_the_answer_that_no_passage_was_found(self, caplog):
+        model = chat()
+        (*_, streamed) = model.stream(QUESTION, documents=[])
+        for message in (model.invoke(QUESTION, documents=[]), model.bind(documents=[]).invoke(QUESTION), streamed):
+            assert message.content == NO_PASSAGE_TEXT
+            assert message.response_metadata["grounded"] is False
+        assert chat(no_passage_text="Nothing.").invoke(QUESTION, documents=[]).content == "Nothing."
+        assert caplog.records == []
+
+    def test_a_conversation_and_an_allowed_question_are_answered_and_said_to_be_without_passages(self):
+        for message in (chat().invoke(QUESTION), chat(allow_ungrounded=True).invoke(QUESTION, documents=[])):
+            assert message.content.startswith("No passages for")
+            assert message.response_metadata["grounded"] is False
+        assert chat().invoke(QUESTION, documents=[ROME]).response_metadata["grounded"] is True
+
+    def test_passages_that_are_cut_or_left_out_are_named(self):
+        long = Document(page_content="Rome " * 9000, id="long", metadata={"relevance_score": 0.9})
+        other = Document(page_content="Bread " * 9000, id="other", metadata={"relevance_score": 0.1})
+        metadata = chat().invoke(QUESTION, documents=[other, long]).response_metadata
+        assert metadata["truncated"] == ["long"]
+        assert metadata["dropped"] == [{"id": "other", "reason": "budget"}]
+
     def test_it_is_told_once_that_nothing_is_corrected(self, caplog):
         model = chat()
         assert model.invoke(QUESTION).content

@@ -17,6 +17,8 @@ from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from rag_posfix.retrieval.bm25 import BM25Retriever
+from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.runs import Runs
 from tests.support.toy_encoder import ToyEncoder
 
@@ -75,6 +77,46 @@ def without_time(answer):
     return {name: value for name, value in answer.items() if name != "timings"}
 
 
+class TestTool:
+    def test_it_answers_with_sources_as_artifact_and_takes_a_filter(self):
+        documents = [d.model_copy(update={"metadata": {"old": d is ROME}}) for d in (ROME, PARIS, BREAD)]
+        tool = rag(retriever=BM25Retriever.from_documents(documents)).as_tool(name="cities", description="Of cities.")
+        assert (tool.name, tool.description, set(tool.args)) == ("cities", "Of cities.", {"question", "filter"})
+        call = {"type": "tool_call", "id": "1", "name": "cities", "args": {"question": "Rome, Paris, bread"}}
+        message = tool.invoke(call)
+        assert (message.content, message.tool_call_id) == (message.artifact["answer"], "1")
+        assert sorted(ids(message.artifact)) == ["bread", "paris", "rome"]
+        call["args"]["filter"] = {"old": True}
+        assert ids(asyncio.run(tool.ainvoke(call)).artifact) == ["rome"]
+
+    def test_a_failed_question_is_a_message_and_its_runs_are_children(self):
+        tool, runs = rag(retriever=BM25Retriever.from_documents([ROME, PARIS])).as_tool(), Runs()
+        call = {"type": "tool_call", "id": "1", "name": tool.name, "args": {"question": QUESTION, "filter": {"$x": 1}}}
+        message = tool.invoke(call)
+        assert (message.status, "is not understood" in message.content) == ("error", True)
+        called = tool.invoke({**call, "args": {"question": QUESTION}}, {"callbacks": [runs], "configurable": {"k": 1}})
+        assert len(called.artifact["documents"]) == 1
+        assert "PosfixRAG" in {run.name for run in runs.by_id.values() if run.parent is not None}
+        with pytest.raises(ConfigError, match="as_tool takes name and description"):
+            rag().as_tool(int)
+
+    def test_an_agents_model_calls_it_and_reads_what_it_found(self):
+        from rag_posfix import RagPosfixChatModel
+        from tests.support.tool_models import tool_engine
+
+        tool = rag(retriever=BM25Retriever.from_documents([ROME])).as_tool(name="cities")
+        model = RagPosfixChatModel(generator=tool_engine(), mitigation="none", max_tokens=24)
+        bound = model.bind_tools([tool], tool_choice="cities")
+        first = bound.invoke(QUESTION)
+        assert first.content.startswith('{"name": "cities", "arguments":')
+        called = AIMessage("", tool_calls=[{"name": "cities", "args": {"question": QUESTION}, "id": "a1b2c3d4e"}])
+        found = tool.invoke(called.tool_calls[0])
+        assert (found.content, ids(found.artifact)) == (TEXT, ["rome"])
+        second = bound.invoke([HumanMessage(QUESTION), called, found])
+        assert second.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
+        assert second.content.startswith('{"name": "cities"')
+
+
 class TestInvoke:
     def test_a_question_is_answered_with_its_sources(self):
         answer = rag().invoke(QUESTION)
@@ -120,8 +162,22 @@ class TestInvoke:
         answer = made.bind(k=1).invoke(asked, chosen)
         assert (ids(answer), answer["mitigation"]) == (["rome", "paris"], "context_experts")
 
+    def test_filters_of_call_arguments_and_object_are_joined(self):
+        documents = [
+            document.model_copy(update={"metadata": {"old": document is ROME, "big": document is not BREAD}})
+            for document in (ROME, PARIS, BREAD)
+        ]
+        made = rag(retriever=BM25Retriever.from_documents(documents), filter={"big": True})
+        question = "Rome, Paris, bread"
+        assert sorted(ids(made.invoke(question))) == ["paris", "rome"]
+        assert ids(made.invoke({"question": question, "filter": {"old": True}})) == ["rome"]
+        assert ids(made.bind(filter={"old": False}).invoke(question)) == ["paris"]
+        assert ids(made.invoke(question, {"configurable": {"filter": {"big": False}}})) == []
+        with pytest.raises(ValueError, match="'\\$nor' is not understood"):
+            rag(filter={"$nor": []})
+
     def test_it_says_what_can_be_configured(self):
-        assert [spec.id for spec in rag().config_specs] == ["k", "order", "mitigation", "tenant"]
+        assert [spec.id for spec in rag().config_specs] == ["k", "order", "mitigation", "tenant", "filter", "query"]
 
     @pytest.mark.parametrize(
         ("asked", "message"),
@@ -161,11 +217,16 @@ class TestInvoke:
             list(PosfixRAG(pipeline=made_pipeline()).stream(QUESTION))
         assert PosfixRAG(pipeline=made_pipeline(), answer_from_memory=True).invoke(QUESTION)["documents"] == ()
 
-    @pytest.mark.parametrize("ask", ["invoke", "stream"])
-    def test_a_search_that_finds_nothing_is_told(self, caplog, ask):
+    def test_a_search_that_finds_nothing_is_told(self, caplog):
         made = PosfixRAG(pipeline=made_pipeline(), retriever=lambda question: [])
-        asked = getattr(made, ask)(QUESTION)
-        assert list(asked)
+        for answer in (made.invoke(QUESTION), sum_of(list(made.stream(QUESTION)))):
+            assert (answer["answer"], answer["grounded"]) == (NO_PASSAGE_TEXT, False)
+        assert caplog.text == ""
+
+    @pytest.mark.parametrize("ask", ["invoke", "stream"])
+    def test_an_answer_from_memory_is_told(self, caplog, ask):
+        made = PosfixRAG(pipeline=made_pipeline(), retriever=lambda question: [], answer_from_memory=True)
+        assert list(getattr(made, ask)(QUESTION))
         assert "the answer comes from the model's memory" in caplog.text
 
     def test_an_argument_that_it_does_not_know_is_refused(self):

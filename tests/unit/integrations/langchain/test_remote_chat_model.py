@@ -24,8 +24,8 @@ def test_it_sends_the_conversation_and_returns_text_usage_and_documents():
     assert message.response_metadata["model_name"] == "tiny"
     assert [one["id"] for one in message.response_metadata["documents"]] == ["rome"]
     (body,) = server.bodies
-    assert [one["role"] for one in body["messages"]] == ["system", "user", "assistant", "user"]
-    assert "Rome lies on the Tiber." in body["messages"][-1]["content"]
+    assert [one["role"] for one in body["messages"]] == ["user", "assistant", "user"]
+    assert "Rome lies on the Tiber.\n\nBe brief.\n\nQuestion: Hello." in body["messages"][0]["content"]
     assert (body["max_tokens"], body["stop"]) == (9, ["\n"])
     assert server.headers[0]["authorization"] == "Bearer sk-1"
 

@@ -14,7 +14,7 @@ ENTRY = IndexEntry(Document(id="a", page_content="text ü", metadata={"year": 19
 def path(tmp_path):
     path = tmp_path / "documents.sqlite"
     DocumentFile.create(path, {"count": 1}, [(7, ENTRY, b"\0\0\x80\x3f")])
-    assert [file.name for file in tmp_path.iterdir()] == ["documents.sqlite"]
+    assert {file.name for file in tmp_path.iterdir()} == {"documents.sqlite", "documents.sqlite-journal"}
     return path
 
 

@@ -30,7 +30,12 @@ def table_of(*metadata):
         ({"year": 1, "kind": "book"}, [3]),
         ({"kind": ["book", "map"]}, [2, 3]),
         ({"author": "nobody"}, []),
-        ({"tags": "a"}, []),
+        ({"tags": "a"}, [0]),
+        ({"tags": {"$exists": True}}, [0]),
+        ({"year": {"$gte": 1}}, [0, 3]),
+        ({"year": {"$ne": 1}}, [1, 2, 4]),
+        ({"$or": [{"kind": "map"}, {"year": None}]}, [2, 4]),
+        ({"$not": {"kind": ["book", "map"]}}, [0, 1, 4]),
         (lambda metadata: "a" in metadata.get("tags", []), [0]),
     ],
 )
@@ -73,7 +78,7 @@ def test_a_function_cannot_change_the_metadata():
 
 @pytest.mark.parametrize(
     ("chosen", "problem"),
-    [(5, "filter=5 is a int"), ({"a": {"$gt": 1}}, "'a': {'\\$gt': 1} is not understood"), ({1: 2}, "not understood")],
+    [(5, "filter=5 is a int"), ({"a": {"$like": 1}}, "'\\$like' is not understood"), ({1: 2}, "not understood")],
 )
 def test_what_is_no_filter_is_refused(chosen, problem):
     store = FaissVectorStore.from_texts(["abc"], LetterEmbeddings())

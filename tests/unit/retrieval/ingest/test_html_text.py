@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rag_posfix.retrieval.ingest.readers import decode_html, html_text
+from rag_posfix.retrieval.ingest.html import parse_page
+from rag_posfix.retrieval.ingest.text_encoding import decode_html
+
+
+def html_text(source):
+    page = parse_page(source)
+    return page.title(), page.text()
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,7 @@ from rag_posfix.retrieval.ingest.readers import decode_html, html_text
         ("<p>a < b and x <", "a < b and x <"),
         ("<p>cut off <a href='x", "cut off"),
         ("</p></div>closed too often", "closed too often"),
+        ("<nav><a>Start</a></nav><p>yes<footer>Imprint</footer>", "yes"),
         ("<SCRIPT>no</SCRIPT ><P>yes", "yes"),
         ("", ""),
     ],
@@ -58,7 +65,8 @@ def test_the_first_title_of_the_page_is_its_title(source, title, text):
         (b'<meta charset="ISO-8859-1">\xe9\x93', '<meta charset="ISO-8859-1">é\u201c', None),
         (b"<meta http-equiv=x content='text/html; charset=koi8-r'>\xc1", None, None),
         (b"<meta charset=utf-16>abc", "<meta charset=utf-16>abc", None),
-        (b"\xe9", "\ufffd", "not utf-8"),
+        (b"caf\xe9", "caf\xe9", "not UTF-8, read as cp1252: a guess"),
+        (b"<meta charset=utf-8>\xe9", "<meta charset=utf-8>\ufffd", "not utf-8"),
         (b"<meta charset=klingon>a", "<meta charset=klingon>a", "unknown charset 'klingon'"),
         (b"<meta charset=rot13>a", "<meta charset=rot13>a", "unknown charset 'rot13'"),
     ],

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest.ingest import PassageSize, read_documents, read_files
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
+from rag_posfix.retrieval.ingest.passages import PassageSize
 
 
 def write_lines(path, *records):
@@ -91,13 +92,13 @@ def test_control_tokens_in_text_are_kept_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
-def test_bytes_that_are_not_utf8_are_replaced_with_a_warning(tmp_path, caplog, name):
+def test_latin_1_keeps_its_accents_and_the_guess_is_said(tmp_path, caplog, name):
     path = tmp_path / name
     path.write_bytes(b'{"text": "caf\xe9"}')
     with caplog.at_level(logging.WARNING):
-        assert "caf\ufffd" in read_documents([path])[0].page_content
+        assert "caf\xe9" in read_documents([path])[0].page_content
     assert name in caplog.text
-    assert "not UTF-8" in caplog.text
+    assert "not UTF-8, read as cp1252: a guess" in caplog.text
 
 
 def test_documents_without_text_are_left_out_with_a_warning(tmp_path, caplog):
@@ -130,7 +131,10 @@ def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem
 
 def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
     (tmp_path / "a.odt").write_bytes(b"")
-    allowed = r"\.csv, \.docx, \.htm, \.html, \.jsonl, \.jsonl\.gz, \.md, \.pdf, \.txt"
+    allowed = (
+        r"\.csv, \.docx, \.epub, \.htm, \.html, \.ipynb, \.json, \.jsonl, \.jsonl\.gz, \.md, \.pdf, \.pptx, \.tsv, "
+        r"\.txt, \.xlsx"
+    )
     with pytest.raises(RetrievalError, match=rf"'\.odt' is not one of {allowed}"):
         read_documents([tmp_path / "a.odt"])
 

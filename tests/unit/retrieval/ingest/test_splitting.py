@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.ingest.ingest import CharSpan, PassageSize, split_passages
+from rag_posfix.retrieval.ingest.passages import CharSpan, PassageSize, split_passages
 
 prose = st.lists(
     st.sampled_from(

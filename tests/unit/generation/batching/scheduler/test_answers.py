@@ -21,6 +21,7 @@ from tests.support.scheduling import drawn, start_all, threads
 from tests.support.stepped import answer, ask
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
 
 class TestAnswers:
@@ -33,6 +34,18 @@ class TestAnswers:
         assert (generator.model_id, generator.fingerprint, generator.context_window) == ("tiny", "print", 512)
         assert generator.encoder is tiny.encoder
         assert generator.describe(MitigationChoice()) == tiny.describe(MitigationChoice())
+
+    def test_the_bytes_of_the_caches_of_running_answers(self, tiny):
+        seen = []
+        generator = BatchingGenerator(tiny, on_step=lambda _: seen.append(generator.kv_cache_bytes))
+        layout = toy_layout()
+        generator.generate(GenerationRequest(layout, MitigationChoice("none"), Sampling(max_tokens=3)))
+        shape = tiny.loaded.spec.shape
+        tokens = len(layout.token_ids) + 64  # spare capacity
+        per_layer = 2 * shape.n_kv_heads * shape.head_dim * tokens * 4  # keys and values, float32
+        assert seen[:1] == [shape.n_layers * per_layer]
+        wait_until(lambda: generator.kv_cache_bytes == 0)
+        generator.close()
 
     @pytest.mark.parametrize("max_running", [2, 8])
     def test_a_hundred_mixed_requests_that_join_and_leave_are_answered_as_by_the_engine(self, tiny, pool, max_running):

@@ -1,0 +1,168 @@
+"""The files of the gate: copies of the committed ones, and PDF, Word and a long manual made from committed text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from csv import DictReader
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus"
+Kind = Literal[
+    "headings", "tables", "lists", "faq", "forum", "pdf", "docx", "html", "manual", "tickets", "records", "languages",
+    "filters", "follow-ups", "denied", "off-topic",
+]  # fmt: skip
+_PAGE_END = "\n\\f\n"
+
+
+@dataclass(frozen=True, slots=True)
+class GateQuestion:
+    """A question about the files.
+
+    Attributes:
+        answers: Accepted forms of the answer; none where the files, or those that may be read, do not answer it.
+        gold: The file with the answer; the forbidden file of a ``denied`` question; empty off topic.
+        evidence: A text of the passage with the answer; without it a passage of the gold file with an answer is one.
+        near: Whether an off-topic question asks for what the files tell about others.
+    """
+
+    id: str
+    kind: Kind
+    question: str
+    answers: tuple[str, ...]
+    gold: str
+    evidence: str = ""
+    filter: Mapping[str, Any] | None = None
+    history: tuple[Mapping[str, str], ...] = ()
+    near: bool = False
+
+
+def load_questions(name: str = "questions") -> list[GateQuestion]:
+    """Return committed questions: ``questions``, or ``unseen``, on which nothing was ever chosen."""
+    rows = map(json.loads, (HERE / f"{name}.jsonl").read_text("utf-8").splitlines())
+    return [
+        GateQuestion(**{**row, "answers": tuple(row["answers"]), "history": tuple(row.get("history", ()))})
+        for row in rows
+    ]
+
+
+def write_files(folder: Path) -> list[Path]:
+    """Write all files of the corpus into an empty folder and return them."""
+    shutil.copytree(CORPUS, folder, ignore=shutil.ignore_patterns("made"))
+    made = folder / "made"
+    made.mkdir()
+    for source in sorted((CORPUS / "made").iterdir()):
+        target, text = made / source.stem, source.read_text("utf-8").rstrip("\n")
+        if source.name.endswith(".pdf.txt"):
+            target.write_bytes(pdf_of(text.split(_PAGE_END)))
+        elif source.name.endswith(".docx.md"):
+            _write_docx(target, text)
+        else:
+            target.with_suffix(".md").write_text(_manual(text), "utf-8")
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def pdf_of(pages: Sequence[str]) -> bytes:
+    """Return a PDF file of pages of text lines, without an outline: the title and headings are in larger letters.
+
+    A line is a heading if it stands alone in its paragraph; the first is the title. Only Latin-1 letters, no brackets.
+    """
+    kids = " ".join(f"{5 + 2 * number} 0 R" for number in range(len(pages)))
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica-Bold /Encoding /WinAnsiEncoding >>",
+    ]
+    for number, page in enumerate(pages):
+        content = _page_content(page, is_first=number == 0)
+        objects += [
+            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Resources << /Font << /F1 3 0 R /F2 4 0 R >> >> "
+            f"/Contents {6 + 2 * number} 0 R >>",
+            f"<< /Length {len(content.encode('latin-1'))} >>\nstream\n{content}\nendstream",
+        ]
+    body, offsets = b"%PDF-1.4\n", []
+    for number, text in enumerate(objects, start=1):
+        offsets.append(len(body))
+        body += f"{number} 0 obj\n{text}\nendobj\n".encode("latin-1")
+    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
+    xref = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
+    trailer = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(body)}\n%%EOF\n"
+    return body + f"{xref}{trailer}".encode()
+
+
+def _page_content(page: str, *, is_first: bool) -> str:
+    paragraphs: list[str] = []
+    top = 800
+    for paragraph in page.split("\n\n"):
+        lines = paragraph.strip("\n").split("\n")
+        font = "/F1 11" if len(lines) > 1 else "/F2 22" if is_first and not paragraphs else "/F2 15"
+        shown = " ".join(f"({line}) Tj T*" for line in lines)
+        paragraphs.append(f"BT {font} Tf 14 TL 50 {top} Td {shown} ET")
+        top -= 14 * len(lines) + 24
+    return "\n".join(paragraphs)
+
+
+def _write_docx(path: Path, text: str) -> None:
+    """Write a Word file with heading styles, lists and tables, from lines of Markdown; ``%`` marks the title."""
+    import docx
+
+    document = docx.Document()
+    table: list[list[str]] = []
+    for line in [*text.split("\n"), ""]:
+        if line.startswith("|"):
+            table.append([cell.strip() for cell in line.strip("|").split("|")])
+            continue
+        if table:
+            rows = [row for row in table if set("".join(row)) != {"-"}]
+            cells = document.add_table(rows=len(rows), cols=len(rows[0]))
+            for number, row in enumerate(rows):
+                for column, cell in enumerate(row):
+                    cells.cell(number, column).text = cell
+            table = []
+        if line.startswith("% "):
+            document.add_heading(line[2:], 0)
+        elif line.startswith("# "):
+            document.add_heading(line[2:], 1)
+        elif line.startswith("- "):
+            document.add_paragraph(line[2:], "List Bullet")
+        elif line:
+            document.add_paragraph(line)
+    document.save(str(path))
+
+
+_CHAPTER = """## {Module}
+
+### Task of the {module}
+
+This chapter is about the {module} of the ferries Aurelia, Bellona and Corvina. Read it to the end before you begin.
+The {module} is shown on the plan of the ship with the number {number}. If it was repaired on board, the yard is told.
+
+### Inspection of the {module}
+
+The {module} is inspected after every {hours} hours. Look for cracks, rust and loose screws. Clean it with a dry cloth.
+Write the result and the date into the log of the engine room.
+
+### Work on the {module}
+
+Before work on the {module} begins, {warning}. The tool that is needed for the {module} is the {tool}. The bolts of the
+{module} are tightened crosswise to {torque} newton metres and marked with paint.
+
+### Spare parts of the {module}
+
+The spare part of the {module} has the number {part}. It is ordered from the store in Halden by telephone.
+"""
+
+
+def _manual(table: str) -> str:
+    """Return a manual with a page for each row of a table."""
+    rows = list(DictReader(table.split("\n"), delimiter="\t"))
+    chapters = [
+        _CHAPTER.format(Module=row["module"].capitalize(), number=number, **row)
+        for number, row in enumerate(rows, start=1)
+    ]
+    return "# Maintenance manual\n\n" + "\n".join(chapters)

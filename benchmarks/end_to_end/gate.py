@@ -1,0 +1,205 @@
+"""Asks the questions of the gate and measures retrieval, grounding, accuracy, citations and leaks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from langchain_core.documents import Document
+
+from benchmarks.end_to_end.files import GateQuestion
+from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.filters import matches, parse_filter
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.retrieval import retrieve_query
+from rag_posfix.evaluation.answers.answering import best_subspan_em, normalize
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.query import search_query
+
+GOLD_ALONE = "gold alone"
+ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
+    "none": {"mitigation": "none", "order": "relevance"},
+    "/reverse/none": {"mitigation": "none", "order": "reverse"},
+    "default": {"mitigation": "default", "order": "relevance"},
+}
+"""Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
+
+_MAX_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow:
+    """What came of one question.
+
+    Attributes:
+        gold_rank: The rank of the first right passage among ``k`` retrieved ones, from 1; None without one.
+        gold_read: Whether the model read a right passage.
+        cited: Documents that citations name, over all citations; ``cited_right`` are passages with the answer.
+        leaked: Passages that the model read although the filter of the question leaves them out.
+    """
+
+    arrangement: str
+    id: str
+    kind: str
+    near: bool
+    gold_rank: int | None
+    gold_read: bool
+    best_score: float
+    grounded: bool
+    right: bool
+    cited: int
+    cited_right: int
+    leaked: int
+    answer: str
+    seconds: float
+    judge_seconds: float
+
+
+class Gate:
+    """The questions over one index. ``files`` is the folder of the indexed files."""
+
+    def __init__(self, pipeline: Pipeline, files: Path, passages: Iterable[Document], k: int = 5) -> None:
+        self._pipeline = pipeline
+        self._files = files
+        self._passages = list(passages)
+        self._k = k
+
+    def run(
+        self,
+        questions: Sequence[GateQuestion],
+        arrangements: Sequence[str] = (*ARRANGEMENTS, GOLD_ALONE),
+        *,
+        threads: int = 8,
+        progress: Callable[[str], None] = lambda _line: None,
+    ) -> list[GateRow]:
+        """Return the rows of every arrangement, in the order of the questions.
+
+        Args:
+            threads: Questions that are asked at the same time; a batching generator decodes their answers together.
+        """
+        rows: list[GateRow] = []
+        for arrangement in arrangements:
+            started = time.perf_counter()
+            asked = [q for q in questions if arrangement != GOLD_ALONE or q.answers]
+            with ThreadPoolExecutor(threads) as pool:
+                rows += pool.map(lambda question, name=arrangement: self._ask(question, name), asked)
+            progress(f"{arrangement}: {len(asked)} questions in {time.perf_counter() - started:.0f} s")
+        return rows
+
+    def gold_passages(self, question: GateQuestion) -> list[Document]:
+        """Return the passages of the gold file that hold the evidence, or an answer."""
+        if not question.gold:
+            return []
+        return [document for document in self._passages if self.is_right(question, document)]
+
+    def retrieved(self, question: GateQuestion) -> list[Document]:
+        """Return the passages that the pipeline's retriever finds, best first."""
+        query = search_query("history", question.question, question.history, self._pipeline.generator)
+        retriever = self._pipeline.retriever
+        assert retriever is not None
+        return retrieve_query(retriever, query, self._k, question.filter)
+
+    def is_right(self, question: GateQuestion, passage: Document) -> bool:
+        """Return whether a passage is of the gold file and holds the evidence, or an answer."""
+        if self._file(passage.metadata.get("source")) != question.gold:
+            return False
+        content = normalize(f"{passage.metadata.get('title', '')}\n{passage.page_content}")
+        wanted = [question.evidence] if question.evidence else question.answers
+        holds_answer = best_subspan_em(content, question.answers) > 0
+        return any(normalize(form) in content for form in wanted) and (holds_answer or not question.answers)
+
+    def _file(self, source: object) -> str:
+        path = Path(str(source))
+        return path.relative_to(self._files).as_posix() if path.is_relative_to(self._files) else str(source)
+
+    def _ask(self, question: GateQuestion, arrangement: str) -> GateRow:
+        hits = self.retrieved(question)
+        ranks = [rank for rank, hit in enumerate(hits, 1) if self.is_right(question, hit)]
+        started = time.perf_counter()
+        answer = self._pipeline.ask(self._request(question, arrangement))
+        seconds = time.perf_counter() - started
+        gold_ids = {document.id for document in self.gold_passages(question)}
+        cited = [identity for citation in answer.citations for identity in citation.document_ids]
+        return GateRow(
+            arrangement=arrangement,
+            id=question.id,
+            kind=question.kind,
+            near=question.near,
+            gold_rank=ranks[0] if ranks and question.answers else None,
+            gold_read=any(document.id in gold_ids for document in answer.documents),
+            best_score=max((float(hit.metadata["relevance_score"]) for hit in hits), default=0.0),
+            grounded=answer.grounded,
+            right=answer.grounded and best_subspan_em(answer.text, question.answers) > 0,
+            cited=len(cited),
+            cited_right=sum(identity in gold_ids for identity in cited),
+            leaked=self._leaks(question, answer),
+            answer=answer.text,
+            seconds=round(seconds, 3),
+            judge_seconds=round(answer.timings.get("judge", 0.0), 3),
+        )
+
+    def _request(self, question: GateQuestion, arrangement: str) -> Question:
+        options: dict[str, Any] = {
+            "history": question.history, "sampling": Sampling(max_tokens=_MAX_TOKENS), "use_cache": False,
+        }  # fmt: skip
+        if arrangement == GOLD_ALONE:
+            return Question(question.question, self.gold_passages(question), mitigation="none", **options)
+        options |= {"k": self._k, "filter": question.filter, **ARRANGEMENTS[arrangement]}
+        return Question(question.question, **options)
+
+    def _leaks(self, question: GateQuestion, answer: Answer) -> int:
+        if not question.filter:
+            return 0
+        condition = parse_filter(question.filter)
+        allowed = {document.id for document in self._passages if matches(condition, document.metadata)}
+        return sum(document.id not in allowed for document in answer.documents)
+
+
+def summarize(rows: Sequence[GateRow]) -> dict[str, Any]:
+    """Return the measures of each arrangement, and the numbers of right answers by kind of question."""
+    return {
+        name: _summarize_arrangement([row for row in rows if row.arrangement == name])
+        for name in dict.fromkeys(row.arrangement for row in rows)
+    }
+
+
+def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
+    real = [row for row in rows if row.kind not in ("off-topic", "denied")]
+    off_topic = [row for row in rows if row.kind == "off-topic"]
+    cited = sum(row.cited for row in real)
+    kinds = dict.fromkeys(row.kind for row in real)
+    return {
+        "questions": len(real),
+        "retrieved": sum(row.gold_rank is not None for row in real),
+        "grounded": sum(row.grounded for row in real),
+        "lost": sum(not row.gold_read and row.gold_rank is not None for row in real),
+        "right": sum(row.right for row in real),
+        "cited": cited,
+        "citation_precision": sum(row.cited_right for row in real) / cited if cited else None,
+        "off_topic": len(off_topic),
+        "off_topic_answered": sum(row.grounded for row in off_topic),
+        "held_out": {  # every second question: the floor was chosen on the others
+            "questions": len(real[1::2]),
+            "lost": sum(not row.gold_read and row.gold_rank is not None for row in real[1::2]),
+            "off_topic": len(off_topic[1::2]),
+            "off_topic_answered": sum(row.grounded for row in off_topic[1::2]),
+        },
+        "filtered": sum(row.kind in ("filters", "denied") for row in rows),
+        "leaked": sum(row.leaked for row in rows),
+        "seconds": sum(row.seconds for row in rows),
+        "judge_seconds": sum(row.judge_seconds for row in rows),
+        "judged": sum(row.judge_seconds > 0 for row in rows),
+        "right_by_kind": {
+            kind: [sum(row.right for row in real if row.kind == kind), sum(row.kind == kind for row in real)]
+            for kind in kinds
+        },
+    }
+
+
+def as_records(rows: Sequence[GateRow]) -> list[dict[str, Any]]:
+    """Return the rows of a record."""
+    return [asdict(row) for row in rows]

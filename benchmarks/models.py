@@ -1,0 +1,103 @@
+"""Which decoders load and which methods they run: ``python -m benchmarks.models [TYPE...] [--out RECORD]``.
+
+A tiny random model of every decoder in transformers is built from its configuration, prepared as at load, and asked
+which methods it runs. A model that cannot be built is listed with the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.keep_record import RESULTS
+from benchmarks.tiny_decoders import decoder_types, tiny_config, tiny_model
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.record import environment, save_record
+from rag_posfix.mitigations import MITIGATIONS
+
+SECONDS = 60
+"""Seconds that one model may take: a default that cannot be made small is skipped."""
+
+
+def examine(model_type: str) -> dict[str, Any]:
+    """Return how a tiny model of a type loads: ``reading``, ``methods``, ``in_windows``, ``reason`` and seconds."""
+    from transformers import CONFIG_MAPPING
+
+    from rag_posfix.patching.prepare import prepare
+
+    try:
+        with _limited(SECONDS):
+            if getattr(CONFIG_MAPPING[model_type](), "is_encoder_decoder", False):
+                return {"reading": "refused", "reason": "it has an encoder"}
+            model = tiny_model(tiny_config(model_type))
+    except Exception as error:  # configurations of any kind
+        return {"reading": "not built", "reason": " ".join(str(error).split())[:120] or type(error).__name__}
+    started = time.perf_counter()
+    try:
+        with _limited(SECONDS):
+            spec = prepare(model)
+    except (UnsupportedModelError, TimeoutError) as error:
+        return {"reading": "refused", "reason": str(error)}
+    seconds = time.perf_counter() - started
+    within = spec.within
+    methods = [name for name, cls in MITIGATIONS.items() if cls().refusal(spec.shape) is None]
+    in_windows = [] if within is None else [n for n, cls in MITIGATIONS.items() if cls().refusal(within.shape) is None]
+    kind = "plain" if spec.plain is not None else "listed" if spec.is_listed else "proved"
+    return {
+        "reading": kind,
+        "reason": "" if spec.plain is None else spec.plain.reason,
+        "methods": methods,
+        "in_windows": [name for name in in_windows if name not in methods],
+        "lacks": sorted(set(spec.shape.lacks.values())) if spec.plain is None else [],
+        "structure": spec.structure,
+        "seconds": round(seconds, 3),
+    }
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it took more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def summarize(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return how many models load in each way, and the median seconds that preparing a tiny model took."""
+    kinds = [model["reading"] for model in models.values()]
+    counts = {kind: kinds.count(kind) for kind in ("listed", "proved", "plain", "refused", "not built")}
+    seconds = {
+        kind: round(median([m["seconds"] for m in models.values() if m["reading"] == kind] or [0.0]), 3)
+        for kind in ("listed", "proved", "plain")
+    }
+    return {"counts": counts, "median_seconds": seconds, "models": models}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("types", nargs="*", help="model types; all if none is named")
+    parser.add_argument("--out", type=Path, default=RESULTS / "models.json")
+    options = parser.parse_args(arguments)
+    models = {}
+    for model_type in options.types or decoder_types():
+        models[model_type] = examine(model_type)
+        print(f"{model_type}: {models[model_type]['reading']} {models[model_type]['reason']}".rstrip(), flush=True)
+    summary = summarize(models)
+    save_record(options.out, {"kind": "models", "summary": summary, "environment": environment()}, None)
+    print(summary["counts"])
+
+
+if __name__ == "__main__":
+    main()

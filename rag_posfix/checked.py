@@ -1,0 +1,93 @@
+"""Values are checked where they are given, and a wrong one raises ``ConfigError``: fields of models, and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import convert_pydantic_errors, shown
+from rag_posfix.registry import check_names
+
+_CHECKS = "rag_posfix.pipeline.method_checks"
+"""Knows the registries of all kinds of methods; imported when the first method is named."""
+
+
+FloorChoice: TypeAlias = Literal["auto", "off"] | float
+"""``auto``: the similarities of the index, then the judge. A number: this similarity, then the judge."""
+
+
+def check_method(kind: str, method: Any) -> None:
+    """Check a method where it is named, before a model is loaded.
+
+    Args:
+        kind: ``mitigation``, ``order`` or ``reranker``.
+        method: Its text, or a ``MethodSpec``. Files in the parameters are not read.
+
+    Raises:
+        UnknownNameError: no method of the kind has this name.
+        ConfigError: an unknown parameter, or a value outside of its range.
+    """
+    import_module(_CHECKS).check_method(kind, method)
+
+
+def checked_floor(value: object) -> FloorChoice:
+    """Return a floor from ``auto``, ``off`` or a number from 0 to 1, which may be a text.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if value == "auto":
+        return "auto"
+    if value == "off":
+        return "off"
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            similarity = float(value)
+        except ValueError:
+            similarity = -1.0
+        if 0 <= similarity <= 1:
+            return similarity
+    raise ConfigError(f"floor={shown(value)} must be auto, off, or a similarity from 0 to 1")
+
+
+def check_type(name: str, value: Any, kind: Any, allowed: str) -> None:
+    """Raise ``ConfigError`` unless a value is of a type, or of one of a union; a truth value is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, bool | None)):
+        raise ConfigError(f"{name}={shown(value)} must be {allowed}")
+
+
+def checked_list(name: str, values: Any, kind: Any, allowed: str) -> list[Any]:
+    """Return ``values`` as a list; raise ``ConfigError`` unless each is of a type, or for a text or a mapping."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ConfigError(f"{name} is {type(values).__name__}, must be a list of {allowed}")
+    entries = list(values)
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, kind):
+            raise ConfigError(f"{name}[{index}] is {type(entry).__name__}, must be one of {allowed}")
+    return entries
+
+
+class Checked:
+    """Base of pydantic models that raise ``ConfigError`` for wrong arguments, in place of pydantic's error."""
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, *arguments: Any, **values: Any) -> None:
+            cls: Any = type(self)
+            registered = getattr(cls, "name", None)
+            label = registered if isinstance(registered, str) else cls.__name__
+            if cls.model_config.get("extra") == "forbid":
+                aliases = {field.alias for field in cls.model_fields.values() if field.alias}
+                names = [name for name in values if not name.startswith("_")]
+                check_names(label, dict.fromkeys(names), {**dict.fromkeys(cls.model_fields), **dict.fromkeys(aliases)})
+            with convert_pydantic_errors(label, cls.describe_value(values)):
+                super().__init__(*arguments, **values)
+
+        __init__.__pydantic_base_init__ = True  # models inside of models are validated as before
+
+    @classmethod
+    def describe_value(cls, values: dict[str, Any]) -> Any:
+        """Return how errors name a field and its value (``convert_pydantic_errors``)."""
+        return None

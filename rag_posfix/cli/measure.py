@@ -1,0 +1,193 @@
+"""``rag-posfix measure`` and ``report``: does a model have a position bias on one's documents, and what to use."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rag_posfix.cli.ask_many import read_questions
+from rag_posfix.cli.options import AsJson, Fresh, Limit, check_index, out_option, with_settings
+from rag_posfix.cli.output import emit, err, out, say, say_files, status, table
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.settings import Settings
+
+if TYPE_CHECKING:
+    from rag_posfix.evaluation.data.questions import PositionExample
+    from rag_posfix.measuring.flips import AskedQuestion
+    from rag_posfix.measuring.measure import MeasureOptions
+    from rag_posfix.pipeline.pipeline import Pipeline
+
+_SECONDS_BETWEEN_LINES = 10.0
+_DEFAULT_QUESTIONS = 50
+
+Questions = Annotated[
+    Path | None,
+    typer.Option("--questions", help="Ask these: JSON lines, or a .txt file.", show_default="written from the index"),
+]
+Labels = Annotated[
+    Path | None, typer.Option("--data", help="Ask these questions with labels; no --index.", show_default="none")
+]
+Passages = Annotated[
+    Path | None,
+    typer.Option("--passages", help="Read the passages that --data names, JSON lines.", show_default="none"),
+]
+
+
+@with_settings(
+    "model", "adapter", "device", "k", "retriever", "floor", "template", "max_tokens", "writer", "reranker"
+)  # fmt: skip
+def measure(
+    output: Annotated[Path, out_option("Write report, profile, record and journal here.")],
+    settings: Settings,
+    index: Annotated[
+        Path | None, typer.Option("--index", help="Find the passages in this index folder.", show_default="none")
+    ] = None,
+    questions: Questions = None,
+    data: Labels = None,
+    passages: Passages = None,
+    documents: Annotated[
+        int, typer.Option("--documents", min=2, help="Use this number of passages per question of --data.")
+    ] = 10,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Stop measuring after this time.")] = 10.0,
+    orders: Annotated[int, typer.Option("--orders", min=2, help="Ask each question in this number of orders.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", help="Draw orders and written questions by this seed.")] = 0,
+    limit: Limit = None,
+    judge: Annotated[
+        bool, typer.Option("--judge", help="Let --writer judge whether two answers say the same.")
+    ] = False,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the position bias of a model on your documents.
+
+    Each question is asked with the passages that your index finds, in random orders and, as a control, in one order
+    several times. Questions without labels say how many answers change with the order. Labels, or questions that are
+    written from the index, also say which position the model reads best. Then arrangements of the passages are tried,
+    and the one to use is written to OUT/profile.json, for serve --profile and ask --profile.
+
+    Every answer is appended to a journal in OUT as soon as it is there; the same command continues after an
+    interruption.
+    """
+    if (index is None) == (data is None):
+        raise ConfigError("give --index, with --questions or without, or --data, with labels; one of the two")
+    if index is not None:
+        check_index(index)
+    rows = None if questions is None else read_questions(questions, None, False)
+    from rag_posfix.evaluation.data.labels import load_labels
+    from rag_posfix.evaluation.record import file_digest
+    from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
+    from rag_posfix.measuring.written_questions import JOURNAL as WRITTEN
+    from rag_posfix.measuring.written_questions import same_by
+    from rag_posfix.pipeline.build import build_pipeline
+
+    examples = [] if data is None else load_labels(data, passages, limit)
+    options = MeasureOptions(minutes=minutes, orders=orders, documents=documents, seed=seed, fresh=fresh)
+    asks_itself = settings.model_copy(update={"mitigation": "none", "profile": None})
+    with status("loading the model and the index"):
+        pipeline = build_pipeline(asks_itself, index=index)
+    asked: list[AskedQuestion] = []
+    dropped: Counter[str] = Counter()
+    with closing(pipeline), _progress() as report:
+        if rows is not None:
+            asked, dropped = find_questions(pipeline, [(row.id, row.question) for row in rows][:limit])
+        elif data is None:
+            examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
+        asked = asked or from_examples(examples, documents)
+        source = questions or data
+        record = measure(
+            pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
+            judge=same_by(pipeline.writer or pipeline.generator) if judge else None,
+            data={"name": source.name if source else "written from the index",
+                  "sha256": file_digest(source) if source else _digest(asked)},
+        )  # fmt: skip
+    emit(record.to_json(), as_json, _show)
+
+
+def _written(
+    pipeline: Pipeline,
+    index: Path,
+    journal: Path,
+    limit: int | None,
+    options: MeasureOptions,
+    report: Callable[[int, int, str], None],
+) -> tuple[list[PositionExample], Counter[str]]:
+    """Return questions that were written from the passages of an index, in at most a third of the time."""
+    from rag_posfix.measuring.written_questions import WrittenJournal, write_questions
+    from rag_posfix.retrieval.index.storage import read_entries
+
+    until = time.monotonic() + 20 * options.minutes
+    return write_questions(
+        pipeline, [entry.document for entry in read_entries(index).values()], limit or _DEFAULT_QUESTIONS,
+        documents=options.documents, seed=options.seed, journal=WrittenJournal(journal, fresh=options.fresh),
+        in_time=lambda: time.monotonic() < until, report=report,
+    )  # fmt: skip
+
+
+def _digest(questions: list[AskedQuestion]) -> str:
+    from rag_posfix.text import content_hash
+
+    return content_hash(*(text for question in questions for text in (question.id, question.text)))
+
+
+def _show(result: dict[str, Any]) -> None:
+    say(result["verdict"])
+    rows = table("arrangement", "worst", "mean", "second", "well formed", "first token")
+    for name, values in result["measured"].items():
+        numbers = (values["worst"], values["mean"], values["second"], values["well_formed"], values["ttft_ratio"])
+        rows.add_row(name, *(f"{number:.2f}" for number in numbers))
+    out().print(rows, markup=False)
+    say_files(result, "report", "profile", "record")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function (done, total, text) that shows a bar with the text; without a terminal lines now and then."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    console = err()
+    shown_at = float("-inf")
+    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=None)
+
+        def move(done: int, total: int, text: str) -> None:
+            nonlocal shown_at
+            bars.update(task, completed=done, total=total, description=text)
+            is_plan = text.startswith("about ")
+            due = done == total or time.monotonic() - shown_at >= _SECONDS_BETWEEN_LINES
+            if is_plan or (not console.is_terminal and due):
+                line = text if is_plan else f"{done} of {total}: {text}"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                shown_at = time.monotonic()
+
+        yield move
+
+
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Show these records, each the .json file.")],
+    output: Annotated[Path, typer.Option("--out", help="Write this HTML file, and a CSV file next to it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a page of result records that needs no network.
+
+    Records of measure, eval and bench have charts and tables; every other record has its summary.
+    """
+    from rag_posfix.evaluation.record import read_record, write_whole
+    from rag_posfix.measuring.report import report_page, report_table
+
+    if output.suffix != ".html":
+        raise ConfigError(f"--out {str(output)!r} must end in .html")
+    read = [read_record(path) for path in records]
+    files = {"report": output, "csv": output.with_suffix(".csv")}
+    try:
+        write_whole(files["report"], [report_page(read).encode()])
+        write_whole(files["csv"], [report_table(read).encode()])
+    except OSError as error:
+        raise EvaluationError(f"--out {str(output)!r} cannot be written: {error.strerror}") from error
+    emit({name: str(path) for name, path in files.items()}, as_json, lambda result: say_files(result, *files))

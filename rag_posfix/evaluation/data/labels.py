@@ -1,0 +1,174 @@
+"""Labelled questions of one's own: two files, questions and passages; and a check that names what is wrong where."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from langchain_core.documents import Document
+
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.questions import (
+    ROW_ERRORS,
+    PositionExample,
+    example_of_row,
+    load_examples,
+    malformed,
+    question_and_answers,
+    unreadable,
+    visible,
+)
+from rag_posfix.text import split_words
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelProblem:
+    """What is wrong with a row: an ``error`` makes it unusable, a ``warning`` makes its numbers doubtful."""
+
+    row: int
+    severity: Severity
+    message: str
+
+
+def load_labels(path: Path, passages: Path | None = None, limit: int | None = None) -> list[PositionExample]:
+    """Return labelled questions: of two files, or of one that ``load_examples`` reads.
+
+    Args:
+        path: With ``passages``, JSON lines or CSV with ``question``, ``answers`` (a list; in CSV separated by ``|``)
+            or ``answer``, and ``passage``, the id of the gold passage. Without, Lost-in-the-Middle or HotpotQA rows,
+            or SQuAD's format.
+        passages: JSON lines with ``id``, ``text`` and perhaps ``title``. The other passages are the distractors, those
+            that share the most words with the question first.
+        limit: Maximum number of questions.
+
+    Raises:
+        EvaluationError: a file cannot be read, or a row is malformed.
+    """
+    if passages is None:
+        return load_examples(path, limit=limit)
+    table = _read_passages(passages)
+    examples = []
+    for number, row in list(_read_rows(path))[:limit]:
+        try:
+            examples.append(_example(row, number, table))
+        except ROW_ERRORS as error:
+            raise EvaluationError(
+                f"{path}, row {number}: {malformed(error)}; run rag-posfix data check {path} --passages {passages}"
+            ) from error
+    if not examples:
+        raise EvaluationError(f"{path} holds no question; write a row with question, answers and passage")
+    return examples
+
+
+def check_labels(path: Path, passages: Path | None = None) -> tuple[int, list[LabelProblem]]:
+    """Return the number of usable questions of a file, and every problem by row, from 1.
+
+    Of a file in SQuAD's format only the first malformed row is named.
+
+    Raises:
+        EvaluationError: a file cannot be read at all.
+    """
+    problems: list[LabelProblem] = []
+    examples: list[tuple[int, PositionExample]] = []
+    table = None if passages is None else _read_passages(passages)
+    if table is None and _is_squad(path):
+        examples = list(enumerate(load_examples(path), 1))
+    else:
+        for number, row in _read_rows(path):
+            try:
+                if isinstance(row, str):
+                    raise ValueError(row)
+                example = example_of_row(row, number - 1) if table is None else _example(row, number, table)
+                examples.append((number, example))
+            except ROW_ERRORS as error:
+                problems.append(LabelProblem(number, "error", malformed(error)))
+    first_row: dict[str, int] = {}
+    for number, example in examples:
+        question = " ".join(split_words(example.question))
+        if first_row.setdefault(question, number) != number:
+            problems.append(LabelProblem(number, "warning", f"the question is that of row {first_row[question]}"))
+        problems += [LabelProblem(number, "warning", message) for message in _doubts(example)]
+    return len(examples), sorted(problems, key=lambda problem: problem.row)
+
+
+def _doubts(example: PositionExample) -> Iterator[str]:
+    answers = [" ".join(split_words(answer)) for answer in example.answers]
+
+    def holds(documents: Sequence[Document]) -> bool:
+        texts = [f" {' '.join(split_words(document.page_content))} " for document in documents]
+        return any(f" {answer} " in text for text in texts for answer in answers)
+
+    if not holds(example.gold):
+        yield "no accepted answer is in the gold passage, word by word"
+    others = sum(holds([document]) for document in example.distractors[:20])
+    if others:
+        yield f"an accepted answer is also in {others} other passages; they count as wrong positions"
+    if not example.distractors:
+        yield "there is no other passage, so the position of the gold passage cannot change"
+
+
+def _example(row: Mapping[str, Any], number: int, passages: Mapping[str, Document]) -> PositionExample:
+    answers = row["answers"] if row.get("answers") else [row["answer"]]
+    question, accepted = question_and_answers(row["question"], answers)
+    name = str(row["passage"])
+    if name not in passages:
+        raise ValueError(f"passage {name!r} is not among the {len(passages)} passages")
+    words = set(split_words(question))
+    others = [document for key, document in passages.items() if key != name]
+    others.sort(key=lambda document: -len(words & set(split_words(document.page_content))))
+    return PositionExample(str(row.get("id", number)), question, accepted, (passages[name],), tuple(others))
+
+
+def _text_of(path: Path) -> str:
+    if not path.is_file():
+        raise EvaluationError(f"{path} is not a file; give a file of JSON lines, CSV, or SQuAD's format")
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from error
+
+
+def _is_squad(path: Path) -> bool:
+    try:
+        value = json.loads(_text_of(path))
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "data" in value
+
+
+def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield number and row of a file of CSV or JSON lines; for a line that is no row, a text with the reason."""
+    text = _text_of(path)
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
+            yield number, {**row, "answers": [answer for answer in (row.get("answers") or "").split("|") if answer]}
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                yield number, f"is not JSON: {error}"
+            else:
+                yield number, value if isinstance(value, dict) else f"is {type(value).__name__}, must be a JSON object"
+
+
+def _read_passages(path: Path) -> dict[str, Document]:
+    passages: dict[str, Document] = {}
+    for number, row in _read_rows(path):
+        if not isinstance(row, dict) or "id" not in row or not visible(row.get("text")):
+            raise EvaluationError(f"{path}, row {number} is not a passage; it needs id and text")
+        if str(row["id"]) in passages:
+            raise EvaluationError(f"{path}, row {number} repeats the id {row['id']!r}; give each passage its own")
+        metadata = {"title": row["title"]} if visible(row.get("title")) else {}
+        passages[str(row["id"])] = Document(page_content=row["text"], id=str(row["id"]), metadata=metadata)
+    return passages

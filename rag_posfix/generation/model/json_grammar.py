@@ -1,0 +1,179 @@
+"""Typed answers: which tokens may continue a JSON text, so that the whole follows a JSON schema.
+
+llguidance (https://github.com/guidance-ai/llguidance) compiles the schema and follows the text; it is imported with
+the first schema. White space is one space after commas and colons: a small model cannot fill its answer with blanks.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rag_posfix.errors import ConfigError, UnsupportedModelError, missing_extra
+
+_LONGEST_TOKEN = 64
+_SIGNS = '{}[]":,-0123456789'
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def compile_schema(schema: str) -> str:
+    """Return the grammar of a JSON schema.
+
+    Raises:
+        ConfigError: llguidance is not installed, or the schema is wrong or has a part that cannot be enforced.
+    """
+    matcher = _llguidance().LLMatcher
+    try:
+        grammar: str = matcher.grammar_from_json_schema(
+            json.dumps(close_objects(json.loads(schema))), overrides=_LAYOUT
+        )
+        _, problems = matcher.validate_grammar_with_warnings(grammar)
+    except ValueError as error:
+        problems = [str(error)]
+    if problems:
+        raise ConfigError(f"the JSON schema cannot be enforced: {'; '.join(problems)}; leave that part out of it")
+    return grammar
+
+
+def close_objects(schema: Any) -> Any:
+    """Return the schema with no properties but those it names, where it does not say whether there may be others.
+
+    Without it a small model adds properties until its answer is cut. Parts of an ``allOf`` stay open.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(name), dict):
+            closed[name] = {key: close_objects(value) for key, value in schema[name].items()}
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(schema.get(name), list):
+            closed[name] = [close_objects(value) for value in schema[name]]
+    if "items" in schema:
+        closed["items"] = close_objects(schema["items"])
+    if "properties" in schema and schema.keys().isdisjoint(("allOf", "anyOf", "oneOf", "$ref", "patternProperties")):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise missing_extra("llguidance", "structured") from error
+    return llguidance
+
+
+class JsonText:
+    """One JSON text while it is written, token by token. Not for several threads at once."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> bytes:
+        """Return a byte for each token of the vocabulary: not 0, if it may be next."""
+        mask: bytes = self._matcher.compute_logit_bias()
+        return mask
+
+    def append(self, token_id: int) -> None:
+        """Add a token.
+
+        Raises:
+            ConfigError: it was not allowed, or the schema is too large to be followed.
+        """
+        if not self._matcher.consume_token(token_id):
+            raise ConfigError(f"the JSON schema cannot be followed further: {self._matcher.get_error()}; simplify it")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """A tokenizer as llguidance reads it."""
+
+    tokens: Sequence[bytes]
+    eos_token_id: int
+    special_token_ids: Sequence[int]
+    encode: Callable[[str], list[int]]
+    numbers: Mapping[bytes, int]
+    bos_token_id: int | None = None
+
+    def __call__(self, data: bytes) -> list[int]:
+        """Return the tokens of a text: its own, or where these put a space before it, the longest that fit."""
+        ids = self.encode(data.decode("utf-8", "replace"))
+        if b"".join(self.tokens[number] for number in ids) == data:
+            return ids
+        ids, start = [], 0
+        while start < len(data):
+            stop = min(len(data), start + _LONGEST_TOKEN)
+            while data[start:stop] not in self.numbers and stop > start + 1:
+                stop -= 1
+            if data[start:stop] in self.numbers:
+                ids.append(self.numbers[data[start:stop]])
+            start = stop
+        return ids
+
+
+class JsonGrammars:
+    """The JSON texts that a tokenizer can write. Safe to share between threads.
+
+    Args:
+        bytes_of: Returns the bytes of every token; called with the first schema, which takes seconds.
+        encode: Returns the tokens of a text.
+        control_ids: Tokens that no text has.
+        eos_ids: Tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        bytes_of: Callable[[], Sequence[bytes]],
+        encode: Callable[[str], list[int]],
+        control_ids: Collection[int],
+        eos_ids: Collection[int],
+    ) -> None:
+        self._bytes_of, self._encode = bytes_of, encode
+        self._control_ids, self._eos_ids = sorted({*control_ids, *eos_ids}), sorted(eos_ids)
+        self._lock = threading.Lock()
+        self._tokens: Any = None
+
+    def check(self, schema: str) -> None:
+        """Raise what ``begin`` raises, without the tokenizer where the schema is wrong."""
+        compile_schema(schema)
+        self._read_tokens()
+
+    def begin(self, schema: str) -> JsonText:
+        """Return an empty text that follows a JSON schema.
+
+        Raises:
+            ConfigError: as ``compile_schema``.
+            UnsupportedModelError: the tokenizer has no token that ends an answer, or lacks a sign of JSON.
+        """
+        grammar = compile_schema(schema)
+        matcher = _llguidance().LLMatcher(self._read_tokens(), grammar)
+        if matcher.is_error():
+            raise ConfigError(f"the JSON schema cannot be enforced: {matcher.get_error()}")
+        return JsonText(matcher)
+
+    def _read_tokens(self) -> Any:
+        with self._lock:
+            if self._tokens is None:
+                if not self._eos_ids:
+                    raise UnsupportedModelError("the model has no token that ends an answer, so it writes no JSON")
+                data = self._bytes_of()
+                control_ids = set(self._control_ids)
+                numbers = {text: number for number, text in enumerate(data) if number not in control_ids}
+                missing = [sign for sign in _SIGNS if sign.encode() not in numbers]
+                if missing:
+                    raise UnsupportedModelError(
+                        f"the vocabulary of the model has no token for {', '.join(missing)}, so it writes no JSON"
+                    )
+                tokens = _Vocabulary(data, self._eos_ids[0], self._control_ids, self._encode, numbers)
+                wrapped = _llguidance().TokenizerWrapper(tokens)
+                self._tokens = _llguidance().LLTokenizer(wrapped, eos_token=self._eos_ids)
+            return self._tokens

@@ -1,0 +1,307 @@
+"""Asks a server about single passages: yes against no as the first word of an answer, and how likely a question is.
+
+Rows are (constant prefix, passage, question): a server's own prefix cache serves a passage in any order and company.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+from rag_posfix.contracts.cache_salt import own_tags
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.request import Usage
+from rag_posfix.contracts.spent_usage import spend, sum_usage
+from rag_posfix.errors import UnsupportedModelError, UpstreamError
+from rag_posfix.generation.remote.connection import Connection, Event, error_message
+from rag_posfix.text import content_hash
+
+_log = logging.getLogger(__name__)
+
+TOP = (20, 5)
+"""Alternatives that are asked for; servers that refuse the first number are asked for the next."""
+SAMPLES = 5
+"""Sampled answers per passage where a server gives no log-probabilities."""
+_SAMPLE_TOKENS = 4
+_REMEMBERED = 4096
+_SPACES = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})  # how byte-level and SentencePiece vocabularies write them
+_CHAT, _COMPLETIONS = "/chat/completions", "/completions"
+
+
+class Form(StrEnum):
+    """How a server says how likely an answer is, best first."""
+
+    CHAT = "chat completions with log-probabilities"
+    COMPLETIONS = "completions with log-probabilities"
+    SAMPLES = f"the majority of {SAMPLES} sampled answers"
+
+
+class ByteCache(Protocol):
+    """The methods of the answer cache that judgements need."""
+
+    def get(self, key: str) -> Mapping[str, Any] | None:
+        """Return the stored object, or None."""
+        ...
+
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        """Store an object; ``document_ids`` are the documents that it was made from."""
+        ...
+
+
+class ServerJudge:
+    """Judgements of a server. Which form of request it answers is seen at the first judgement.
+
+    Args:
+        model: The server's name of the model.
+        token_limit_field: The field of a chat request that bounds the answer.
+        cache: Where judgements are kept; None keeps none.
+    """
+
+    def __init__(self, connection: Connection, model: str, token_limit_field: str, cache: ByteCache | None) -> None:
+        self._connection = connection
+        self._model = model
+        self._token_limit_field = token_limit_field
+        self._cache = cache
+        self._form: tuple[Form, int] | None = None
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        self._numbers = itertools.count()
+
+    def log_odds(
+        self,
+        prompts: Sequence[Sequence[ChatMessage]],
+        keys: Sequence[str],
+        spellings: tuple[Sequence[str], Sequence[str]],
+        salt: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> list[float]:
+        """Return log p(yes) - log p(no) as the beginning of the answer to each prompt.
+
+        A spelling that is not among the alternatives counts as the least likely of them, which bounds it from above.
+
+        Args:
+            prompts: The messages of each prompt.
+            keys: Content key of each prompt's passage, "" without one. Keys that were seen before are sent first, in
+                the order they were first seen: new passages then do not push them out of the server's cache.
+            spellings: Those of yes and those of no.
+            salt: Judgements are shared within a salt.
+            check: Called while answers are awaited; what it raises ends the judgement.
+        """
+        names = [content_hash("judgement-1", self._connection.url, self._model, salt, repr((prompt, spellings)))
+                 for prompt in prompts]  # fmt: skip
+        odds = {name: self._stored(name) for name in names}
+        missing = [index for index in self._first_seen_first(keys) if odds[names[index]] is None]
+        if missing:
+            self.form(prompts[missing[0]], check)
+            values = self._ask([prompts[index] for index in missing], spellings, check)
+            for index, value in zip(missing, values, strict=True):
+                odds[names[index]] = value
+                if self._cache is not None:
+                    self._cache.put(names[index], {"log_odds": value}, _tags(keys[index], salt))
+        return [odds[name] or 0.0 for name in names]
+
+    def form(self, prompt: Sequence[ChatMessage], check: Callable[[], None] = lambda: None) -> Form:
+        """Return how the server says how likely an answer is; ``prompt`` is sent until that is known."""
+        self._form = self._form or self._detect(prompt, check)
+        return self._form[0]
+
+    def _stored(self, name: str) -> float | None:
+        stored = None if self._cache is None else self._cache.get(name)
+        value = None if stored is None else stored.get("log_odds")
+        return value if isinstance(value, float) and math.isfinite(value) else None
+
+    def _first_seen_first(self, keys: Sequence[str]) -> list[int]:
+        order = sorted(range(len(keys)), key=lambda index: (self._seen.get(keys[index], math.inf), keys[index]))
+        for index in order:
+            self._seen.setdefault(keys[index], next(self._numbers))
+        while len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return order
+
+    def _detect(self, prompt: Sequence[ChatMessage], check: Callable[[], None]) -> tuple[Form, int]:
+        """Return the first form that the server answers with log-probabilities, and how many alternatives it gives."""
+        for form in (Form.CHAT, Form.COMPLETIONS):
+            for top in TOP:
+                try:
+                    (answer,) = self._send(form, [self._body(form, prompt, top)], 1, check)
+                except UpstreamError as error:
+                    if error.status not in (400, 404, 422, 501):
+                        raise
+                    continue
+                if _alternatives(form, answer):
+                    return form, top
+                break  # the server ignored the field
+        _log.warning("%s gives no log-probabilities: passages are judged by sampled answers", self._connection.url)
+        return Form.SAMPLES, 0
+
+    def _ask(
+        self,
+        prompts: Sequence[Sequence[ChatMessage]],
+        spellings: tuple[Sequence[str], Sequence[str]],
+        check: Callable[[], None],
+    ) -> list[float]:
+        form, top = self._form or (Form.SAMPLES, 0)
+        if form is not Form.SAMPLES:
+            answers = self._send(form, [self._body(form, prompt, top) for prompt in prompts], 1, check)
+            return [_odds(_alternatives(form, answer), spellings) for answer in answers]
+        bodies = [
+            {**self._body(Form.CHAT, prompt, None), self._token_limit_field: _SAMPLE_TOKENS, "temperature": 1.0,
+             "seed": seed}
+            for prompt in prompts
+            for seed in range(SAMPLES)
+        ]  # fmt: skip
+        texts = [_text(answer) for answer in self._send(Form.CHAT, bodies, _SAMPLE_TOKENS, check)]
+        return [_majority(texts[at : at + SAMPLES], spellings) for at in range(0, len(texts), SAMPLES)]
+
+    def _send(
+        self, form: Form, bodies: Sequence[Event], max_tokens: int, check: Callable[[], None]
+    ) -> Sequence[Event]:
+        route = _COMPLETIONS if form is Form.COMPLETIONS else _CHAT
+        answers = self._connection.post_all(route, bodies, max_tokens, check)
+        for answer in answers:
+            if answer.get("error"):
+                raise UpstreamError(
+                    f"{self._connection.url} failed while it judged a passage: {error_message(answer)}"
+                )
+        spend(sum_usage([usage_of(answer) for answer in answers]))
+        return answers
+
+    def _body(self, form: Form, prompt: Sequence[ChatMessage], top: int | None) -> dict[str, Any]:
+        shared: dict[str, Any] = {"model": self._model, "temperature": 0.0, "stream": False}
+        if form is Form.COMPLETIONS:
+            return {**shared, "prompt": _as_text(prompt), "max_tokens": 1, "logprobs": top}
+        body = {**shared, "messages": list(prompt), self._token_limit_field: 1}
+        return body if top is None else {**body, "logprobs": True, "top_logprobs": top}
+
+    def likelihood(
+        self, texts: Sequence[tuple[str, int, int]], check: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """Return the mean log-probability of a stretch of each text, by completions that echo their prompt.
+
+        vLLM may return wrong values for tokens that it took from its prefix cache: a stretch that begins in cached
+        tokens is an error, not a number.
+
+        Args:
+            texts: Each with the first and the last character, excluded, of its stretch.
+
+        Raises:
+            UnsupportedModelError: the server gives no log-probabilities of prompts.
+        """
+        shared = {"model": self._model, "max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1}
+        bodies = [{**shared, "prompt": text, "stream": False} for text, _, _ in texts]
+        try:
+            answers = self._send(Form.COMPLETIONS, bodies, sum(len(text) for text, _, _ in texts), check)
+        except UpstreamError as error:
+            if error.status not in (400, 404, 422, 501):
+                raise
+            raise UnsupportedModelError(_NO_PROMPT_SCORES) from error
+        return [_mean_log_prob(answer, *each) for answer, each in zip(answers, texts, strict=True)]
+
+
+_NO_PROMPT_SCORES = (
+    "the server gives no log-probabilities of prompts (completions with echo and logprobs), which likelihood needs; "
+    "use the reranker yes_no"
+)
+
+
+def _tags(key: str, salt: str) -> tuple[str, ...]:
+    """Return the tags by which a removed document drops its judgements."""
+    return (key, *own_tags(salt, (key,))) if key else ()
+
+
+def usage_of(answer: Event) -> Usage:
+    """Return the token counts of an answer; 0 for those that the server did not send."""
+    usage = answer.get("usage")
+    counted = usage if isinstance(usage, Mapping) else {}
+    details = counted.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else 0
+    counts = (counted.get("prompt_tokens"), counted.get("completion_tokens"), cached)
+    return Usage(*(count if type(count) is int and count >= 0 else 0 for count in counts))
+
+
+def _choice(answer: Event) -> Mapping[str, Any]:
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, Mapping) else {}
+
+
+def _text(answer: Event) -> str:
+    message = _choice(answer).get("message")
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, str) else ""
+
+
+def _alternatives(form: Form, answer: Event) -> dict[str, float]:
+    """Return the log-probabilities of the likeliest first tokens by their text; none if the server gave none."""
+    scored = _choice(answer).get("logprobs")
+    if not isinstance(scored, Mapping):
+        return {}
+    key = "top_logprobs" if form is Form.COMPLETIONS else "content"
+    tokens = scored.get(key)
+    first = tokens[0] if isinstance(tokens, list) and tokens else None
+    if not isinstance(first, Mapping):
+        return {}
+    if form is Form.COMPLETIONS:
+        pairs = list(first.items())
+    else:
+        listed = first.get("top_logprobs")
+        entries = listed if isinstance(listed, list) else []
+        pairs = [(entry.get("token"), entry.get("logprob")) for entry in entries if isinstance(entry, Mapping)]
+    found: dict[str, float] = {}
+    for token, value in pairs:
+        if isinstance(token, str) and isinstance(value, int | float) and not math.isnan(value):
+            text = token.translate(_SPACES)
+            found[text] = max(found.get(text, -math.inf), float(value))
+    return found
+
+
+def _odds(alternatives: Mapping[str, float], spellings: tuple[Sequence[str], Sequence[str]]) -> float:
+    """Return the log-odds of two sets of spellings; 0 if none of them is among the alternatives."""
+    if not alternatives:
+        raise UpstreamError("the server gave log-probabilities before and gives none for this passage; try again")
+    least = min(alternatives.values())
+    listed = [[alternatives[text] for text in dict.fromkeys(each) if text in alternatives] for each in spellings]
+    yes, no = (max(_log_sum(values), least) for values in listed)
+    return yes - no
+
+
+def _log_sum(values: Sequence[float]) -> float:
+    largest = max(values, default=-math.inf)
+    if largest == -math.inf:
+        return largest
+    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))
+
+
+def _majority(texts: Sequence[str], spellings: tuple[Sequence[str], Sequence[str]]) -> float:
+    """Return the log-odds of the answers that begin with yes and with no, half an answer added to each."""
+    words = [word[0].strip(".,:;!*\"'").casefold() for text in texts if (word := text.split())]
+    yes, no = (sum(word in {text.strip().casefold() for text in each} for word in words) for each in spellings)
+    return math.log((yes + 0.5) / (no + 0.5))
+
+
+def _as_text(prompt: Sequence[ChatMessage]) -> str:
+    """Return messages as the text that a completion continues."""
+    return "\n\n".join(message["content"] for message in prompt)
+
+
+def _mean_log_prob(answer: Event, text: str, start: int, stop: int) -> float:
+    scored = _choice(answer).get("logprobs")
+    fields = scored if isinstance(scored, Mapping) else {}
+    values, offsets = fields.get("token_logprobs"), fields.get("text_offset")
+    if not isinstance(values, list) or not isinstance(offsets, list) or len(values) != len(offsets) or not values:
+        raise UnsupportedModelError(_NO_PROMPT_SCORES)
+    ends = [*offsets[1:], offsets[-1] + 1]
+    # A token counts where its text begins before the end of the stretch and ends behind its start.
+    within = [i for i, (a, b) in enumerate(zip(offsets, ends, strict=True)) if a < stop and b > start]
+    if not within or any(type(values[i]) is not float for i in within) or offsets[-1] < stop - 1:
+        raise UnsupportedModelError(_NO_PROMPT_SCORES)
+    if within[0] <= usage_of(answer).cached_tokens and usage_of(answer).cached_tokens:
+        raise UpstreamError(
+            "the server took tokens of the question from its prefix cache, whose log-probabilities may be wrong "
+            "(vllm#42019); use the reranker yes_no"
+        )
+    return math.fsum(values[i] for i in within) / len(within)

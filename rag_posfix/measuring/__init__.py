@@ -1,0 +1,1 @@
+"""Measuring: whether a model has a position bias on one's own documents, and which arrangement to use."""

@@ -1,0 +1,155 @@
+"""Which arrangement to use: chosen on one half of the questions, reported and confirmed on the other half.
+
+The half that chooses also says which position is the worst of each arrangement. The lowest of several noisy means is
+too low, and an order-free arrangement, with one mean, would beat an unbiased model by that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rag_posfix.contracts.generator import Generator
+from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
+from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
+
+BASELINE = "none"
+CANDIDATES = (
+    "none",
+    "/relevance/none",
+    "/reverse/none",
+    "embedding:top_n=3/reverse/none",
+    "embedding:top_n=1/reverse/none",
+    "/relevance/repeated_passages:repeat=best",
+    "/relevance/repeated_passages:repeat=all",
+    "default",
+    "sorted_inter_document",
+)
+"""Arrangements that are tried, the cheapest first; the first is the model as it is."""
+
+RESAMPLES = 2000
+
+FORM_MARGIN = 0.02
+"""How far the share of well-formed answers may be below that of ``none``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What was measured of one arrangement, for the same questions in the same order as of all others.
+
+    Attributes:
+        values: For each question, its score at each position; without labels one value, 1 if no answer changed.
+        second: For each question, what decides between equals: the mean over positions, or the agreement with the
+            unmodified model.
+        cost: Seconds to the first token, relative to ``none``.
+        well_formed: For each question, the share of well-formed answers.
+    """
+
+    values: Sequence[Sequence[float]]
+    second: Sequence[float]
+    cost: float
+    well_formed: Sequence[float]
+
+    def worst(self, questions: Sequence[int]) -> int:
+        """Return the position with the lowest mean over some questions."""
+        columns = range(len(self.values[0]))
+        return min(columns, key=lambda column: mean([self.values[question][column] for question in questions]))
+
+    def at(self, column: int, questions: Sequence[int]) -> list[float]:
+        """Return the scores of some questions at a position."""
+        return [self.values[question][column] for question in questions]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen arrangement, ``none`` unless another one is better beyond noise.
+
+    Attributes:
+        name: Label of the arrangement to use.
+        best: Label of the best arrangement on the half that chooses.
+        difference: Score of ``best`` at its worst position minus that of ``none``, on the other half.
+        interval: 95 % interval of the difference, questions resampled.
+        p: Of the paired randomisation test.
+        n: Questions of the half that reports.
+    """
+
+    name: str
+    best: str
+    difference: float
+    interval: tuple[float, float]
+    p: float
+    n: int
+
+
+def supported_candidates(generator: Generator, names: Sequence[str] = CANDIDATES) -> list[Arrangement]:
+    """Return the arrangements that a generator supports; a remote one supports plain prompts."""
+    supported = []
+    for arrangement in map(parse_arrangement, names):
+        try:
+            generator.describe(arrangement.mitigation)
+        except UnsupportedModelError:
+            continue
+        supported.append(arrangement)
+    return supported
+
+
+def choose(table: Mapping[str, Scores], *, keeps_second: bool) -> Choice:
+    """Return which arrangement to use instead of ``none``, if one is better beyond noise.
+
+    On the questions with even numbers the arrangement with the best worst position is chosen, then by ``second``, then
+    by cost; its answers must be as well formed as those of ``none``. On the other questions it must be better than
+    ``none`` at the worst position of each: 95 % interval above 0 and p < .05.
+
+    Args:
+        keeps_second: Whether the chosen arrangement must not be below ``none`` in ``second`` beyond noise.
+    """
+    baseline = table[BASELINE]
+    choosing = range(0, len(baseline.values), 2)
+    reporting = range(1, len(baseline.values), 2)
+    well_formed = mean([baseline.well_formed[question] for question in choosing]) - FORM_MARGIN
+
+    def rank(name: str) -> tuple[float, float, float]:
+        scores = table[name]
+        worst = mean(scores.at(scores.worst(choosing), choosing))
+        return -round(worst, 9), -round(mean([scores.second[question] for question in choosing]), 9), scores.cost
+
+    formed = [
+        name
+        for name, scores in table.items()
+        if name == BASELINE or mean([scores.well_formed[question] for question in choosing]) >= well_formed
+    ]
+    best = min(formed, key=rank)
+    if best == BASELINE or not reporting:
+        return Choice(BASELINE, best, 0.0, (0.0, 0.0), 1.0, len(reporting))
+    scores = table[best]
+    pairs = zip(
+        scores.at(scores.worst(choosing), reporting), baseline.at(baseline.worst(choosing), reporting), strict=True
+    )
+    differences = [a - b for a, b in pairs]
+    interval = difference_interval(differences, resamples=RESAMPLES)
+    p = randomisation_p(differences, resamples=RESAMPLES)
+    is_better = interval[0] > 0 and p < 0.05
+    if is_better and keeps_second:
+        seconds = [scores.second[question] - baseline.second[question] for question in reporting]
+        is_better = difference_interval(seconds, resamples=RESAMPLES)[1] >= 0
+    return Choice(best if is_better else BASELINE, best, mean(differences), interval, p, len(reporting))
+
+
+def measured(table: Mapping[str, Scores]) -> dict[str, dict[str, Any]]:
+    """Return ``measured`` of ``measure --json``: worst, mean and best over positions, on all questions."""
+    result = {}
+    for name, scores in table.items():
+        questions = range(len(scores.values))
+        columns = [mean(scores.at(column, questions)) for column in range(len(scores.values[0]))]
+        result[name] = {
+            "worst": min(columns),
+            "mean": mean(columns),
+            "best": max(columns),
+            "second": mean(scores.second),
+            "well_formed": mean(scores.well_formed),
+            "ttft_ratio": scores.cost,
+            "interval": list(difference_interval(scores.at(scores.worst(questions), questions), resamples=RESAMPLES)),
+        }
+    return result

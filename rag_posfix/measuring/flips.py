@@ -1,0 +1,290 @@
+"""Flips: how many answers of a pipeline change with the order of the passages, and how many with nothing changed.
+
+A server's noise, rounding within a batch and load change answers too. So every question is also asked several times
+with the passages in one order, and that share, the control, is subtracted. Source: Facet-Probe,
+https://arxiv.org/abs/2606.26079
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.documents import checked_document
+from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.errors import missing_extra
+from rag_posfix.evaluation.answers.answering import normalize
+from rag_posfix.evaluation.answers.experiment import Arrangement
+from rag_posfix.evaluation.journal import LineJournal
+from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
+from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.text import content_hash
+
+JOURNAL = "flips-journal.jsonl"
+ALMOST_NONE = 0.1
+"""With at most this share of changed questions, at the upper end of its interval, the order hardly matters."""
+
+Judge = Callable[[str, str, str], bool]
+"""Whether two answers to a question say the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """A question and the passages that it is answered from, with their relevance."""
+
+    id: str
+    text: str
+    passages: tuple[Document, ...]
+    history: tuple[ChatMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StackAnswer:
+    """An answer of the pipeline, as the journal keeps it. ``first_token_seconds`` includes the reranker's time."""
+
+    text: str
+    well_formed: bool
+    seconds: float
+    first_token_seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlipRow:
+    """One answer to one question.
+
+    Attributes:
+        question: The question's id.
+        condition: Label of the arrangement.
+        kind: ``order`` for a random order, ``repeat`` for the first order again.
+        order: The passages, by their rank in what the retriever found, from 0.
+        changed: Whether the answer, normalised, differs from that in the first order.
+        judged_changed: Whether the judge says so too; None without a judge.
+        asked: The text of the question.
+        passages: Ids of the passages in this order.
+    """
+
+    question: str
+    condition: str
+    kind: str
+    order: tuple[int, ...]
+    changed: bool
+    judged_changed: bool | None
+    answer: str
+    well_formed: bool
+    seconds: float
+    first_token_seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+    asked: str
+    passages: tuple[str, ...]
+
+
+class StackJournal(LineJournal[StackAnswer]):
+    """Answers of pipelines by key (see ``LineJournal``)."""
+
+    def __init__(self, path: Path | None = None, *, fresh: bool = False) -> None:
+        super().__init__("answer", _read_answer, path, fresh=fresh)
+
+
+def _read_answer(row: Any) -> StackAnswer | None:
+    return StackAnswer(**row) if set(row) == {field.name for field in fields(StackAnswer)} else None
+
+
+def draw_orders(question: AskedQuestion, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Return up to ``count`` distinct random orders of the passages of a question; fewer if there are not as many."""
+    draw, size = random.Random(f"{seed}:{question.id}"), len(question.passages)
+    orders: dict[tuple[int, ...], None] = {}
+    for _ in range(20 * count):
+        if len(orders) < count:
+            orders[tuple(draw.sample(range(size), size))] = None
+    return list(orders)
+
+
+def ask_in_orders(
+    pipeline: Pipeline,
+    questions: Sequence[AskedQuestion],
+    arrangement: Arrangement,
+    *,
+    orders: int,
+    repeats: int,
+    seed: int,
+    journal: StackJournal,
+    judge: Judge | None = None,
+) -> list[FlipRow]:
+    """Ask each question with its passages in ``orders`` random orders, the first of them ``repeats`` more times.
+
+    The prompts of all questions are open at the same time, so that repetitions meet other load, as in a service.
+    """
+    plan = [
+        (question, kind, order, repeat)
+        for question in questions
+        for kind, order, repeat in _asks(draw_orders(question, orders, seed), repeats)
+    ]
+    keys = [_key(pipeline, arrangement, question, order, repeat) for question, _, order, repeat in plan]
+    missing = [index for index, key in enumerate(keys) if journal.get(key) is None]
+    prompts = [_prompt(plan[index][0], plan[index][2], arrangement) for index in missing]
+    with closing(pipeline.batch_as_completed(prompts)) as results:
+        for number, result in results:
+            if isinstance(result, Exception):
+                raise result
+            journal.add(keys[missing[number]], _stack_answer(result))
+    rows: list[FlipRow] = []
+    first: StackAnswer | None = None
+    for (question, kind, order, _), key in zip(plan, keys, strict=True):
+        answer = journal.get(key)
+        if answer is None:
+            continue
+        if first is None or not rows or rows[-1].question != question.id:
+            first = answer
+        rows.append(_row(question, arrangement.label, kind, order, answer, first, judge))
+    return rows
+
+
+def _asks(orders: Sequence[tuple[int, ...]], repeats: int) -> list[tuple[str, tuple[int, ...], int]]:
+    """Return kind, order and number of the repetition of each prompt: the first order, then both kinds in turn."""
+    result = [("order", orders[0], 0)]
+    for number in range(max(len(orders) - 1, repeats)):
+        if number + 1 < len(orders):
+            result.append(("order", orders[number + 1], 0))
+        if number < repeats:
+            result.append(("repeat", orders[0], number + 1))
+    return result
+
+
+def _prompt(question: AskedQuestion, order: Sequence[int], arrangement: Arrangement) -> Question:
+    return Question(
+        question.text,
+        [question.passages[index] for index in order],
+        history=question.history,
+        mitigation=arrangement.mitigation,
+        order=arrangement.order,
+        reranker=arrangement.reranker,
+        use_cache=False,
+    )
+
+
+def _key(
+    pipeline: Pipeline, arrangement: Arrangement, question: AskedQuestion, order: Sequence[int], repeat: int
+) -> str:
+    """Return a digest of everything that an answer depends on, and the number of its repetition."""
+    passages = [checked_document(question.passages[index]) for index in order]
+    parts = {
+        "model": pipeline.generator.fingerprint,
+        "method": pipeline.generator.describe(arrangement.mitigation).fingerprint,
+        "arrangement": arrangement.label,
+        "template": pipeline.assembler.template.fingerprint(),
+        "sampling": repr(pipeline.defaults.sampling),
+        "question": [question.text, *question.history],
+        "passages": [[passage.key, passage.relevance] for passage in passages],
+        "repeat": repeat,
+    }
+    return content_hash(json.dumps(parts, sort_keys=True))
+
+
+def _stack_answer(answer: Answer) -> StackAnswer:
+    seconds = sum(answer.timings.values()) - answer.timings.get("queue", 0.0)
+    before_decoding = seconds - answer.timings.get("decode", 0.0)
+    return StackAnswer(
+        text=answer.text,
+        well_formed=answer.well_formed,
+        seconds=seconds,
+        first_token_seconds=before_decoding or seconds,
+        prompt_tokens=answer.usage.prompt_tokens,
+        completion_tokens=answer.usage.completion_tokens,
+    )
+
+
+def _row(
+    question: AskedQuestion,
+    condition: str,
+    kind: str,
+    order: tuple[int, ...],
+    answer: StackAnswer,
+    first: StackAnswer,
+    judge: Judge | None,
+) -> FlipRow:
+    changed = normalize(answer.text) != normalize(first.text)
+    return FlipRow(
+        question=question.id, condition=condition, kind=kind, order=order, changed=changed,
+        judged_changed=None if judge is None else changed and not judge(question.text, first.text, answer.text),
+        answer=answer.text, well_formed=answer.well_formed, seconds=answer.seconds,
+        first_token_seconds=answer.first_token_seconds, prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.completion_tokens, asked=question.text,
+        passages=tuple(str(question.passages[index].id) for index in order),
+    )  # fmt: skip
+
+
+def wilson_interval(count: int, total: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share."""
+    try:
+        from scipy.stats import binomtest
+    except ImportError as error:
+        raise missing_extra("scipy", "eval") from error
+    interval = binomtest(count, total).proportion_ci(0.95, "wilson")
+    return float(interval.low), float(interval.high)
+
+
+def least_change(n: int) -> float:
+    """Return the smallest share of changed questions that n questions tell from no change, at most 1.
+
+    Six questions that change under another order and not under the same one have p = 2 / 2^6 = .03; five have .06.
+    """
+    return min(1.0, 6 / n) if n else 1.0
+
+
+def by_question(rows: Sequence[FlipRow], kind: str, changed: str = "changed") -> list[float]:
+    """Return for each question whether an answer of a kind changed, 0 or 1, in the order of the rows."""
+    result: dict[str, float] = {}
+    for row in rows:
+        result.setdefault(row.question, 0.0)
+        if row.kind == kind and getattr(row, changed):
+            result[row.question] = 1.0
+    return list(result.values())
+
+
+def summarize_flips(rows: Sequence[FlipRow]) -> dict[str, Any]:
+    """Return the flips of the rows of one arrangement.
+
+    ``rate`` is the share of questions with another answer in at least one other order, ``control`` that with another
+    answer in at least one repetition of the first order, each with Wilson's interval. ``difference`` is rate minus
+    control, paired by question, with its bootstrap interval, and ``p`` that of the paired randomisation test.
+    ``answers`` and ``control_answers`` are the shares of single answers that changed.
+    """
+    flipped, repeated = by_question(rows, "order"), by_question(rows, "repeat")
+    differences = [a - b for a, b in zip(flipped, repeated, strict=True)]
+    others = [row for row in rows if row.kind == "order"]
+    first_order = {row.question: row.order for row in reversed(others)}
+    pairs = [float(row.changed) for row in others if row.order != first_order[row.question]]
+    judged = [row.judged_changed is not None for row in rows]
+    return {
+        "rate": mean(flipped),
+        "interval": list(wilson_interval(int(sum(flipped)), len(flipped))),
+        "control": mean(repeated),
+        "control_interval": list(wilson_interval(int(sum(repeated)), len(repeated))),
+        "difference": mean(differences),
+        "difference_interval": list(difference_interval(differences)),
+        "p": randomisation_p(differences),
+        "answers": mean(pairs),
+        "control_answers": mean([float(row.changed) for row in rows if row.kind == "repeat"]),
+        "judged_rate": mean(by_question(rows, "order", "judged_changed")) if all(judged) else None,
+        "n": len(flipped),
+        "least_change": least_change(len(flipped)),
+    }
+
+
+def order_matters(flips: dict[str, Any]) -> bool | None:
+    """Return whether the order changes answers beyond the control; None if the questions do not tell."""
+    if flips["p"] < 0.05 and flips["difference_interval"][0] > 0:
+        return True
+    highest = max(flips["difference_interval"][1], wilson_interval(0, flips["n"])[1])
+    return False if highest <= ALMOST_NONE else None

@@ -1,0 +1,443 @@
+"""Measures a pipeline on questions: flips, accuracy by position where there are labels, and what to use."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rag_posfix.contracts.answer import Question
+from rag_posfix.contracts.retrieval import Reranker
+from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation.answers.answering import AnswerJournal, is_sound, normalize
+from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
+from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
+from rag_posfix.evaluation.answers.positions import answer_at_positions
+from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample
+from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts, save_record, write_whole
+from rag_posfix.evaluation.statistics import mean
+from rag_posfix.generation.batching.scheduler import unbatched
+from rag_posfix.generation.engine import Engine
+from rag_posfix.measuring.choice import BASELINE, Choice, Scores, choose, measured, supported_candidates
+from rag_posfix.measuring.flips import (
+    JOURNAL,
+    AskedQuestion,
+    FlipRow,
+    Judge,
+    StackJournal,
+    ask_in_orders,
+    least_change,
+    order_matters,
+    summarize_flips,
+    wilson_interval,
+)
+from rag_posfix.measuring.verdict import verdict_of
+from rag_posfix.pipeline.measured_profile import PROFILE_KIND
+from rag_posfix.pipeline.pipeline import Pipeline
+
+POSITIONS_JOURNAL = "positions-journal.jsonl"
+TOGETHER = 3
+"""Questions that are asked at the same time, with all of their orders."""
+BLOCK = 8
+"""Labelled questions that are answered at the same time."""
+FLIPS_SHARE, FLIPS_SHARE_WITH_LABELS, POSITIONS_SHARE = 0.5, 0.25, 0.55
+"""Until which share of the time the unmodified model is measured; the candidates get what is left."""
+
+Report = Callable[[int, int, str], None]
+"""Called with questions done, all questions, and a line of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """How much is measured.
+
+    Attributes:
+        minutes: Time limit, without loading the model.
+        orders: Random orders of the passages of a question, the first included.
+        documents: Passages of a labelled question.
+        seed: Seed of the orders.
+        fresh: Answer again what is in the journal.
+    """
+
+    minutes: float = 10.0
+    orders: int = 3
+    documents: int = 10
+    seed: int = 0
+    fresh: bool = False
+
+
+class Budget:
+    """The time of a measurement; ``clock`` returns seconds."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock, self._started = 60 * minutes, clock, clock()
+
+    @property
+    def used(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._started
+
+    def left(self, share: float = 1.0) -> float:
+        """Return the seconds until a share of the time is used."""
+        return share * self.seconds - self.used
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurement:
+    """The parts of a measurement that its steps share."""
+
+    pipeline: Pipeline
+    options: MeasureOptions
+    budget: Budget
+    journal: StackJournal
+    answers: AnswerJournal
+    report: Report
+    judge: Judge | None = None
+
+    def ask(self, questions: Sequence[AskedQuestion], arrangement: Arrangement, *, repeats: int) -> list[FlipRow]:
+        """Ask questions in random orders: all of them with repetitions, else the first two."""
+        return ask_in_orders(
+            self.pipeline, questions, arrangement, orders=self.options.orders if repeats else 2, repeats=repeats,
+            seed=self.options.seed, journal=self.journal, judge=self.judge,
+        )  # fmt: skip
+
+    def answer(self, examples: Sequence[PositionExample], arrangement: Arrangement) -> list[PositionRow]:
+        """Answer labelled questions with the gold passage at each position."""
+        scorers = [spec for spec in (arrangement.reranker,) if spec is not None]
+        return answer_at_positions(
+            unbatched(self.pipeline.generator), examples, [arrangement],
+            gold_positions=gold_positions(self.options.documents, len(examples[0].gold)),
+            n_documents=self.options.documents, reranker=_reranker(self.pipeline),
+            rerankers={spec.label: _reranker(self.pipeline, Arrangement(arrangement.mitigation, reranker=spec))
+                       for spec in scorers},
+            max_new_tokens=self.pipeline.defaults.sampling.max_tokens, journal=self.answers,
+        )  # fmt: skip
+
+
+def gold_positions(documents: int, n_gold: int = 1) -> list[GoldPosition]:
+    """Return the first, middle and last position, or positions next to each other for several gold passages."""
+    if n_gold == 1:
+        return sorted({0, (documents - 1) // 2, documents - 1})
+    starts = sorted({0, (documents - n_gold) // 2, documents - n_gold})
+    return [tuple(range(start, start + n_gold)) for start in starts]
+
+
+def _reranker(pipeline: Pipeline, arrangement: Arrangement | None = None) -> Reranker:
+    spec = None if arrangement is None else arrangement.reranker
+    reranker = pipeline.reranker if spec is None else pipeline.choose_reranker and pipeline.choose_reranker(spec)
+    if reranker is None:
+        raise EvaluationError("the pipeline has no reranker, and labelled passages need scores; use build_pipeline")
+    return reranker
+
+
+def find_questions(
+    pipeline: Pipeline, texts: Sequence[tuple[str, Question]]
+) -> tuple[list[AskedQuestion], Counter[str]]:
+    """Return the questions with the passages that the pipeline finds, best first, and why others were dropped.
+
+    Args:
+        texts: Id and question; its history and filter are used.
+    """
+    kept: list[AskedQuestion] = []
+    dropped: Counter[str] = Counter()
+    seen: set[str] = set()
+    for identity, question in texts:
+        if normalize(question.text) in seen:
+            dropped["asked before"] += 1
+            continue
+        seen.add(normalize(question.text))
+        passages = pipeline.find_passages(replace(question, mitigation="none", order="relevance"))
+        if len(passages) < 2:
+            dropped["fewer than two passages found"] += 1
+            continue
+        kept.append(AskedQuestion(identity, question.text, passages, tuple(question.history)))
+    return kept, dropped
+
+
+def from_examples(examples: Sequence[PositionExample], documents: int) -> list[AskedQuestion]:
+    """Return labelled questions with all of their passages."""
+    return [AskedQuestion(e.id, e.question, tuple(e.documents(documents)), e.history) for e in examples]
+
+
+def measure(
+    pipeline: Pipeline,
+    questions: Sequence[AskedQuestion],
+    *,
+    examples: Sequence[PositionExample] = (),
+    options: MeasureOptions | None = None,
+    data: Mapping[str, Any] | None = None,
+    dropped: Mapping[str, int] | None = None,
+    judge: Judge | None = None,
+    out: Path | None = None,
+    report: Report = lambda done, total, text: None,
+) -> ExperimentRecord:
+    """Measure whether answers depend on the order of the passages, where the model reads best, and what to use.
+
+    With ``out``, every answer goes to a journal there as soon as it is known, and the same call continues after an
+    interruption. The record, the profile and the report are written at the end.
+
+    Args:
+        questions: The questions, with the passages that they are answered from (``find_questions``).
+        examples: The same questions with labels; with them the arrangement is chosen by accuracy.
+        data: Name and digest of the questions, for the record.
+        dropped: Number of questions that were dropped, by reason.
+        judge: Whether two answers say the same.
+        out: Folder of journal, record, profile and report; None writes nothing.
+
+    Raises:
+        EvaluationError: no question is left.
+    """
+    options = options or MeasureOptions()
+    if not questions:
+        raise EvaluationError(f"no question is left to ask (dropped: {dict(dropped or {})}); give other questions")
+    scored = isinstance(unbatched(pipeline.generator), Engine)
+    run = Measurement(
+        pipeline, options, Budget(options.minutes), StackJournal(out and out / JOURNAL, fresh=options.fresh),
+        AnswerJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh, scored=scored), report, judge,
+    )  # fmt: skip
+    rows = _measure_flips(run, questions, FLIPS_SHARE_WITH_LABELS if examples else FLIPS_SHARE)
+    flips = summarize_flips(rows)
+    position_rows: list[PositionRow] = []
+    skipped: dict[str, str] = {}
+    if examples:
+        table, position_rows = _by_positions(run, examples, skipped)
+    else:
+        asked = {row.question for row in rows}
+        table = _by_flips(run, [question for question in questions if question.id in asked], rows, flips, skipped)
+    choice = choose(table, keeps_second=bool(examples))
+    summary = _summary(flips, table, choice, position_rows, skipped, dropped or {})
+    head = {
+        "kind": "measure",
+        **environment(),
+        **model_facts(unbatched(pipeline.generator)),
+        "data": dict(data or {"name": None, "sha256": None}),
+        "template": pipeline.assembler.template.fingerprint(),
+        "settings": {
+            **asdict(options),
+            "max_tokens": pipeline.defaults.sampling.max_tokens,
+            "seconds": run.budget.used,
+        },
+        "summary": summary,
+    }
+    all_rows = [{"table": "flips", **asdict(row)} for row in rows]
+    all_rows += [{"table": "positions", **asdict(row)} for row in position_rows]
+    return _write(ExperimentRecord(head, all_rows), out)
+
+
+def _measure_flips(run: Measurement, questions: Sequence[AskedQuestion], share: float) -> list[FlipRow]:
+    """Ask questions of the unmodified model in random orders, and in one order again, until the time is used."""
+    rows: list[FlipRow] = []
+    repeats, total = run.options.orders - 1, len(questions)
+    for start in range(0, total, TOGETHER):
+        begun = run.budget.used
+        rows += run.ask(questions[start : start + TOGETHER], parse_arrangement(BASELINE), repeats=repeats)
+        done = min(start + TOGETHER, total)
+        chunk_seconds = run.budget.used - begun
+        if start == 0:
+            reachable = min(total, max(TOGETHER, int(run.budget.left(share) / max(chunk_seconds, 1e-3)) * TOGETHER))
+            run.report(done, total, plan_text(reachable, total, run.options.minutes))
+        changed = len({row.question for row in rows if row.kind == "order" and row.changed})
+        low, high = wilson_interval(changed, done)
+        left = min(run.budget.left(share), (total - done) / TOGETHER * chunk_seconds)
+        run.report(
+            done, total, f"{changed} of {done} change, {low:.0%} to {high:.0%}, {max(left, 0) / 60:.1f} min left"
+        )
+        if run.budget.left(share) < chunk_seconds:
+            break
+    return rows
+
+
+def plan_text(reachable: int, total: int, minutes: float) -> str:
+    """Return what so many questions can tell, and what not."""
+    low, high = wilson_interval(reachable // 2, reachable)
+    return (
+        f"about {reachable} of {total} questions fit into {minutes:g} minutes: shares will be known to within "
+        f"{(high - low) / 2:.0%}, and a change of fewer than {least_change(reachable):.0%} of the questions cannot be "
+        "told from none"
+    )
+
+
+def _by_flips(
+    run: Measurement,
+    questions: Sequence[AskedQuestion],
+    rows: Sequence[FlipRow],
+    flips: dict[str, Any],
+    skipped: dict[str, str],
+) -> dict[str, Scores]:
+    """Return the scores of arrangements without labels: stable answers, and agreement with the unmodified model."""
+    answers: dict[str, Counter[str]] = {}
+    for row in rows:
+        answers.setdefault(row.question, Counter())[normalize(row.answer)] += row.kind == "order"
+    usual = {name: counts.most_common(1)[0][0] for name, counts in answers.items()}
+    baseline = run.ask(questions, parse_arrangement(BASELINE), repeats=0)
+    seconds = mean([row.first_token_seconds for row in baseline])
+    table = {BASELINE: _flip_scores(baseline, usual, seconds)}
+    candidates = supported_candidates(unbatched(run.pipeline.generator))[1:]
+    if order_matters(flips) is False:
+        skipped |= dict.fromkeys([candidate.label for candidate in candidates], "the order changes almost no answer")
+        return table
+    for candidate in candidates:
+        candidate_rows: list[FlipRow] = []
+        try:
+            for start in range(0, len(questions), TOGETHER):
+                candidate_rows += run.ask(questions[start : start + TOGETHER], candidate, repeats=0)
+                done = min(start + TOGETHER, len(questions))
+                run.report(done, len(questions), f"trying {candidate.label}, {run.budget.left() / 60:.1f} min left")
+                if done < len(questions) and run.budget.left() < 0:
+                    skipped[candidate.label] = "out of time"
+                    break
+            else:
+                table[candidate.label] = _flip_scores(candidate_rows, usual, seconds)
+        except ConfigError as error:
+            skipped[candidate.label] = str(error)
+        if run.budget.left() < 0:
+            break
+    for candidate in candidates:
+        if candidate.label not in table:
+            skipped.setdefault(candidate.label, "out of time")
+    return table
+
+
+def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], seconds: float) -> Scores:
+    questions: dict[str, list[FlipRow]] = {}
+    for row in rows:
+        questions.setdefault(row.question, []).append(row)
+    return Scores(
+        values=[[float(not any(row.changed for row in group))] for group in questions.values()],
+        second=[mean([float(normalize(row.answer) == usual[name]) for row in g]) for name, g in questions.items()],
+        cost=mean([row.first_token_seconds for row in rows]) / max(seconds, 1e-9),
+        well_formed=[mean([float(row.well_formed) for row in group]) for group in questions.values()],
+    )
+
+
+def _by_positions(
+    run: Measurement, examples: Sequence[PositionExample], skipped: dict[str, str]
+) -> tuple[dict[str, Scores], list[PositionRow]]:
+    """Return the scores of arrangements with labels, accuracy by position, and every row."""
+    rows: list[PositionRow] = []
+    seconds, taken = 0.0, 0
+    table: dict[str, Scores] = {}
+    for candidate in supported_candidates(unbatched(run.pipeline.generator)):
+        is_first = candidate.label == BASELINE
+        share = POSITIONS_SHARE if is_first else 1.0
+        candidate_rows: list[PositionRow] = []
+        for start in range(0, len(examples) if is_first else taken, BLOCK):
+            if (candidate_rows or not is_first) and run.budget.left(share) < 0:
+                break
+            stop = min(start + BLOCK, len(examples) if is_first else taken)
+            candidate_rows += run.answer(examples[start:stop], candidate)
+            taken = stop if is_first else taken
+            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.left() / 60:.1f} min left")
+        answered = [row for row in candidate_rows if row.gold_position is not None]
+        if len({row.question for row in answered}) < taken:
+            skipped[candidate.label] = "out of time"
+            continue
+        if is_first:
+            seconds = mean([row.seconds for row in answered])
+        rows += candidate_rows if is_first else answered
+        table[candidate.label] = _position_scores(answered, seconds)
+    return table, rows
+
+
+def _position_scores(rows: Sequence[PositionRow], seconds: float) -> Scores:
+    questions: dict[str, list[PositionRow]] = {}
+    for row in rows:
+        questions.setdefault(row.question, []).append(row)
+    values = [[row.accuracy for row in group] for group in questions.values()]
+    return Scores(
+        values=values,
+        second=[mean(row) for row in values],
+        cost=mean([row.seconds for row in rows]) / max(seconds, 1e-9),
+        well_formed=[mean([float(is_sound(row.answer)) for row in group]) for group in questions.values()],
+    )
+
+
+def _summary(
+    flips: dict[str, Any],
+    table: Mapping[str, Scores],
+    choice: Choice,
+    rows: Sequence[PositionRow],
+    skipped: Mapping[str, str],
+    dropped: Mapping[str, int],
+) -> dict[str, Any]:
+    chosen = parse_arrangement(choice.name)
+    reports = measured(table)
+    if not rows:  # the only value of an arrangement is the share of questions whose answers do not change
+        for name, values in reports.items():
+            reports[name] = {**values, "flip_rate": 1 - values["worst"], "agreement": values["second"]}
+    free = [name for name in table if parse_arrangement(name).order_free]
+    summary = {
+        "flips": flips,
+        "order_matters": order_matters(flips),
+        "chosen": _arrangement(chosen),
+        "choice": asdict(choice),
+        "order_free": min(free, key=lambda name: table[name].cost, default=None),
+        "measured": reports,
+        "not_measured": dict(skipped),
+        "labels": bool(rows),
+        "n": flips["n"],
+        "kept": flips["n"],
+        "dropped": dict(dropped),
+    }
+    if rows:
+        positions = summarize_positions(rows)
+        summary["positions"] = {name: scores["positions"] for name, scores in positions["mitigations"].items()}
+        for name, scores in positions["mitigations"].items():
+            reports[name]["flip_rate"] = scores["answers_that_change"]
+            reports[name]["recall_at_1"] = scores["recall_at_1"]
+        summary["ceiling"], summary["floor"] = positions[GOLD_ONLY], positions[CLOSED_BOOK]
+        summary["n"] = positions["n"]
+    return {"verdict": verdict_of(summary), **summary}
+
+
+def _arrangement(arrangement: Arrangement) -> dict[str, Any]:
+    """Return an arrangement as ``measure --json`` and profiles spell it."""
+    reranker = arrangement.reranker
+    return {
+        "mitigation": arrangement.mitigation.name,
+        "parameters": dict(arrangement.mitigation.parameters),
+        "order": arrangement.order,
+        "reranker": None if reranker is None else reranker.label,
+    }
+
+
+def _write(record: ExperimentRecord, out: Path | None) -> ExperimentRecord:
+    """Return the record with its files: ``record.json``, ``profile.json`` and ``report.html``."""
+    if out is None:
+        return record
+    from rag_posfix.measuring.report import report_page
+
+    summary = record.summary
+    chosen = parse_arrangement(summary["choice"]["name"])
+    profile = {
+        "kind": PROFILE_KIND,
+        "model": record.head["model"],
+        "model_fingerprint": record.head["model_fingerprint"],
+        "template": record.head["template"],
+        "data": record.head["data"],
+        "arrangement": {
+            "mitigation": {"name": chosen.mitigation.name, "parameters": dict(chosen.mitigation.parameters)},
+            "order": chosen.order,
+            "reranker": None
+            if chosen.reranker is None
+            else {"name": chosen.reranker.name, "parameters": dict(chosen.reranker.parameters)},
+        },
+        "verdict": summary["verdict"],
+        "tried": summary["measured"],
+        "not_tried": summary["not_measured"],
+        "versions": record.head["versions"],
+        "git": record.head["git"],
+        "at": record.head["at"],
+    }
+    files = {
+        name: out / f"{name}.{kind}" for name, kind in (("record", "json"), ("profile", "json"), ("report", "html"))
+    }
+    save_record(files["record"], record.head, record.rows)
+    write_whole(files["profile"], [orjson.dumps(profile, option=orjson.OPT_INDENT_2), b"\n"])
+    write_whole(files["report"], [report_page([record]).encode()])
+    return replace(record, files=files)

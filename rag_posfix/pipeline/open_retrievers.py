@@ -1,0 +1,46 @@
+"""Opens the retrievers that settings name: on an index, or on a vector store of another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rag_posfix.contracts.retrieval import Retriever
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.load import quiet_loading
+from rag_posfix.retrieval.base import UNDECIDED, as_retriever
+from rag_posfix.retrieval.bm25 import BM25Retriever
+from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.external_stores import is_external, open_external
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.hybrid import HybridRetriever
+from rag_posfix.settings import Settings
+
+
+def open_served_retriever(
+    settings: Settings, index: str | Path | None, retriever: object, embeddings: SentenceEmbeddings
+) -> tuple[Retriever | None, FaissVectorStore | None]:
+    """Return the retriever of questions without a named index, and its vector store; None if there is none."""
+    if retriever is not None:
+        if index is not None:
+            raise ConfigError(f"index={str(index)!r} and a retriever are given; give one of them")
+        return as_retriever(retriever), None
+    folder = index if index is not None else settings.index
+    if is_external(settings.retriever):
+        return open_external(settings.retriever, embeddings, settings.k, index=folder), None
+    return (None, None) if folder is None else open_retriever(settings, Path(folder), embeddings)
+
+
+def open_retriever(
+    settings: Settings, folder: Path, embeddings: SentenceEmbeddings
+) -> tuple[Retriever, FaissVectorStore | None]:
+    """Return the retriever that the settings name, on an index, and its vector store if it has one."""
+    if settings.retriever == "bm25":
+        return BM25Retriever.load(folder, k=settings.k).model_copy(update={"similarity": UNDECIDED}), None
+    with quiet_loading():
+        store = FaissVectorStore.load(folder, embeddings)
+    dense = PassageRetriever(store=store, k=settings.k)
+    if settings.retriever != "hybrid":  # further indexes next to an external store too
+        return dense, store
+    words = BM25Retriever.load(folder, table=store.table, k=settings.k)
+    return HybridRetriever(retrievers=[dense, words], k=settings.k, similarity=UNDECIDED), store

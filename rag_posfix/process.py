@@ -1,0 +1,63 @@
+"""The environment of this process, and what torch needs of it: threads, spinning, and the allocator's thresholds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+SPINS_OF_A_WAITING_THREAD = "10000"
+
+MALLOC_OPTIONS = {-3: 64 * 2**20, -1: 256 * 2**20}
+"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, bytes: freed buffers up to the first stay in the process.
+
+A much higher first one would keep the gaps between stored passages, where they cannot be used again."""
+
+
+def environment_with(**changes: str) -> dict[str, str]:
+    """Return the environment of this process with ``changes``, for a process that is started."""
+    return {**os.environ, **changes}
+
+
+def limit_openmp_spinning() -> None:
+    """Limit the spinning of OpenMP threads that wait for each other. Must be called before torch is imported.
+
+    The default of OpenMP spins so long that another busy program on the same cores makes the model many times slower.
+    The function does nothing if ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` is set in the environment.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_A_WAITING_THREAD)
+
+
+def keep_freed_buffers() -> bool:
+    """Let glibc keep freed buffers for the next operation instead of mapping them again; return whether it does.
+
+    The function does nothing without glibc, or if ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or
+    ``GLIBC_TUNABLES`` is set in the environment.
+    """
+    variables = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+    if sys.platform != "linux" or any(name in os.environ for name in variables):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(option, size) for option, size in MALLOC_OPTIONS.items())
+
+
+def prepare_process() -> None:
+    """Set what torch needs of the process where the environment leaves it open. Before torch is imported."""
+    limit_openmp_spinning()
+    keep_freed_buffers()
+
+
+def allowed_threads(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
+    """Return how many threads a container may keep busy; None where it has no limit or the environment sets one.
+
+    torch counts the cores of the machine. ``OMP_NUM_THREADS`` and ``MKL_NUM_THREADS`` set the threads in any case.
+    """
+    if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return None
+    try:
+        microseconds, period = quota.read_text().split()
+        return max(1, int(microseconds) // int(period))
+    except (OSError, ValueError, ZeroDivisionError):  # "max": no limit
+        return None

@@ -1,0 +1,267 @@
+"""The external stores of ``--retriever``: Qdrant, pgvector, Elasticsearch and Milvus, by langchain's packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Final, TypeAlias
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import VectorStore
+
+from rag_posfix.contracts.filters import Condition
+from rag_posfix.contracts.method_spec import split_outside
+from rag_posfix.contracts.retrieval import Retriever
+from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
+from rag_posfix.retrieval.base import as_retriever, packaged_similarity
+from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.external import ExternalRetriever, ExternalStore
+from rag_posfix.retrieval.external_filters import (
+    elasticsearch_filter,
+    milvus_expression,
+    postgres_clause,
+    qdrant_filter,
+)
+
+GROUP: Final = "rag_posfix.retrievers"
+"""Entry points: functions of an embedding model and options that return a vector store or a retriever."""
+
+Options: TypeAlias = Mapping[str, str]
+Hits: TypeAlias = list[tuple[Document, float]]
+
+
+def _open_qdrant(embeddings: Embeddings, options: Options) -> ExternalStore:
+    try:
+        from langchain_qdrant import QdrantVectorStore
+        from qdrant_client import QdrantClient
+    except ImportError as error:
+        raise missing_extra("langchain_qdrant", "qdrant") from error
+    if ("url" in options) == ("path" in options):
+        raise ConfigError("retriever qdrant takes url or path (a folder of its local mode), one of them")
+    target = {name: options[name] for name in ("url", "path", "api_key") if name in options}
+    client = QdrantClient(**target)  # type: ignore[arg-type]  # its other arguments are numbers
+    payload_key, collection = options.get("metadata", "metadata"), options["collection"]
+    store = QdrantVectorStore(
+        client,
+        collection,
+        embeddings,
+        vector_name=options.get("vector", ""),
+        content_payload_key=options.get("text", "page_content"),
+        metadata_payload_key=payload_key,
+    )
+
+    def search(question: str, k: int, argument: Any) -> Hits:
+        hits = store.similarity_search_with_score(question, k, filter=argument)
+        for document, _ in hits:
+            document.id = str(document.metadata.pop("_id"))
+            document.metadata.pop("_collection_name", None)
+        return hits
+
+    return ExternalStore(
+        search, lambda condition: qdrant_filter(condition, payload_key), lambda: client.get_collection(collection)
+    )
+
+
+def _open_pgvector(embeddings: Embeddings, options: Options) -> ExternalStore:
+    try:
+        import sqlalchemy
+        from langchain_postgres.vectorstores import PGVector
+    except ImportError as error:
+        raise missing_extra("langchain_postgres", "pgvector") from error
+
+    class FilteringPGVector(PGVector):  # type: ignore[misc, unused-ignore]
+        """Takes a condition as filter: the package's own dict form answers null for a missing field under $not."""
+
+        def create_vector_extension(self) -> None:
+            """Leave the database as it is."""
+
+        def create_tables_if_not_exists(self) -> None:
+            """Leave the database as it is."""
+
+        def create_collection(self) -> None:
+            """Leave the database as it is."""
+
+        def _create_filter_clause(self, filters: Any) -> Any:
+            return postgres_clause(filters, self.EmbeddingStore.cmetadata)
+
+    store = FilteringPGVector(
+        embeddings, connection=options["url"], collection_name=options["collection"], create_extension=False
+    )
+
+    def search(question: str, k: int, argument: Any) -> Hits:
+        hits = store.similarity_search_with_score(question, k, filter=argument)
+        return [(document, 1.0 - float(distance)) for document, distance in hits]
+
+    def check() -> None:
+        with store._make_sync_session() as session:
+            session.execute(sqlalchemy.text("select 1"))
+            if store.get_collection(session) is None:
+                raise RetrievalError(f"pgvector has no collection {options['collection']!r}")
+
+    return ExternalStore(search, lambda condition: _checked_clause(condition, store), check)
+
+
+def _checked_clause(condition: Condition, store: Any) -> Condition:
+    postgres_clause(condition, store.EmbeddingStore.cmetadata)
+    return condition
+
+
+def _open_elasticsearch(embeddings: Embeddings, options: Options) -> ExternalStore:
+    try:
+        from langchain_elasticsearch import ElasticsearchStore
+    except ImportError as error:
+        raise missing_extra("langchain_elasticsearch", "elasticsearch") from error
+    names = {"api_key": "es_api_key", "user": "es_user", "password": "es_password"}
+    store = ElasticsearchStore(
+        options["index"],
+        embedding=embeddings,
+        es_url=options["url"],
+        vector_query_field=options.get("vector", "vector"),
+        query_field=options.get("text", "text"),
+        **{names[name]: options[name] for name in names if name in options},  # type: ignore[arg-type]
+    )
+    client, text_field = store.client, options.get("text", "text")
+
+    def build(hit: dict[str, Any]) -> Document:
+        source = hit["_source"]
+        return Document(id=hit["_id"], page_content=source.get(text_field, ""), metadata=source.get("metadata", {}))
+
+    def search(question: str, k: int, argument: Any) -> Hits:
+        def widen(body: dict[str, Any], _: str | None) -> dict[str, Any]:
+            if "knn" in body:  # as many candidates as results, at least
+                body["knn"]["num_candidates"] = max(k, body["knn"].get("num_candidates", k))
+            return body
+
+        filters = None if argument is None else [argument]
+        hits = store.similarity_search_with_score(question, k, filters, custom_query=widen, doc_builder=build)
+        return [(document, 2.0 * score - 1.0) for document, score in hits]  # its score is (1 + cosine) / 2
+
+    return ExternalStore(search, elasticsearch_filter, lambda: client.indices.get(index=options["index"]))
+
+
+def _open_milvus(embeddings: Embeddings, options: Options) -> ExternalStore:
+    try:
+        from langchain_milvus import Milvus
+    except ImportError as error:
+        raise missing_extra("langchain_milvus", "milvus") from error
+    collection, metadata_field = options["collection"], options.get("metadata")
+
+    class IdentifyingMilvus(Milvus):  # type: ignore[misc, unused-ignore]
+        """Returns documents with their ids, which the package leaves out next to a metadata field."""
+
+        def _parse_document(self, data: dict[str, Any]) -> Document:
+            identity = data.get(self._primary_field)
+            document = super()._parse_document(data)
+            document.metadata.pop(self._primary_field, None)
+            return document.model_copy(update={"id": None if identity is None else str(identity)})
+
+    target = {"uri": options["url"], **({"token": options["token"]} if "token" in options else {})}
+    store = IdentifyingMilvus(
+        embeddings,
+        collection_name=collection,
+        connection_args=target,
+        primary_field=options.get("id", "pk"),
+        text_field=options.get("text", "text"),
+        vector_field=options.get("vector", "vector"),
+        **({"metadata_field": metadata_field} if metadata_field else {"enable_dynamic_field": True}),
+    )
+
+    def search(question: str, k: int, argument: Any) -> Hits:
+        hits = store.similarity_search_with_score(question, k, expr=argument)
+        by_distance = _milvus_metric(store) == "L2"  # squared, of unit vectors: 2 - 2 * cosine
+        return [(document, 1.0 - score / 2.0 if by_distance else score) for document, score in hits]
+
+    def check() -> None:
+        if not store.client.has_collection(collection):
+            raise RetrievalError(f"milvus has no collection {collection!r}")
+
+    field = metadata_field or "$meta"
+    return ExternalStore(search, lambda condition: milvus_expression(condition, field), check)
+
+
+def _milvus_metric(store: Any) -> str:
+    params = store.index_params
+    first = params[0] if isinstance(params, list) else params or {}
+    return str(first.get("metric_type", "L2"))
+
+
+Opener: TypeAlias = Callable[[Embeddings, Options], ExternalStore]
+
+OPENERS: Final[Mapping[str, tuple[Opener, frozenset[str], frozenset[str]]]] = {
+    "qdrant": (
+        _open_qdrant,
+        frozenset({"collection"}),
+        frozenset({"url", "path", "api_key", "vector", "text", "metadata"}),
+    ),
+    "pgvector": (_open_pgvector, frozenset({"url", "collection"}), frozenset()),
+    "elasticsearch": (
+        _open_elasticsearch,
+        frozenset({"url", "index"}),
+        frozenset({"api_key", "user", "password", "vector", "text"}),
+    ),
+    "milvus": (
+        _open_milvus,
+        frozenset({"url", "collection"}),
+        frozenset({"token", "id", "vector", "text", "metadata"}),
+    ),
+}
+"""The function that opens a store, the options it needs, and those it may have."""
+
+
+def is_external(text: str) -> bool:
+    """Return whether a retriever of the settings is an external store: ``KIND:key=value,...``."""
+    return ":" in text
+
+
+def open_external(text: str, embeddings: Embeddings, k: int, *, index: object = None) -> Retriever:
+    """Return the retriever of ``KIND:key=value,...``; a value with a comma is put into double quotes.
+
+    Raises:
+        ConfigError: the kind or an option is unknown, an option is missing, a package is not installed, or an
+            ``index`` is given too.
+        RetrievalError: the store cannot be reached, or its vectors are of another model.
+    """
+    kind, _, rest = text.partition(":")
+    if index is not None:
+        raise ConfigError(f"index={str(index)!r} and the retriever {kind} are given; give one of them")
+    options = _options(kind, rest)
+    if kind in OPENERS:
+        opener, required, optional = OPENERS[kind]
+        missing, unknown = sorted(required - set(options)), sorted(set(options) - required - optional)
+        if missing or unknown:
+            problem = f"lacks {', '.join(missing)}" if missing else f"has no option {unknown[0]!r}"
+            raise ConfigError(
+                f"retriever {kind} {problem}; it takes {', '.join(sorted(required))} and, if needed, "
+                f"{', '.join(sorted(optional))}"
+            )
+        empty = ExternalRetriever(name=kind, store=None, k=k)
+        store = empty._call(lambda: opener(embeddings, options))
+        return ExternalRetriever(name=kind, store=store, k=k, similarity=packaged_similarity(embeddings))
+    plugins = {plugin.name: plugin for plugin in entry_points(group=GROUP)}
+    if kind not in plugins:
+        raise ConfigError(
+            f"unknown retriever {kind!r}; choose dense, bm25, hybrid, or one of "
+            f"{', '.join(sorted({*OPENERS, *plugins}))} as KIND:key=value,..."
+        )
+    opened = plugins[kind].load()(embeddings, **options)
+    if isinstance(opened, VectorStore):
+        return PassageRetriever(store=opened, k=k)
+    if isinstance(opened, BaseRetriever) or callable(getattr(opened, "retrieve", None)):
+        return as_retriever(opened)
+    raise ConfigError(
+        f"retriever {kind}: the plugin returned {type(opened).__name__}; it must return a langchain VectorStore or "
+        "BaseRetriever, or an object with retrieve(question, k)"
+    )
+
+
+def _options(kind: str, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for item in split_outside(text, ",") if text else ():
+        name, equals, value = item.strip().partition("=")
+        if not equals or not name or name in options:
+            raise ConfigError(f"retriever {kind}: option {name!r} must be key=value, each key once")
+        quoted = len(value) > 1 and value[0] == value[-1] == '"'
+        options[name] = value[1:-1] if quoted else value
+    return options

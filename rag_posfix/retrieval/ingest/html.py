@@ -1,0 +1,197 @@
+"""Reads web pages: trafilatura finds what a page is about; small pages are read whole, without their navigation."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import accumulate
+
+from rag_posfix.errors import missing_extra
+from rag_posfix.retrieval.ingest.blocks import FileText, Heading, blocks_under, is_heading_text, stated_title
+from rag_posfix.retrieval.ingest.structure import paragraph_blocks, read_markdown
+from rag_posfix.text import clean_text
+
+_MIN_CONTENT_SHARE = 0.5
+"""What trafilatura finds counts if it has this share of the words outside of navigation, at least."""
+
+_INVISIBLE = frozenset(
+    {"script", "style", "noscript", "template", "svg", "math", "head", "iframe", "object", "select", "nav", "footer"}
+)
+_VOID = frozenset(
+    {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
+)
+_PARAGRAPHS = frozenset(
+    {"address", "article", "aside", "blockquote", "body", "details", "div", "dl", "fieldset", "figcaption", "figure",
+     "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol", "p", "pre", "section",
+     "table", "ul"}
+)  # fmt: skip
+_LINES = frozenset({"br", "caption", "dd", "dt", "legend", "li", "option", "summary", "tr"})
+_HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
+_CELLS = frozenset({"td", "th"})
+_OF_HEAD = frozenset({"base", "link", "meta", "noscript", "script", "style", "template", "title"})
+
+# Conditional comments (<![if ...]>) and CDATA sections: the standard library's parser stops at unknown ones.
+_MARKED = re.compile(r"<!\[[^>]*>?")
+_OPAQUE = re.compile(r"<!--|<script\b|<style\b", re.IGNORECASE)
+_CLOSES = {
+    "<!--": re.compile("-->"),
+    "<script": re.compile(r"</script\s*>", re.IGNORECASE),
+    "<style": re.compile(r"</style\s*>", re.IGNORECASE),
+}
+_TAG = re.compile(r"<[a-zA-Z/!?]")
+_SPACES = re.compile(r"[^\S\xa0]+|\xa0+")
+
+
+def read_html(source: str) -> FileText:
+    """Return the content of an HTML page as Markdown, without navigation, and its title.
+
+    trafilatura finds the content. If it finds little, as on a page of a few words, everything outside of ``nav`` and
+    ``footer`` is taken.
+
+    Raises:
+        ConfigError: trafilatura is not installed.
+    """
+    try:
+        from trafilatura import extract
+    except ImportError as error:
+        raise missing_extra("trafilatura (needed for HTML files)", "html") from error
+    page = _read_page(source)
+    content = extract(source, output_format="markdown", include_formatting=True, favor_recall=True) or ""
+    if len(content.split()) < _MIN_CONTENT_SHARE * len(page.text.split()):
+        return page
+    read = read_markdown(clean_text(content))
+    return FileText(read.text, page.title or read.title, blocks=read.blocks)
+
+
+def _read_page(source: str) -> FileText:
+    page = parse_page(source)
+    text = clean_text(page.text())  # again: character references can encode NUL
+    headings = page.headings()
+    blocks = paragraph_blocks(text, headings)
+    title = clean_text(page.title()) or stated_title(headings, blocks)
+    return FileText(text, title, blocks=blocks_under(headings, blocks))
+
+
+def parse_page(source: str) -> _Page:
+    """Return the visible text, title and headings of a page.
+
+    Scripts, styles, drawings, navigation, footers and other invisible elements are left out. Block elements are
+    separated by an empty line, list items and table rows by a line break; runs of spaces are collapsed except in
+    ``pre``.
+    """
+    page = _Page()
+    page.feed(_parsable(source))
+    page.close()
+    return page
+
+
+def _parsable(source: str) -> str:
+    """Return ``source`` without comments, scripts, styles, and an unterminated tag at its end.
+
+    The standard library's parser stops at some of them and takes quadratic time for others.
+    """
+    segments = []
+    position = 0
+    while start := _OPAQUE.search(source, position):
+        segments.append(source[position : start.start()])
+        end = _CLOSES[start.group().lower()].search(source, start.end())
+        position = len(source) if end is None else end.end()
+    text = _MARKED.sub("", "".join([*segments, source[position:]]))
+    unclosed = _TAG.search(text, text.rfind(">") + 1)
+    return text if unclosed is None else text[: unclosed.start()]
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self._segments: list[str] = []
+        self._title: list[str] = []
+        self._invisible: list[str] = []  # open invisible elements
+        self._in_title = self._takes_title = False
+        self._pre = 0
+        self._gap = ""  # white space to write before the next text
+        self._heading_at: int | None = None  # index of the first segment of the open heading
+        self._headings: list[tuple[int, int, int]] = []  # level, and indices of segments
+
+    def title(self) -> str:
+        """Return the text of the title element."""
+        return " ".join("".join(self._title).split())
+
+    def text(self) -> str:
+        """Return the visible text."""
+        return "".join(self._segments)
+
+    def headings(self) -> list[Heading]:
+        """Return the headings with their characters in the text."""
+        offsets = [0, *accumulate(map(len, self._segments))]
+        result = []
+        for level, first, last in self._headings:
+            title = " ".join("".join(self._segments[first:last]).split())
+            if is_heading_text(title):
+                result.append(Heading(title, level, offsets[first], offsets[last]))
+        return result
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "title" and set(self._invisible) <= {"head"}:
+            self._in_title = True
+            self._takes_title = not self._title  # only the first title counts
+        elif self._invisible == ["head"] and tag not in _OF_HEAD:
+            self._invisible.clear()  # this element ends the head, even without an end tag
+        if tag in _INVISIBLE:
+            self._invisible.append(tag)
+        self._pre += tag == "pre"
+        if tag in _HEADINGS:
+            self._heading_at = len(self._segments)
+        self._separate(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in _INVISIBLE and tag != "title":
+            self.handle_starttag(tag, attrs)
+            if tag not in _VOID:
+                self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "title":
+            self._in_title = False
+        if tag in self._invisible:
+            del self._invisible[self._invisible.index(tag) :]
+        if tag == "pre" and self._pre:
+            self._pre -= 1
+        if tag in _HEADINGS and self._heading_at is not None:
+            self._headings.append((int(tag[1]), self._heading_at, len(self._segments)))
+            self._heading_at = None
+        if tag not in _VOID:
+            self._separate(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            if self._takes_title:
+                self._title.append(data)
+        elif not self._invisible:
+            self._add(data)
+
+    def _add(self, data: str) -> None:
+        if not self._pre:
+            data = _SPACES.sub(" ", data)
+            if data[:1] == " " and not self._gap:
+                self._gap = " "
+            ends_with_space = data[-1:] == " "
+            data = data.strip()
+        else:
+            ends_with_space = False
+        if not data:
+            return
+        if self._segments:
+            self._segments.append(self._gap)
+        self._segments.append(data)
+        self._gap = " " if ends_with_space else ""
+
+    def _separate(self, tag: str) -> None:
+        if self._invisible:
+            return
+        if tag in _PARAGRAPHS:
+            self._gap = "\n\n"
+        elif tag in _LINES and self._gap != "\n\n":
+            self._gap = "\n"
+        elif tag in _CELLS and not self._gap.startswith("\n"):
+            self._gap = " "

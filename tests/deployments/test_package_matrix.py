@@ -1,0 +1,44 @@
+"""The matrix of Pythons and packages: which runs it plans; the runs themselves take minutes (`make test-matrix`)."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deployments.ci import test_matrix as matrix
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_oldest_is_the_lower_bound_and_newest_the_range_of_pyproject():
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    oldest, newest = matrix.requirements("oldest"), matrix.requirements("newest")
+    assert [line.partition("==")[0] for line in oldest] == ["torch", "transformers", "langchain-core"]
+    assert all(f'"{line}"' in text for line in newest)
+    assert [line.replace("==", ">=") for line in oldest] == [line.partition(",")[0] for line in newest]
+
+
+def test_each_python_of_the_classifiers_is_run_and_the_first_is_the_promised_minimum():
+    pythons = matrix.promised_pythons()
+    assert f">={pythons[0]}" == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    current = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert current in pythons
+    assert matrix.interpreter(current) is not None
+    assert matrix.interpreter("2.0") is None
+
+
+def test_a_package_that_cannot_be_installed_leaves_the_run_out_and_does_not_fail(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["test_matrix.py", "--small"])
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert matrix.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["test-matrix: oldest", "test-matrix: newest"]
+    assert all("not installable here, left out: ERROR: No matching distribution" in line for line in lines)
+
+
+@pytest.mark.parametrize("path", matrix.TESTS)
+def test_the_tests_of_the_matrix_exist(path):
+    assert (ROOT / path).exists()

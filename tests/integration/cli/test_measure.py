@@ -1,0 +1,138 @@
+"""``measure``, ``report`` and ``data check`` on a real index and a server of another process's format."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from rag_posfix.demo_data import load_passages, load_questions
+from tests.support.redis_server import free_port
+from tests.support.subprocesses import wait_until_ready
+from tests.support.upstream import first_passage, upstream
+from tests.support.waiting import wait_until
+
+QUESTIONS = 12
+PROMPTS = QUESTIONS * 5
+"""Three orders, and the first of them twice more."""
+
+pytestmark = pytest.mark.weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An index of twelve passages, and as many questions."""
+    folder = tmp_path_factory.mktemp("measured")
+    rows = [{"id": d.id, "text": d.page_content, "title": d.metadata["title"]} for d in load_passages()[:12]]
+    (folder / "passages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "log.txt").write_text("".join(f"{question.question}\n" for question in load_questions()[:QUESTIONS]))
+    return folder
+
+
+@pytest.fixture
+def index(folder, run):
+    if not (folder / "index").is_dir():
+        assert run("index", folder / "passages.jsonl", "--out", folder / "index").code == 0
+    return folder / "index"
+
+
+def arguments(folder, index, model, out):
+    questions = ("--questions", folder / "log.txt")
+    return ("measure", "--index", index, *questions, "--model", model, "--floor", "off", "--k", 4, "--out", out)
+
+
+def answer_of_a_service(index, model, profile):
+    """Start the service with a profile, and return its answer to a request for ``auto``."""
+    port = str(free_port())
+    words = ["serve", "--index", str(index), "--model", model, "--profile", str(profile), "--port", port]
+    process = subprocess.Popen([sys.executable, "-m", "rag_posfix.cli.main", *words], stderr=subprocess.DEVNULL)
+    try:
+        wait_until_ready(process, port)
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": "Who designed the Maravel lighthouse?"}],
+            "posfix": {"mitigation": "auto", "floor": "off"},
+        }
+        response = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        return response.json()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, tmp_path):
+    with upstream(first_passage) as server:
+        result = run(*arguments(folder, index, server.model, tmp_path / "out"), "--json").json
+        assert set(result) >= {
+            "verdict", "flips", "chosen", "measured", "n", "kept", "dropped", "report", "profile", "record",
+        }  # fmt: skip
+        assert result["n"] == QUESTIONS
+        assert set(result["flips"]) >= {"rate", "control", "interval"}
+        assert result["flips"]["rate"] > 0.8
+        assert result["flips"]["control"] == 0.0
+        assert result["order_matters"] is True
+        assert "default" not in result["measured"]
+        profile = result["profile"]
+        asked = run("ask", "Who?", "--index", index, "--model", server.model, "--profile", profile, "--json").json
+        assert asked["mitigation"] == "none"
+        served = answer_of_a_service(index, server.model, profile)
+        chosen = json.loads(Path(profile).read_text())["arrangement"]
+        assert (served["mitigation"], served["order"]) == (chosen["mitigation"]["name"], chosen["order"])
+    page = run("report", result["record"], "--out", tmp_path / "page.html")
+    assert page.code == 0
+    assert "data:" not in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "page.csv").read_text().startswith("model,arrangement,worst,")
+    with upstream(first_passage) as other:
+        refused = run("ask", "Who?", "--index", index, "--model", other.model, "--profile", profile, "--json")
+        assert "measured on" in refused.error["message"]
+
+
+def test_a_killed_measurement_continues_where_it_was(run, folder, index, tmp_path):
+    def slowly(body):
+        time.sleep(0.05)
+        return first_passage(body)
+
+    out = tmp_path / "out"
+    with upstream(slowly) as server:
+        words = [str(word) for word in (*arguments(folder, index, server.model, out), "--minutes", 5)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rag_posfix.cli.main", *words], env=dict(os.environ), stderr=subprocess.DEVNULL
+        )
+        try:
+            wait_until(lambda: _lines(out) >= 7, seconds=240)
+        finally:
+            process.kill()
+            process.wait()
+        kept, sent = _lines(out), len(server.bodies)
+        assert kept < PROMPTS
+        assert not (out / "record.json").exists()
+        result = run(*words, "--json").json
+        assert result["n"] == QUESTIONS
+        n_candidates = len(result["measured"]) - 1
+        assert len(server.bodies) - sent <= PROMPTS - kept + n_candidates * 2 * QUESTIONS
+
+
+def _lines(out: Path) -> int:
+    journal = out / "flips-journal.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def test_usage_errors_name_both_ways(run, folder, tmp_path):
+    result = run("measure", "--out", tmp_path, "--json")
+    assert "--index" in result.error["message"]
+    assert "--data" in result.error["message"]
+
+
+def test_data_check_names_rows_and_exits_with_1(run, folder, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "Who?", "answers": ["x"], "passage": "nowhere"}\n')
+    result = run("data", "check", tmp_path / "q.jsonl", "--passages", folder / "passages.jsonl", "--json")
+    assert result.code == 1
+    assert result.json["usable"] == 0
+    assert result.json["problems"][0]["row"] == 1

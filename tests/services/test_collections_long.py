@@ -1,0 +1,109 @@
+"""Long documents of collections: stored as passages, and found, replaced and deleted by the id of the document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from langchain_core.documents import Document
+
+from rag_posfix.retrieval.ingest.passages import PassageSize
+from rag_posfix.settings import ServiceSettings
+from rag_posfix_api.collections.store import Collections
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.notes import NOTES, add, notes_client
+from tests.support.opened_collection import opened
+
+SENTENCES = [f"In room {number} there is a desk and a lamp." for number in range(299)]
+LONG = " ".join([*SENTENCES, "zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz."])
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    return notes_client(tmp_path)
+
+
+def search(client: TestClient, query: str) -> list[dict[str, Any]]:
+    return list(client.post(f"{NOTES}/search", json={"query": query, "k": 3}).json()["data"])
+
+
+def test_the_answer_at_the_end_of_a_long_document_is_found_first_by_its_passage(client: TestClient):
+    added = add(client, {"id": "rooms", "title": "Rooms", "text": LONG}, {"id": "other", "text": "nothing of it"})
+    assert added["ids"] == ["rooms", "other"]
+    assert (added["added"], added["documents"]) == (2, 2)
+    assert added["split"] == {"rooms": added["passages"] - 1}
+    first = search(client, "zzzz")[0]
+    assert first["id"] == f"rooms#{added['split']['rooms']}"
+    assert first["text"].endswith("zzzz.")
+    assert len(first["text"].split()) <= 150
+    assert (first["title"], first["metadata"]["document_id"]) == ("Rooms", "rooms")
+    assert LONG[first["metadata"]["start"] : first["metadata"]["end"]] == first["text"]
+
+
+def test_passages_are_replaced_and_deleted_with_their_document(client: TestClient):
+    add(client, {"id": "rooms", "text": LONG}, {"id": "other", "text": "nothing"})
+    again = add(client, {"id": "rooms", "text": LONG})
+    assert (again["added"], again["replaced"], again["unchanged"], again["documents"]) == (0, 0, 1, 2)
+    shorter = add(client, {"id": "rooms", "text": "short"})
+    assert (shorter["replaced"], shorter["documents"], shorter["passages"], shorter["split"]) == (1, 2, 2, {})
+    assert {one["id"] for one in search(client, "room")} == {"rooms", "other"}
+    assert add(client, {"id": "rooms", "text": LONG})["replaced"] == 1
+    assert client.get(NOTES).json()["documents"] == 2
+    assert client.delete(f"{NOTES}/documents/rooms%231").status_code == 404, "a passage is no document"
+    assert client.delete(f"{NOTES}/documents/rooms").status_code == 200
+    assert {one["id"] for one in search(client, "room")} == {"other"}
+    assert client.get(NOTES).json()["documents"] == 1
+
+
+def test_an_id_of_a_passage_is_no_id_of_another_document(client: TestClient):
+    add(client, {"id": "rooms", "text": LONG})
+    body = {"documents": [{"id": "rooms#2", "text": "mine"}]}
+    assert client.post(f"{NOTES}/documents", json=body).status_code == 409
+    add(client, {"id": "a#1", "text": "mine"})
+    assert client.post(f"{NOTES}/documents", json={"documents": [{"id": "a", "text": LONG}]}).status_code == 409
+    both = {"documents": [{"id": "b", "text": LONG}, {"id": "b#1", "text": "mine"}]}
+    assert client.post(f"{NOTES}/documents", json=both).status_code == 409
+    assert client.get(NOTES).json()["documents"] == 2
+
+
+def test_another_process_sees_passages_as_one_document(tmp_path: Path):
+    removed: list[Document] = []
+    writer, reader = opened(tmp_path), opened(tmp_path, removed=removed.extend)
+    put = writer.put([Document(LONG, id="rooms")])
+    assert len(reader) == put.passages > 1
+    assert reader.delete(["rooms"]) == 1
+    assert (len(writer), len(removed)) == (0, put.passages)
+
+
+def test_a_long_document_of_an_earlier_release_is_split_when_it_is_added_again(tmp_path: Path, monkeypatch: Any):
+    module = "rag_posfix_api.collections.collection.split_document"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(module, lambda document, size: [document])
+        opened(tmp_path).put([Document(LONG, id="rooms")])
+    collection = opened(tmp_path, embeddings=LetterEmbeddings())
+    assert len(collection) == 1
+    put = collection.put([Document(LONG, id="rooms")])
+    assert (put.replaced, put.documents, len(collection)) == (1, 1, put.passages)
+
+
+def test_the_size_of_a_passage_is_that_of_the_settings(tmp_path: Path):
+    collections = Collections(tmp_path, 10, 1000, PassageSize(tokens=24))
+    collections.create("acme", "notes", LetterEmbeddings())
+    notes = collections.get("acme", "notes", LetterEmbeddings(), lambda documents: None)
+    assert notes.put([Document(id="rooms", page_content=LONG)]).passages == 151
+    assert ServiceSettings(collection_passage_tokens=24).collection_passage_tokens == 24
+
+
+def test_metadata_and_headings_are_not_multiplied_by_the_passages(client: TestClient) -> None:
+    too_long = {"documents": [{"id": "a", "text": "short", "metadata": {"x": "y" * 60_000}}]}
+    refused = client.post(f"{NOTES}/documents", json=too_long)
+    assert (refused.status_code, "documents[0].metadata" in refused.text) == (422, True), refused.text
+    many = {"documents": [{"id": "a", "text": " ".join(LONG.split() * 30), "metadata": {"x": "y" * 49_000}}]}
+    refused = client.post(f"{NOTES}/documents", json=many)
+    assert (refused.status_code, "metadata" in refused.text) == (413, True), refused.text
+    add(client, {"id": "a", "text": "short", "metadata": {"x": "y" * 49_000}})
+    added = add(client, {"id": "b", "text": f"# {'h' * 20_000}\n\n{LONG}"})
+    assert added["split"]["b"] < 60
+    assert all(len(document["title"] or "") < 1000 for document in search(client, "zzzz"))

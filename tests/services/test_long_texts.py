@@ -1,0 +1,54 @@
+"""8 MB in a field: what they cost the service, a process of its own with the tokenizer of SmolLM2 and with MiniLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.long_texts import BODIES, long_text, measure, service
+from tests.support.serving import client_for
+
+pytestmark = pytest.mark.weights
+
+DOCUMENTS = "/v1/collections/notes/documents"
+
+COSTLY = {
+    # By text: where it cost most before texts were cut.
+    "words": ("/v1/chat/completions", "/v1/responses", "/v2/chat", "/v1/embeddings", "/v2/rerank", "/v1/completions"),
+    "lines": ("/v1/embeddings", "/v1/score", "/v1/messages/count_tokens"),
+    "run": ("/v1/collections/notes/search", DOCUMENTS, "/v1/rerank"),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    with service(tmp_path_factory.mktemp("data")) as address:
+        yield address
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_8_mb_in_any_field_cost_100_mb_and_a_second_at_most(name: str, served: tuple[str, int]) -> None:
+    text = long_text(name, 8_000_000)
+    costs = [
+        cost
+        for path, body in BODIES
+        if path in COSTLY[name]
+        for cost in measure(*served, path, body, text)
+        if cost.field.rpartition(".")[2] not in ("role", "model", "user", "id", "stop")
+    ]
+    # What is stored is read whole: its passages are embedded.
+    stored = [cost for cost in costs if (cost.path, cost.field) == (DOCUMENTS, "documents.0.text")]
+    assert all(cost.megabytes < 200 for cost in stored)
+    costs = [cost for cost in costs if cost not in stored]
+    assert len(costs) >= 4
+    assert {cost.status for cost in costs} <= {200, 400, 422}
+    assert [cost for cost in costs if cost.megabytes > 100 or cost.seconds > 1] == []
+
+
+def test_every_route_that_reads_a_body_is_measured() -> None:
+    measured = {path.replace("/notes/", "/{name}/") for path, _ in BODIES}
+    paths = client_for().get("/openapi.json").json()["paths"]
+    with_body = {path for path, methods in paths.items() if any("requestBody" in each for each in methods.values())}
+    assert len(with_body) >= 20
+    assert with_body - measured == set()

@@ -1,0 +1,69 @@
+"""Tiny random models whose chat templates write tools as released models do; the Jinja programs are written anew."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.tokenizer import Tokenizer
+from tests.support.tiny import loaded_model
+from tests.support.vocabularies import base
+
+QWEN = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools><|im_end|>\n"
+    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% elif m.tool_calls %}<|im_start|>assistant{% if m.content %}\n{{ m.content }}"
+    '{% endif %}{% for c in m.tool_calls %}\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|start|>ipython<|end|>\n{{ m.content | tojson }}<|eot|>"
+    '{% elif m.tool_calls %}<|start|>assistant<|end|>\n{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}<|eot|>{% else %}<|start|>{{ m.role }}<|end|>\n"
+    "{% if tools and loop.first %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{{ m.content | trim }}"
+    "<|eot|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}[AVAILABLE_TOOLS] "
+    "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] "
+    '{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if not loop.first %}, {% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% endfor %}]</s>{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+ELEMENTS = QWEN.replace('{"name": "{{ c.function.name }}", "arguments": ', "<{{ c.function.name }}>").replace(
+    "{{ c.function.arguments | tojson }}}", "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}"
+)
+"""Writes calls as elements, not as JSON."""
+
+CONTROLS = {
+    QWEN: ("<|im_start|>", "<|im_end|>"),
+    ELEMENTS: ("<|im_start|>", "<|im_end|>"),
+    LLAMA: ("<|start|>", "<|end|>", "<|eot|>"),
+    MISTRAL: (
+        "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+    ),
+}  # fmt: skip
+
+
+def stock_tool_tokenizer(template):
+    """Return transformers' own tokenizer; the marks of Qwen's calls are added tokens that are not special."""
+    backend = Backend.from_str(base("llama-3").to_str())
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in CONTROLS[template]])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in ("<tool_call>", "</tool_call>")])
+    ends = {QWEN: "<|im_end|>", ELEMENTS: "<|im_end|>", LLAMA: "<|eot|>", MISTRAL: "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token=ends[template])
+
+
+def tool_engine(template=QWEN):
+    """Return a random model with a chat template for tools. It writes nonsense where nothing constrains it."""
+    encoder = Tokenizer(stock_tool_tokenizer(template))
+    model = loaded_model(vocab_size=encoder.vocab_size, max_position_embeddings=2048)
+    return Engine(model, encoder, "tiny", "tiny")

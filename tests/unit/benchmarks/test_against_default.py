@@ -1,0 +1,54 @@
+"""The default against other methods, paired by question, over data sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.against_default import DEFAULT, compare
+from benchmarks.study_tables import against_default
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.record import ExperimentRecord
+
+
+def record(answers, model="small"):
+    """Return a record of rows (condition, question, place, accuracy, log-probability)."""
+    names = ("condition", "question", "gold_position", "accuracy", "log_probability")
+    return ExperimentRecord({"model": model}, [dict(zip(names, answer, strict=True)) for answer in answers])
+
+
+FIRST = record(
+    [
+        ("gold_only", "a", None, 1.0, 0.0),
+        (DEFAULT, "a", 0, 1.0, -1.0),
+        (DEFAULT, "b", 0, 0.0, -2.0),
+        ("none", "a", 0, 1.0, -2.0),
+        ("none", "a", 4, 0.0, -4.0),
+        ("none", "b", 0, 0.0, -2.0),
+        ("none", "b", 4, 0.0, -4.0),
+        ("committee", "b", 0, 1.0, -1.5),
+    ]
+)
+SECOND = record([(DEFAULT, "a", 0, 0.0, -3.0), ("none", "a", 0, 1.0, -1.0)])
+
+
+def test_a_question_counts_once_and_of_each_record():
+    summary = compare({"set": [FIRST, SECOND]})
+    # none: a of the first .5 at -3, b 0 at -3, a of the second 1 at -1: the default is .5, 0 and -1 above them.
+    assert summary["none"]["all"]["n"] == 3
+    assert summary["none"]["all"]["accuracy"] == pytest.approx(-1 / 6)
+    assert summary["none"]["all"]["log_probability"] == pytest.approx((2.0 + 1.0 - 2.0) / 3)
+    assert summary["none"]["all"]["ci95"] == pytest.approx((-1.0, 0.5))
+    assert summary["committee"]["set"]["accuracy"] == -1.0
+    assert "gold_only" not in summary
+
+
+def test_the_table_has_the_methods_of_every_data_set():
+    summary = compare({"one": [FIRST], "two": [SECOND]})
+    header, *rows = against_default([{"records": {"one": [], "two": []}, "summary": summary}])
+    assert header == ["default minus", "one", "two", "all", "questions", "log-probability, all"]
+    assert rows == [["`none`", "+0.25", "-1.00", "-0.167 [-1.000, +0.500]", "3", "+0.33"]]
+
+
+def test_records_of_two_models_are_refused():
+    with pytest.raises(EvaluationError, match="several models"):
+        compare({"set": [FIRST, record([], model="large")]})

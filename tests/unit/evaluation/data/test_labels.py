@@ -1,0 +1,100 @@
+"""Labelled questions of one's own: two files, and a check that names the row."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.data.labels import check_labels, load_labels
+
+PASSAGES = [
+    {"id": "a", "text": "The Arn bridge was built in 1901.", "title": "Arn"},
+    {"id": "b", "text": "The Bel bridge was built in 1902."},
+    {"id": "c", "text": "Bread is baked."},
+]
+
+
+def lines(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def passages(tmp_path):
+    return lines(tmp_path / "passages.jsonl", PASSAGES)
+
+
+def test_the_most_similar_passages_are_the_first_distractors(tmp_path, passages):
+    path = lines(
+        tmp_path / "q.jsonl", [{"question": "When was the Arn bridge built?", "answers": ["1901"], "passage": "a"}]
+    )
+    (example,) = load_labels(path, passages)
+    assert (example.gold[0].id, example.gold[0].metadata) == ("a", {"title": "Arn"})
+    assert [document.id for document in example.distractors] == ["b", "c"]
+
+
+def test_csv_has_several_answers_in_one_cell(tmp_path, passages):
+    path = tmp_path / "q.csv"
+    path.write_text("question,answers,passage\nWhen was the Arn bridge built?,1901|in 1901,a\n")
+    (example,) = load_labels(path, passages)
+    assert example.answers == ("1901", "in 1901")
+
+
+def test_every_problem_has_its_row(tmp_path, passages):
+    good = {"question": "When was the Arn bridge built?", "answers": ["1901"], "passage": "a"}
+    path = lines(
+        tmp_path / "q.jsonl",
+        [
+            good,
+            {**good, "passage": "z"},
+            "{not json",
+            {"question": " ", "answers": ["x"], "passage": "a"},
+            {"question": "Which bridge?", "passage": "a"},
+            {"question": "What was built in 1902?", "answers": ["bridge"], "passage": "b"},
+            {"question": "What is baked?", "answer": "cake", "passage": "c"},
+            good,
+            "[1]",
+        ],
+    )
+    usable, problems = check_labels(path, passages)
+    assert usable == 4
+    assert [(problem.row, problem.severity) for problem in problems] == [
+        (2, "error"), (3, "error"), (4, "error"), (5, "error"), (6, "warning"), (7, "warning"), (8, "warning"),
+        (9, "error"),
+    ]  # fmt: skip
+    text = {problem.row: problem.message for problem in problems}
+    assert "passage 'z' is not among the 3 passages" in text[2]
+    assert "is not JSON" in text[3]
+    assert "question" in text[4]
+    assert "answer" in text[5]
+    assert "also in 1 other passages" in text[6]
+    assert "no accepted answer is in the gold passage" in text[7]
+    assert "that of row 1" in text[8]
+    assert "must be a JSON object" in text[9]
+
+
+def test_a_malformed_row_stops_loading_and_says_how_to_find_all(tmp_path, passages):
+    path = lines(tmp_path / "q.jsonl", [{"question": "Which bridge?", "answers": ["a"], "passage": "z"}])
+    with pytest.raises(EvaluationError, match=r"row 1: .*data check"):
+        load_labels(path, passages)
+
+
+def test_passages_without_a_text_or_with_one_id_twice_are_refused(tmp_path):
+    questions = lines(tmp_path / "q.jsonl", [])
+    with pytest.raises(EvaluationError, match="row 1 is not a passage"):
+        load_labels(questions, lines(tmp_path / "p.jsonl", [{"id": "a"}]))
+    with pytest.raises(EvaluationError, match="row 2 repeats the id 'a'"):
+        load_labels(questions, lines(tmp_path / "p2.jsonl", [PASSAGES[0], PASSAGES[0]]))
+
+
+def test_rows_of_lost_in_the_middle_are_checked_one_by_one(tmp_path):
+    contexts = [{"title": "Arn", "text": "Built in 1901.", "isgold": True}, {"title": "Bel", "text": "Tall."}]
+    good = {"question": "When?", "answers": ["1901"], "ctxs": contexts}
+    path = lines(tmp_path / "q.jsonl", [good, {**good, "ctxs": contexts[1:]}, {"question": "Who?", "answers": ["x"]}])
+    usable, problems = check_labels(path)
+    assert usable == 1
+    assert [(problem.row, problem.message) for problem in problems] == [
+        (2, "no passage is marked as gold"), (3, "no 'ctxs'"),
+    ]  # fmt: skip

@@ -1,0 +1,92 @@
+"""Masks of JSON texts: whatever allowed tokens are chosen, the text follows the schema, of all tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+from enum import Enum
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.generation.model import json_grammar
+from rag_posfix.generation.model.json_grammar import JsonGrammars, compile_schema
+from rag_posfix.generation.model.tokenizer import Tokenizer
+from tests.support.vocabularies import VOCABULARIES, stock_tokenizer
+
+
+class Colour(Enum):
+    RED = "red"
+    SEA = "sea green"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=0, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str = Field(max_length=6)
+
+
+class House(BaseModel):
+    colour: Colour
+    pets: list[Cat | Dog] = Field(max_length=2)
+    owner: Dog | None
+    known: bool
+
+
+SCHEMA = json.dumps(House.model_json_schema())
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_any_allowed_tokens_make_a_text_that_follows_the_schema(vocabulary):
+    tokenizer = Tokenizer(stock_tokenizer(vocabulary, "llama-3"))
+    if vocabulary == "unigram":  # trained on prose, without bytes for what it never saw
+        with pytest.raises(UnsupportedModelError, match="has no token for"):
+            tokenizer.json_grammars.begin(SCHEMA)
+        return
+    draw = random.Random(7)
+    for _ in range(5):
+        text, ids = tokenizer.json_grammars.begin(SCHEMA), []
+        while not text.is_complete:
+            allowed = [token for token, value in enumerate(text.allowed()) if value]
+            assert not tokenizer.eos_ids & set(allowed), "it may not end before it is complete"
+            ids.append(draw.choice(allowed))
+            text.append(ids[-1])
+            assert len(ids) < 500
+        House.model_validate_json(tokenizer.decode_answer(ids))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"not": {"type": "string"}},
+        {"type": "array", "uniqueItems": True},
+        {"type": "nonsense"},
+        {"$ref": "http://127.0.0.1:1/schema.json"},
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(part):
+    with pytest.raises(ConfigError, match="cannot be enforced"):
+        compile_schema(json.dumps({"type": "object", "properties": {"part": part}}))
+
+
+def test_an_object_has_no_properties_but_those_it_names_unless_it_says_so():
+    closed = json_grammar.close_objects({"properties": {"a": {"properties": {}}}, "allOf": [{"properties": {}}]})
+    assert closed == {
+        "properties": {"a": {"properties": {}, "additionalProperties": False}},
+        "allOf": [{"properties": {}}],
+    }
+    assert json_grammar.close_objects({"properties": {}, "additionalProperties": True})["additionalProperties"] is True
+
+
+def test_without_the_package_or_a_token_that_ends_it_says_what_to_do(monkeypatch):
+    with pytest.raises(UnsupportedModelError, match="no token that ends"):
+        JsonGrammars(list, list, (), ()).begin(SCHEMA)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"\.\[structured\]"):
+        compile_schema(SCHEMA)

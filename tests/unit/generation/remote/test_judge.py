@@ -1,0 +1,248 @@
+"""Judgements of passages by a server: forms of requests, spellings, order, permits, cache, likelihoods."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
+from rag_posfix.contracts.generator import LikelihoodReader, OddsReader, PassageReader
+from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
+from rag_posfix.errors import UnsupportedModelError, UpstreamError
+from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote.generator import PieceEncoder, RemoteGenerator, open_remote
+from rag_posfix.plan.layout import Layout
+from tests.support.serving import DictCache
+from tests.support.upstream import Answering, Reply, Upstream, as_json, error, judging, upstream, whole
+
+YES, NO = ("Yes", " yes"), ("No",)
+ODDS = {"passage 1": {"Yes": math.log(0.5), " yes": math.log(0.1), "No": math.log(0.2), "x": -9.0}}
+NEUTRAL = {"Yes": math.log(0.3), "No": math.log(0.3), "x": -9.0}
+
+
+def layout_of(*texts: str, question: str = "why?") -> Layout:
+    encoder, template = PieceEncoder(), PromptTemplate()
+    passages = [tokenize_passage(encoder, template, text) for text in texts]
+    return tokenize_prompt(encoder, template, question).with_passages(passages)
+
+
+def content_of(body: dict[str, Any]) -> str:
+    return str(body["messages"][-1]["content"])
+
+
+def judge(body: dict[str, Any]) -> Reply:
+    odds = next((values for text, values in ODDS.items() if text in content_of(body)), NEUTRAL)
+    return as_json(judging("Yes", odds))
+
+
+@contextmanager
+def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
+    limits = ServerLimits(connect_seconds=5, read_seconds=20, **options.pop("limits", {}))
+    with upstream(*replies) as server:
+        generator = open_remote(server.model, limits=limits, **options)
+        try:
+            yield generator, server
+        finally:
+            generator.close()
+
+
+def test_it_reads_odds_and_likelihoods_and_no_attention():
+    with asking(judge) as (generator, _):
+        assert isinstance(generator, OddsReader)
+        assert isinstance(generator, LikelihoodReader)
+        assert not isinstance(generator, PassageReader)
+
+
+def test_the_odds_sum_the_spellings_of_the_first_token():
+    with asking(judge) as (generator, server):
+        first, second, bare = generator.log_odds(layout_of("passage 1", "passage 2"), YES, NO)
+    assert first == pytest.approx(math.log(0.6 / 0.2))
+    assert second == bare == 0.0
+    body = server.bodies[-1]
+    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"], body["temperature"]) == (1, True, 20, 0.0)
+
+
+def test_each_request_is_prefix_passage_question():
+    with asking(judge) as (generator, server):
+        generator.log_odds(layout_of("passage 1", "passage 2"), YES, NO)
+    prefix = PromptTemplate().opening
+    contents = {content_of(body) for body in server.bodies}
+    assert all(content.startswith(prefix) and content.rstrip().endswith("Answer:") for content in contents)
+    assert len(contents) == 3
+
+
+@pytest.mark.parametrize(
+    ("alternatives", "expected"),
+    [
+        ({"Yes": -0.1, "x": -4.0}, 3.9),  # no is at most as likely as the last of those listed
+        ({"x": -0.1, "y": -4.0}, 0.0),
+        ({"ĠYes": -0.1, "▁No": -1.1}, 0.0),  # " Yes" and " No" are other spellings
+        ({"Ġyes": -0.1, "No": -1.1}, 1.0),
+    ],
+)
+def test_spellings_that_are_not_listed(alternatives: dict[str, float], expected: float):
+    with asking(as_json(judging("Yes", alternatives))) as (generator, _):
+        assert generator.log_odds(layout_of("p"), YES, NO)[0] == pytest.approx(expected)
+
+
+def test_a_server_with_fewer_alternatives_is_asked_for_those():
+    def picky(body: dict[str, Any]) -> Reply:
+        return error(400, "top_logprobs must be at most 5") if body["top_logprobs"] > 5 else judge(body)
+
+    with asking(picky) as (generator, server):
+        assert generator.log_odds(layout_of("passage 1"), YES, NO)[0] > 1
+        generator.log_odds(layout_of("passage 2"), YES, NO)
+    assert [body["top_logprobs"] for body in server.bodies] == [20, 5, 5, 5, 5, 5]
+
+
+def test_completions_serve_where_chat_gives_no_log_probabilities():
+    def completing(body: dict[str, Any]) -> Reply:
+        if "messages" in body:
+            return whole("Yes")
+        top = {"Yes": -0.5, "No": -1.5}
+        return as_json({"choices": [{"index": 0, "text": "Yes", "logprobs": {"top_logprobs": [top]}}]})
+
+    with asking(completing) as (generator, server):
+        assert generator.log_odds(layout_of("passage 1"), YES, NO) == (1.0, 1.0)
+    assert server.paths == ["/v1/chat/completions", *["/v1/completions"] * 3]
+    assert any("passage 1\n\nQuestion: why?" in body.get("prompt", "") for body in server.bodies)
+
+
+def test_samples_vote_where_a_server_gives_no_log_probabilities(caplog):
+    def sampling(body: dict[str, Any]) -> Reply:
+        if "messages" not in body:
+            return error(404, "no such route")
+        said_yes = "passage 1" in content_of(body) and body.get("seed", 0) < 4
+        return whole("Yes, it does." if said_yes else "no.")
+
+    with asking(sampling) as (generator, server):
+        found = generator.log_odds(layout_of("passage 1"), YES, NO)
+    assert found == pytest.approx((math.log(4.5 / 1.5), math.log(0.5 / 5.5)))
+    sampled = [body for body in server.bodies if body.get("seed") is not None]
+    assert sorted(body["seed"] for body in sampled) == sorted([*range(5)] * 2)
+    assert "judged by sampled answers" in caplog.text
+
+
+def test_what_fails_otherwise_is_an_error():
+    with asking(error(500, "broken")) as (generator, _), pytest.raises(UpstreamError, match="status 500"):
+        generator.log_odds(layout_of("p"), YES, NO)
+
+
+def test_judgements_are_kept_by_model_passage_question_and_tenant():
+    cache = DictCache()
+    with asking(judge, judgements=cache) as (generator, server):
+        first = generator.log_odds(layout_of("passage 1", "passage 2"), YES, NO)
+        sent = len(server.bodies)
+        assert generator.log_odds(layout_of("passage 2", "passage 1"), YES, NO) == (first[1], first[0], first[2])
+        assert len(server.bodies) == sent
+        generator.log_odds(layout_of("passage 1"), YES, NO, "tenant")
+        generator.log_odds(layout_of("passage 1", question="where?"), YES, NO)
+        assert len(server.bodies) == sent + 4
+
+
+def test_passages_seen_before_are_sent_first_in_the_order_they_were_seen():
+    with asking(judge, limits={"concurrency": 1}) as (generator, server):
+        for texts in (["p 5"], ["p 1", "p 2", "p 3"], ["p 4", "p 3", "p 2", "p 1", "p 5"]):
+            server.bodies.clear()
+            generator.log_odds(layout_of(*texts), YES, NO)
+            sent = [content_of(body) for body in server.bodies]
+    places = {text: next(i for i, content in enumerate(sent) if text in content) for text in texts}
+    assert places["p 5"] < min(places[text] for text in ("p 1", "p 2", "p 3"))
+    assert places["p 4"] == max(places.values()) == len(sent) - 1
+
+
+def test_no_more_requests_run_at_a_time_than_allowed():
+    running, most = 0, 0
+    lock = threading.Lock()
+    pause = threading.Event()
+
+    def counting(body: dict[str, Any]) -> Reply:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        pause.wait(0.05)
+        with lock:
+            running -= 1
+        return judge(body)
+
+    with asking(counting, limits={"concurrency": 3}) as (generator, server):
+        generator.log_odds(layout_of(*(f"passage {i}" for i in range(12))), YES, NO)
+        assert len(server.bodies) == 14
+    assert most == 3
+
+
+def test_a_busy_server_holds_no_permit_and_is_asked_again():
+    refused: set[str] = set()
+
+    def busy_once(body: dict[str, Any]) -> Reply:
+        content = content_of(body)
+        if "passage 1" in content and content not in refused:
+            refused.add(content)
+            return error(429, "busy", retry_after="1")
+        return judge(body)
+
+    with asking(busy_once, limits={"concurrency": 1}) as (generator, server):
+        generator.log_odds(layout_of("warm up"), YES, NO)
+        server.bodies.clear()
+        odds = generator.log_odds(layout_of("passage 1", "passage 2", "passage 3"), YES, NO)
+    assert odds[0] == pytest.approx(math.log(3))
+    again = [index for index, body in enumerate(server.bodies) if "passage 1" in content_of(body)]
+    assert len(again) == 2
+    assert again[1] == len(server.bodies) - 1, "the others were sent while it waited"
+
+
+def test_a_check_that_raises_ends_all_requests():
+    class Late(Exception):
+        pass
+
+    def late() -> None:
+        if server.bodies:
+            raise Late
+
+    with asking(Reply(pause_before=-1)) as (generator, server), pytest.raises(Late):
+        generator.log_odds(layout_of("passage 1"), YES, NO, check=late)
+    assert server.gone.wait(10)
+
+
+def test_tokens_of_judgements_are_counted():
+    with asking(judge) as (generator, _), collected_usage() as spent:
+        generator.log_odds(layout_of("passage 1"), YES, NO)
+        assert sum_usage(spent).prompt_tokens == 30  # one request finds the form
+
+
+def echoed(start: int = 0, cached: int = 0) -> Answering:
+    """A server whose tokens are characters; each has the log-probability -1, after ``start`` -0.5."""
+
+    def reply(body: dict[str, Any]) -> Reply:
+        prompt = body["prompt"]
+        values = [None, *(-0.5 if "passage 1" in prompt else -1.0 for _ in prompt[1:]), -3.0]
+        scored = {"token_logprobs": values, "text_offset": list(range(len(prompt) + 1))}
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
+        return as_json({"choices": [{"index": 0, "text": prompt, "logprobs": scored}], "usage": usage})
+
+    return reply
+
+
+def test_the_likelihood_is_the_mean_over_the_tokens_of_the_question():
+    with asking(echoed()) as (generator, server):
+        layout = layout_of("passage 1", "passage 2")
+        assert generator.question_likelihood(layout, bare=True) == pytest.approx((-0.5, -1.0, -1.0))
+    assert server.bodies[0]["echo"] is True
+
+
+def test_tokens_from_a_prefix_cache_are_not_believed():
+    with asking(echoed(cached=10_000)) as (generator, _), pytest.raises(UpstreamError, match="prefix cache"):
+        generator.question_likelihood(layout_of("passage 1"))
+
+
+@pytest.mark.parametrize("reply", [error(400, "echo is not supported"), whole("x")])
+def test_a_server_without_scored_prompts_is_named(reply: Reply):
+    with asking(reply) as (generator, _), pytest.raises(UnsupportedModelError, match="use the reranker yes_no"):
+        generator.question_likelihood(layout_of("passage 1"))

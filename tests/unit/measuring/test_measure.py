@@ -1,0 +1,182 @@
+"""A whole measurement on a reader that answers from the first passage, and on one that reads them all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.request import Generation
+from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.record import read_record
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.measuring.flips import JOURNAL, FlipRow, StackJournal, draw_orders, summarize_flips
+from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
+from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.retrieval.base import as_retriever
+from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.measured import pipeline_of, shelf, texts
+from tests.support.order_biased import OrderBiasedGenerator
+from tests.support.pipelines import Shelf
+from tests.support.serving import make_pipeline
+from tests.support.toy_encoder import ToyEncoder
+
+COUNT = 30
+
+
+class Noisy(OrderBiasedGenerator):
+    """Answers with a new number each time, whatever it reads."""
+
+    def generate(self, request):
+        found = super().generate(request)
+        return Generation(f"answer {len(self.asked)}", found.token_ids, found.finish_reason, found.usage)
+
+
+def without_table(row):
+    return {name: value for name, value in row.items() if name != "table"}
+
+
+def run(generator, out=None, count=COUNT, **options):
+    pipeline = pipeline_of(generator)
+    asked, dropped = find_questions(pipeline, texts(count))
+    return measure(pipeline, asked, dropped=dropped, out=out, options=MeasureOptions(**options))
+
+
+def test_a_reader_of_the_first_passage_is_reported_and_gets_a_fixed_order(tmp_path):
+    record = run(OrderBiasedGenerator(), tmp_path)
+    summary = record.summary
+    assert summary["order_matters"] is True
+    assert (summary["flips"]["rate"], summary["flips"]["control"]) == (1.0, 0.0)
+    assert summary["flips"]["interval"][0] > 0.85
+    order = summary["chosen"]["order"]
+    assert order in ("relevance", "reverse")
+    assert "changes 100%" in summary["verdict"]
+    assert f"Use /{order}/none" in summary["verdict"]
+    written = read_record(tmp_path / "record.json")
+    assert written.summary["measured"]["none"]["flip_rate"] > 0.4  # of two orders, a third have the same first passage
+    assert json.loads((tmp_path / "profile.json").read_text())["arrangement"]["order"] == order
+
+
+def test_a_reader_without_bias_keeps_its_arrangement_and_tries_nothing_else():
+    summary = run(FakeGenerator(ToyEncoder()), count=40).summary
+    assert summary["order_matters"] is False
+    assert summary["flips"]["rate"] == 0.0
+    assert summary["chosen"]["mitigation"] == "none"
+    assert list(summary["measured"]) == ["none"]
+
+
+def test_noise_of_a_server_is_not_taken_for_bias():
+    summary = run(Noisy()).summary
+    assert (summary["flips"]["rate"], summary["flips"]["control"]) == (1.0, 1.0)
+    assert summary["order_matters"] is not True
+    assert summary["choice"]["name"] == "none"
+
+
+def test_a_few_questions_do_not_tell_and_the_verdict_says_so():
+    summary = run(FakeGenerator(ToyEncoder()), count=5).summary
+    assert summary["order_matters"] is None
+    assert "do not tell" in summary["verdict"]
+
+
+def test_an_interrupted_measurement_asks_only_what_is_missing(tmp_path):
+    first = OrderBiasedGenerator()
+    run(first, tmp_path, count=6)
+    journal = tmp_path / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-4]) + lines[-4][:20])  # as a kill leaves it
+    second = OrderBiasedGenerator()
+    run(second, tmp_path, count=6)
+    assert len(first.asked) == len(lines)
+    assert len(second.asked) == 4
+    assert len(StackJournal(journal).rows()) == len(lines)
+
+
+def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
+    pipeline = make_pipeline(FakeGenerator(ToyEncoder()), retriever=as_retriever(lambda _: shelf("")[:1]))
+    kept, dropped = find_questions(pipeline, [*texts(2), ("again", Question("which colour is house number 1"))])
+    assert kept == []
+    assert dropped == {"fewer than two passages found": 2, "asked before": 1}
+
+
+def test_orders_are_distinct_and_the_first_two_do_not_depend_on_the_count():
+    question = find_questions(pipeline_of(FakeGenerator(ToyEncoder())), texts(1))[0][0]
+    orders = draw_orders(question, 6, 0)
+    assert len(set(orders)) == 6
+    assert draw_orders(question, 2, 0) == orders[:2]
+
+
+def test_a_profile_is_used_by_auto_and_refused_by_another_model(tmp_path, monkeypatch):
+    run(OrderBiasedGenerator(), tmp_path)
+    from rag_posfix.pipeline import build as module
+
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
+    order = json.loads((tmp_path / "profile.json").read_text())["arrangement"]["order"]
+    settings = Settings(profile=tmp_path / "profile.json", order="ends_first")
+    pipeline = build_pipeline(settings, retriever=Shelf(), generator=OrderBiasedGenerator())
+    assert (pipeline.ask("Which river?").mitigation, pipeline.ask("Which river?").order) == ("none", order)
+    chosen = pipeline.ask(Question("Which river?", mitigation="auto", order="original"))
+    assert (chosen.mitigation, chosen.order) == ("none", "original")
+    assert pipeline.ask(Question("Which river?", mitigation="context_experts")).mitigation == "context_experts"
+    other = OrderBiasedGenerator()
+    other.fingerprint = "another"
+    with pytest.raises(ConfigError, match="measured on fake"):
+        build_pipeline(settings, retriever=Shelf(), generator=other)
+
+
+def test_without_a_profile_auto_is_the_default_method():
+    pipeline = pipeline_of(OrderBiasedGenerator())
+    answers = [
+        pipeline.ask(Question("Which colour?", mitigation=name, use_cache=False)) for name in ("auto", "default")
+    ]
+    assert [answer.mitigation for answer in answers] == ["context_experts"] * 2
+
+
+def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
+    examples = [
+        PositionExample(
+            str(number), f"What does gold{number} weigh?", (f"gold{number} weighs {number} kilos",),
+            (Document(page_content=f"The gold{number} weighs {number} kilos. Yes.", id="g"),),
+            tuple(Document(page_content=f"A stone number {i} is grey. No.", id=f"d{i}") for i in range(4)),
+        )
+        for number in range(40)
+    ]  # fmt: skip
+
+    class ByWords:
+        def compress_documents(self, documents, query, callbacks=None):
+            words = set(query.split())
+            return [
+                document.model_copy(
+                    update={
+                        "metadata": {
+                            **document.metadata,
+                            "relevance_score": len(words & set(document.page_content.split())) / 10,
+                        }
+                    }
+                )
+                for document in documents
+            ]
+
+    pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: ByWords())
+    options = MeasureOptions(documents=5)
+    record = measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
+    summary = record.summary
+    assert {position: scores["accuracy"] for position, scores in summary["positions"]["none"].items()} == {
+        "0": 1.0, "2": 0.0, "4": 0.0,
+    }  # fmt: skip
+    assert (summary["ceiling"]["accuracy"], summary["floor"]["accuracy"]) == (1.0, 0.0)
+    assert summary["choice"]["name"] != "none"
+    assert summary["measured"][summary["choice"]["name"]]["worst"] == 1.0
+    assert summary["measured"]["/relevance/none"]["worst"] == 1.0
+    assert "<polygon" in (tmp_path / "report.html").read_text()
+
+
+def test_the_difference_is_paired_by_question():
+    rows = run(OrderBiasedGenerator(), count=12).rows
+    assert {row["kind"] for row in rows} == {"order", "repeat"}
+    assert {len([row for row in rows if row["question"] == name]) for name in {row["question"] for row in rows}} == {5}
+    flips = summarize_flips([FlipRow(**{**row, "condition": "none"}) for row in map(without_table, rows)])
+    assert flips["difference_interval"] == [1.0, 1.0]

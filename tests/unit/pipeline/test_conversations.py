@@ -1,0 +1,96 @@
+"""Conversations over the same passages: what is cached from the second turn on."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.request import Sampling
+from rag_posfix.generation.engine import Engine
+from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
+from rag_posfix.settings import Settings
+from tests.support.pipelines import pipeline
+from tests.support.tiny import loaded_model
+from tests.support.toy_encoder import ToyEncoder
+
+DOCUMENTS = [
+    Document(page_content=f"{name} lies on the {river}. It is old, and its bridges are of stone.", id=name)
+    for name, river in (("Rome", "Tiber"), ("Paris", "Seine"), ("Prague", "Moldau"), ("Vienna", "Danube"))
+]
+QUESTIONS = ("Where does Rome lie?", "And Paris?", "Is it old?", "Who built the bridges?", "And Prague?", "Why?")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return loaded_model(vocab_size=ToyEncoder.vocab_size, num_hidden_layers=2, max_position_embeddings=4096)
+
+
+def conversation(loaded, mitigation, template=None, system=()):
+    """Ask six questions over the same passages; return cached tokens and bytes of the store by turn, and the store."""
+    store = PassageStore([MemoryTier(2**28)])
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print", store)
+    questions = Pipeline(
+        engine,
+        Assembler(engine.encoder, engine.context_window, template),
+        defaults=Defaults(MethodSpec(mitigation), order="original", sampling=Sampling(max_tokens=2)),
+    )
+    history, cached, sizes = list(system), [], []
+    for question in QUESTIONS:
+        answer = questions.ask(Question(question, documents=DOCUMENTS, history=history))
+        cached.append(answer.usage.cached_tokens)
+        sizes.append(store.stats()["tiers"][0]["bytes"])
+        history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+    return cached, sizes, questions
+
+
+PASSAGE_TOKENS = sum(len(f"{document.page_content}\n\n") for document in DOCUMENTS)
+
+
+@pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "blended"])
+def test_passages_are_cached_from_the_second_turn_on_and_the_store_does_not_grow(loaded, mitigation):
+    cached, sizes, questions = conversation(loaded, mitigation)
+    assert cached[0] == 0
+    recomputed = 0.15 if mitigation == "blended" else 0.0
+    assert min(cached[1:]) >= (0.9 - recomputed) * PASSAGE_TOKENS
+    assert len(set(sizes)) == 1
+    for name in ("Bo", "Ann"):  # users with other system prompts
+        history = [{"role": "system", "content": f"The user is {name}."}]
+        answer = questions.ask(Question("Where does Rome lie?", documents=DOCUMENTS, history=history))
+        assert answer.usage.cached_tokens == cached[1]
+    assert questions.generator.passages.stats()["tiers"][0]["bytes"] == sizes[0]
+
+
+def test_with_history_first_passages_are_encoded_anew_in_every_turn(loaded):
+    cached, sizes, _ = conversation(loaded, "default", PromptTemplate(history_first=True))
+    assert max(cached) < 0.9 * PASSAGE_TOKENS
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_change_of_the_fixed_instructions_is_a_miss(loaded):
+    _, _, questions = conversation(loaded, "default")
+    other = questions.with_template(PromptTemplate(instruction="Read these."))
+    assert other.ask(Question("Why?", documents=DOCUMENTS)).usage.cached_tokens == 0
+    assert other.ask(Question("Who?", documents=DOCUMENTS)).usage.cached_tokens >= PASSAGE_TOKENS
+
+
+def test_the_order_cache_aware_remembers_the_passages_of_earlier_turns():
+    questions = pipeline(order_invariant=False)
+    question = Question("Why?", documents=DOCUMENTS[:2], order="cache_aware:bound=1")
+    first = questions.ask(question)
+    history = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": first.text}]
+    again = Question("Who?", documents=DOCUMENTS[1::-1], order="cache_aware:bound=1", history=history)
+    assert [d.id for d in questions.ask(again).documents] == [d.id for d in first.documents]
+
+
+def test_the_setting_history_first_reaches_the_prompt(tmp_path):
+    generator = pipeline().generator
+    built = build_pipeline(Settings(cache_dir=tmp_path, history_first=True), generator=generator)
+    history = [{"role": "system", "content": "Be kind."}]
+    text = built.preview(Question("Why?", documents=DOCUMENTS, history=history)).text
+    assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>")

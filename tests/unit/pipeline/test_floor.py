@@ -1,0 +1,103 @@
+"""The floor: which retrieved passages are read, by similarity and by a judge."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.pipeline.passage_floor import PassageFloor
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
+from rag_posfix.reranking.deadline import GuardedReranker
+from rag_posfix.reranking.passage_judge import PassageJudge
+from rag_posfix.settings import Settings
+from rag_posfix.text import NO_PASSAGE_TEXT
+from tests.support.reader import ScriptedReader
+from tests.support.toy_encoder import ToyEncoder
+
+RANGE = SimilarityRange(low=0.2, clear=0.6)
+
+
+class Shelf:
+    """A retriever whose passages have the scores that it is made with."""
+
+    def __init__(self, similarity=RANGE, **scores):
+        self.similarity, self.scores = similarity, scores
+
+    def similarity_range(self):
+        return self.similarity
+
+    def retrieve(self, question, k):
+        best = sorted(self.scores.items(), key=lambda item: -item[1])[:k]
+        return [Document(page_content=name, id=name, metadata={"relevance_score": score}) for name, score in best]
+
+
+def ask(shelf, gains=None, floor=None, defaults=None):
+    reader = None if gains is None else ScriptedReader({"": 0.0, **gains})
+    judge = None if reader is None else GuardedReranker(reranker=PassageJudge(generator=reader))
+    pipeline = Pipeline(
+        FakeGenerator(ToyEncoder(), 8192),
+        Assembler(ToyEncoder(), 8192),
+        retriever=shelf,
+        floor=PassageFloor(lambda: judge),
+        defaults=defaults,
+    )
+    answer = pipeline.ask(Question("why?", floor=floor))
+    return {document.id for document in answer.documents}, answer, reader
+
+
+def test_a_passage_below_the_lowest_similarity_is_not_read_and_is_named():
+    read, answer, _ = ask(Shelf(a=0.7, b=0.19))
+    assert (read, answer.grounded, answer.dropped) == ({"a"}, True, (("b", "floor"),))
+
+
+def test_without_a_passage_above_it_the_model_is_not_asked():
+    read, answer, _ = ask(Shelf(a=0.19))
+    assert (read, answer.grounded, answer.text, answer.usage.prompt_tokens) == (set(), False, NO_PASSAGE_TEXT, 0)
+
+
+def test_the_judge_decides_where_no_passage_is_clearly_similar():
+    gains = {"a": 0.79, "b": 0.81, "c": 5.0}
+    read, answer, reader = ask(Shelf(a=0.5, b=0.4, c=0.1), gains)
+    assert (read, answer.dropped) == ({"b"}, (("c", "floor"), ("a", "floor")))
+    assert reader.seen == [["a", "b"]], "a passage below the similarity is not judged"
+    assert answer.timings["judge"] >= 0
+    read, answer, reader = ask(Shelf(a=0.6, b=0.4), gains)
+    assert (read, reader.seen) == ({"a", "b"}, []), "one clearly similar passage needs no judge"
+
+
+def test_a_judge_that_fails_leaves_the_passages():
+    read, answer, _ = ask(Shelf(a=0.5), {})  # the reader knows no passage
+    assert (read, answer.grounded) == ({"a"}, True)
+    assert "judge failed" in answer.warnings[0]
+
+
+@pytest.mark.parametrize(("floor", "expected"), [("off", {"a", "b"}), (0.3, {"a"}), ("auto", {"a"}), (0, {"a", "b"})])
+def test_a_question_or_the_defaults_choose_the_floor(floor, expected):
+    shelf = Shelf(a=0.7, b=0.1)
+    assert ask(shelf, floor=floor)[0] == expected
+    assert ask(shelf, defaults=Defaults(floor=floor))[0] == expected
+
+
+def test_scores_that_nobody_knows_are_left_alone_unless_a_similarity_is_given():
+    shelf = Shelf(similarity=None, a=0.1)
+    assert ask(shelf, {"a": 0.0})[0] == {"a"}
+    assert ask(shelf, {"a": 9.0}, floor=0.2)[0] == set()
+    assert ask(shelf, {"a": 0.0}, floor=0.05)[0] == set(), "the judge decides about what is left"
+
+
+def test_documents_of_a_question_are_read_whatever_their_scores():
+    pipeline = Pipeline(FakeGenerator(ToyEncoder(), 8192), Assembler(ToyEncoder(), 8192), retriever=Shelf())
+    document = Document(page_content="a", id="a", metadata={"relevance_score": 0.0})
+    assert pipeline.ask(Question("why?", [document])).grounded
+
+
+@pytest.mark.parametrize("wrong", ["on", 1.1, -0.1, True, "nan"])
+def test_a_wrong_floor_is_refused(wrong):
+    with pytest.raises(ConfigError, match="must be auto, off, or a similarity from 0 to 1"):
+        Question("why?", floor=wrong)
+    with pytest.raises(ConfigError, match="must be auto, off, or a similarity from 0 to 1"):
+        Settings(floor=wrong)

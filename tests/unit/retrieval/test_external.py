@@ -1,0 +1,294 @@
+"""Vector stores of other programs: their ids, scores and filters, on real ones and against their wire."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import math
+import random
+import shutil
+import subprocess
+import threading
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from rag_posfix.contracts.filters import matches, parse_filter
+from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.retrieval import external_stores
+from rag_posfix.retrieval.external import UntranslatableError
+from rag_posfix.retrieval.external_filters import elasticsearch_filter, milvus_expression, postgres_clause
+from rag_posfix.retrieval.external_stores import open_external
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.random_filters import documents_with_metadata, random_filter
+
+DOCUMENTS = documents_with_metadata(24)
+QUOTED = 'it\'s "q"'
+POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+def expected_ids(metadata_filter):
+    condition = parse_filter(metadata_filter)
+    return sorted(str(document.id) for document in DOCUMENTS if matches(condition, document.metadata))
+
+
+def numbers(documents):
+    return sorted(f"{document.metadata['number']:04}" for document in documents)
+
+
+@pytest.fixture(scope="module")
+def qdrant(tmp_path_factory):
+    from langchain_qdrant import QdrantVectorStore
+
+    folder = tmp_path_factory.mktemp("qdrant")
+    QdrantVectorStore.from_documents(
+        DOCUMENTS, LetterEmbeddings(), path=str(folder), collection_name="docs", ids=list(range(24))
+    ).client.close()
+    return open_external(f"qdrant:path={folder},collection=docs", LetterEmbeddings(), 5)
+
+
+class TestQdrant:
+    def test_documents_have_the_ids_and_cosines_of_the_store(self, qdrant):
+        hits = qdrant.retrieve("common words", 24)
+        assert sorted(int(hit.id) for hit in hits) == list(range(24))
+        assert not {"_id", "_collection_name"} & set(hits[0].metadata)
+        # The letters of "common words 0" are those of the question: cosine 1 for each of them.
+        assert [hit.metadata["relevance_score"] for hit in hits] == pytest.approx([1.0] * 24, abs=1e-5)
+        (hit,) = qdrant.retrieve("cow", 1)
+        letters = LetterEmbeddings().embed_query("common words")
+        length = math.hypot(*letters)
+        shared = sum(letters["abcdefghijklmnopqrstuvwxyz".index(letter)] for letter in "cow")
+        assert hit.metadata["relevance_score"] == pytest.approx(shared / length / math.sqrt(3), abs=1e-5)
+        assert len(qdrant.invoke("common words")) == 5
+
+    def test_only_the_question_is_embedded(self, qdrant, monkeypatch):
+        texts = []
+        monkeypatch.setattr(LetterEmbeddings, "embed_documents", lambda self, given: texts.extend(given))
+        qdrant.retrieve("common words", 3, filter={"year": 1999})
+        assert texts == []
+
+    def test_random_filters_find_exactly_the_documents_that_match(self, qdrant):
+        draw = random.Random("qdrant")
+        for _ in range(2000):
+            metadata_filter = random_filter(draw)
+            hits = qdrant.retrieve("common words", 24, filter=metadata_filter)
+            assert numbers(hits) == expected_ids(metadata_filter), metadata_filter
+
+    def test_filters_are_pushed_down_and_the_rest_is_checked(self, qdrant, monkeypatch):
+        searches = []
+        search = qdrant.store.search
+        store = replace(qdrant.store, search=lambda *call: searches.append(call) or search(*call))
+        recorded = qdrant.model_copy(update={"store": store})
+        assert len(recorded.retrieve("common words", 3, filter={"number": {"$gte": 20}})) == 3
+        ((_, width, argument),) = searches  # one search for three documents: Qdrant chose among those that match
+        assert (width, argument.must[0].key, argument.must[0].range.gte) == (3, "metadata.number", 20)
+        searches.clear()
+        hits = recorded.retrieve("common words", 3, filter={"group": None, "number": {"$gte": 0}})
+        assert all(hit.metadata["group"] is None for hit in hits)
+        assert len(searches) > 1  # null is checked in the documents
+        assert searches[0][2] is not None
+
+    def test_store_that_is_gone_is_told_without_its_address(self, tmp_path):
+        with pytest.raises(RetrievalError, match="the vector store qdrant failed with ") as caught:
+            open_external(f"qdrant:path={tmp_path}/secret,collection=none", LetterEmbeddings(), 5)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory):
+    """The connection string of a server of Debian's package, which has no pgvector."""
+    if not POSTGRES or shutil.which("runuser") is None:
+        pytest.skip("PostgreSQL or runuser is not installed")
+    tools, folder = POSTGRES[-1], Path(f"/tmp/rag-posfix-pg-{uuid.uuid4().hex[:9]}")
+    subprocess.run(["install", "-d", "-o", "postgres", folder], check=True)
+    as_postgres = ["runuser", "-u", "postgres", "--"]
+    subprocess.run([*as_postgres, tools / "initdb", "-D", folder / "data", "-A", "trust", "-N"], check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+    options = f"-k {folder} -c listen_addresses= -c fsync=off"
+    control = [*as_postgres, tools / "pg_ctl", "-D", folder / "data", "-w", "-l", folder / "log"]
+    subprocess.run([*control, "-o", options, "start"], check=True, stdout=subprocess.DEVNULL)
+    yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+    subprocess.run([*control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL)
+    shutil.rmtree(folder)
+
+
+def test_conditions_in_postgresql_hold_for_exactly_the_rows_that_match(postgres):
+    import sqlalchemy
+    from sqlalchemy.dialects.postgresql import JSONB
+
+    engine = sqlalchemy.create_engine(postgres)
+    table = sqlalchemy.Table(
+        "passages", sqlalchemy.MetaData(), sqlalchemy.Column("id", sqlalchemy.Text), sqlalchemy.Column("meta", JSONB)
+    )
+    draw = random.Random("postgres")
+    odd = [{"year": "1999"}, {"year": True}, {"year": {"a": 1}}, {"year": [5, "x"]}, {'it\'s "q"': 1}]
+    rows = [document.metadata for document in DOCUMENTS] + odd
+    with engine.connect() as connection:
+        table.create(connection)
+        connection.execute(table.insert(), [{"id": str(n), "meta": row} for n, row in enumerate(rows)])
+        filters = [random_filter(draw) for _ in range(500)]
+        filters += [
+            {'it\'s "q"': {"$gte": 1}},
+            {"year": {"$gte": "1"}},
+            {'it\'s "q"': 1},
+            {"$not": {"year": {"$gt": 0}}},
+        ]
+        for metadata_filter in filters:
+            condition = parse_filter(metadata_filter)
+            query = sqlalchemy.select(table.c.id).where(postgres_clause(condition, table.c.meta))
+            hits = sorted(int(identity) for (identity,) in connection.execute(query))
+            assert hits == [n for n, row in enumerate(rows) if matches(condition, row)], metadata_filter
+    engine.dispose()
+
+
+class Elasticsearch(http.server.BaseHTTPRequestHandler):
+    """Answers as Elasticsearch 8.19 does, and records what it is asked."""
+
+    searches: list = []  # noqa: RUF012
+    gone = False
+
+    def _answer(self):
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.path.startswith("/notes/_search"):
+            self.searches.append(json.loads(body))
+            hits = [
+                {"_index": "notes", "_id": "a", "_score": 0.9, "_source": {"text": "A", "metadata": {"year": 1999}}},
+                {"_index": "notes", "_id": "b", "_score": 0.4, "_source": {"text": "B", "metadata": {"year": 2001}}},
+            ]
+            payload = {"took": 1, "timed_out": False, "hits": {"total": {"value": 2}, "hits": hits}}
+        else:
+            payload = {"version": {"number": "8.19.0"}, "notes": {}}
+        content = json.dumps(payload).encode()
+        self.send_response(404 if self.gone else 200)
+        self.send_header("content-type", "application/vnd.elasticsearch+json;compatible-with=8")
+        self.send_header("x-elastic-product", "Elasticsearch")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_HEAD = _answer
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def elasticsearch():
+    Elasticsearch.searches, Elasticsearch.gone = [], False
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elasticsearch)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield open_external(f"elasticsearch:url=http://127.0.0.1:{server.server_port},index=notes", LetterEmbeddings(), 5)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_elasticsearch_is_searched_as_its_recorded_wire_has_it(elasticsearch):
+    hits = elasticsearch.retrieve("a question", 2, filter={"year": {"$lt": 2000}})
+    assert [(hit.id, hit.metadata["relevance_score"]) for hit in hits] == [("a", 0.8)]  # and the other is left out
+    body = Elasticsearch.searches[0]
+    assert body["knn"]["filter"] == [{"bool": {"filter": [{"range": {"metadata.year": {"lt": 2000}}}]}}]
+    assert body["knn"]["k"] == body["size"] == 2
+    elasticsearch.check()
+    elasticsearch.retrieve("a question", 200)
+    assert Elasticsearch.searches[-1]["knn"]["num_candidates"] >= 200
+    Elasticsearch.gone = True
+    with pytest.raises(RetrievalError, match="the vector store elasticsearch failed with NotFoundError"):
+        elasticsearch.check()
+
+
+@pytest.mark.parametrize(
+    ("metadata_filter", "expected"),
+    [
+        ({"kind": ["book", "map"]}, {"terms": {"metadata.kind.keyword": ["book", "map"]}}),
+        ({"year": {"$ne": 1}}, {"bool": {"must_not": [{"terms": {"metadata.year": [1]}}]}}),
+        ({"acl": {"$exists": True}}, {"exists": {"field": "metadata.acl"}}),
+        ({"a": []}, {"match_none": {}}),
+        ({}, {"match_all": {}}),
+    ],
+)
+def test_conditions_for_elasticsearch_are_its_query_clauses(metadata_filter, expected):
+    assert elasticsearch_filter(parse_filter(metadata_filter)) == expected
+
+
+@pytest.mark.parametrize("metadata_filter", [{"a": None}, {"a": ["x", 1]}, {"a": "x" * 257}, {"a": {"$gt": "x"}}])
+def test_what_elasticsearch_cannot_state_is_left_to_the_check(metadata_filter):
+    with pytest.raises(UntranslatableError):
+        elasticsearch_filter(parse_filter(metadata_filter))
+
+
+def test_conditions_for_milvus_look_into_lists_and_leave_negations_out():
+    assert milvus_expression(parse_filter({"acl": 'a"b'})) == (
+        '((metadata["acl"] == "a\\"b" or json_contains(metadata["acl"], "a\\"b")))'
+    )
+    for metadata_filter in (
+        {"a": {"$ne": 1}},
+        {"a": {"$gt": 1}},
+        {"a": -1},
+        {"a": None},
+        {"a": []},
+        {"a": {"$exists": True}},
+    ):
+        with pytest.raises(UntranslatableError):
+            milvus_expression(parse_filter(metadata_filter))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "pinecone:index=a",
+            "unknown retriever 'pinecone'; choose dense, bm25, hybrid, or one of elasticsearch",
+        ),
+        ("qdrant:url=http://x", "retriever qdrant lacks collection; it takes collection and, if needed, api_key"),
+        ("qdrant:collection=a", "takes url or path"),
+        ("qdrant:collection=a,color=red", "has no option 'color'"),
+        ("qdrant:collection", "must be key=value"),
+        ("pgvector:url=x,url=y,collection=a", "each key once"),
+    ],
+)
+def test_malformed_address_of_a_store_is_rejected(text, problem):
+    with pytest.raises(ConfigError, match=problem):
+        open_external(text, LetterEmbeddings(), 5)
+
+
+class Plugin:
+    """An entry point; langchain's store in memory has no relevance scores of its own."""
+
+    name = "shelf"
+
+    def __init__(self, opened):
+        self.opened = opened
+
+    def load(self):
+        return lambda embeddings, **options: self.opened(embeddings, options)
+
+
+def test_plugins_open_stores_retrievers_and_objects(monkeypatch):
+    received = []
+
+    class Scored(InMemoryVectorStore):
+        def _select_relevance_score_fn(self):
+            return lambda score: score
+
+    def store(embeddings, options):
+        received.append(options)
+        made = Scored(embeddings)
+        made.add_documents(DOCUMENTS)
+        return made
+
+    for opened in (store, lambda e, o: store(e, o).as_retriever(search_kwargs={"k": 24})):
+        monkeypatch.setattr(external_stores, "entry_points", lambda group, opened=opened: [Plugin(opened)])
+        retriever = open_external('shelf:path=/a,names="x,y"', LetterEmbeddings(), 5)
+        assert numbers(retriever.retrieve("common", 24, filter={"year": 1999})) == expected_ids({"year": 1999})
+    assert received[0] == {"path": "/a", "names": "x,y"}
+    monkeypatch.setattr(
+        external_stores, "entry_points", lambda group: [Plugin(lambda e, o: Document(page_content="x"))]
+    )
+    with pytest.raises(ConfigError, match="the plugin returned Document"):
+        open_external("shelf:", LetterEmbeddings(), 5)

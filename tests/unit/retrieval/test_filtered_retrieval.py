@@ -1,0 +1,150 @@
+"""Filters in every retriever: pushed down, they find what checking each document finds, and nothing else."""
+
+import random
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from rag_posfix.contracts.filters import matches, parse_filter
+from rag_posfix.contracts.retrieval import retrieve_matching
+from rag_posfix.errors import ConfigError
+from rag_posfix.integrations.langchain.retriever import PosfixRetriever
+from rag_posfix.retrieval.base import as_retriever, cosine_relevance
+from rag_posfix.retrieval.bm25 import BM25Retriever
+from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from rag_posfix.retrieval.hybrid import HybridRetriever
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.random_filters import documents_with_metadata, random_filter
+
+DOCUMENTS = documents_with_metadata(30)
+EVEN = {"number": {"$in": list(range(0, 30, 2))}}
+
+
+class ScoredMemoryStore(InMemoryVectorStore):
+    """langchain's store in memory; its scores are cosines already."""
+
+    def _select_relevance_score_fn(self):
+        return cosine_relevance
+
+
+@pytest.fixture(scope="module")
+def faiss_store():
+    store = FaissVectorStore(LetterEmbeddings())
+    store.add_documents(DOCUMENTS)
+    return store
+
+
+@pytest.fixture(scope="module")
+def retrievers(faiss_store):
+    """By name: pushed down in FAISS and BM25, both at once, and checked document by document."""
+    dense, words = PassageRetriever(store=faiss_store), BM25Retriever.from_documents(DOCUMENTS)
+    memory = ScoredMemoryStore(LetterEmbeddings())
+    memory.add_documents(DOCUMENTS)
+    return {
+        "faiss": dense,
+        "bm25": words,
+        "hybrid": HybridRetriever(retrievers=[dense, words]),
+        "other_store": PassageRetriever(store=memory),
+        "langchain": as_retriever(faiss_store.as_retriever(search_kwargs={"k": 6})),
+        "langchain_other": as_retriever(memory.as_retriever(search_kwargs={"k": 6})),
+        "posfix": PosfixRetriever(base_retriever=faiss_store.as_retriever(search_kwargs={"k": 40})),
+    }
+
+
+@pytest.mark.parametrize(("name", "count"), [("faiss", 2000), ("bm25", 2000), ("hybrid", 100), ("other_store", 100)])
+def test_random_filters_find_exactly_the_documents_that_match(retrievers, name, count):
+    draw = random.Random(name)
+    n_empty = 0
+    for _ in range(count):
+        metadata_filter = random_filter(draw)
+        condition = parse_filter(metadata_filter)
+        expected = sorted(str(document.id) for document in DOCUMENTS if matches(condition, document.metadata))
+        hits = retrievers[name].retrieve("common", 40, filter=metadata_filter)
+        assert sorted(str(document.id) for document in hits) == expected, metadata_filter
+        n_empty += not expected
+    assert n_empty < count / 2  # the filters are no trivial ones
+
+
+@pytest.mark.parametrize("name", ["faiss", "bm25", "hybrid", "other_store", "langchain", "langchain_other"])
+def test_filtered_search_fills_k_with_the_best_matching_documents(retrievers, name):
+    everything = retrieve_matching(retrievers[name], "common words 7", 40, None)
+    hits = retrieve_matching(retrievers[name], "common words 7", 6, EVEN)
+    assert len(hits) == 6
+    assert all(document.metadata["number"] % 2 == 0 for document in hits)
+    if name in ("faiss", "bm25", "hybrid"):  # ties of the others have no order
+        expected = [document.id for document in everything if document.metadata["number"] % 2 == 0]
+        assert [document.id for document in hits] == expected[:6]
+
+
+async def test_asynchronous_searches_filter_too(retrievers):
+    for name in ("faiss", "bm25", "hybrid", "other_store"):
+        hits = await retrievers[name].aretrieve("common", 40, filter=EVEN)
+        assert {document.metadata["number"] for document in hits} == set(range(0, 30, 2)), name
+        hits = await retrievers[name].ainvoke("common", k=40, filter=EVEN)
+        assert len(hits) == 15, name
+
+
+def test_filter_of_a_search_is_joined_with_that_of_the_retriever(faiss_store):
+    low = {"number": {"$lt": 10}}
+    for retriever in (
+        PassageRetriever(store=faiss_store, filter=low),
+        PassageRetriever(store=faiss_store, filter=lambda metadata: metadata["number"] < 10),
+        BM25Retriever.from_documents(DOCUMENTS, filter=low),
+        as_retriever(faiss_store.as_retriever(search_kwargs={"k": 40, "filter": low})),
+        PosfixRetriever(base_retriever=faiss_store.as_retriever(search_kwargs={"k": 40}), filter=low),
+    ):
+        hits = retrieve_matching(retriever, "common", 40, EVEN)
+        assert sorted(document.metadata["number"] for document in hits) == [0, 2, 4, 6, 8]
+
+
+def test_posfix_retriever_with_a_filter_returns_matching_documents_alone(faiss_store):
+    memory = InMemoryVectorStore(LetterEmbeddings())
+    memory.add_documents(DOCUMENTS)
+    for store in (faiss_store, memory):
+        retriever = PosfixRetriever(base_retriever=store.as_retriever(search_kwargs={"k": 40}), filter=EVEN)
+        assert len(retriever.invoke("common")) == 15
+    with pytest.raises(ValueError, match="not understood"):
+        PosfixRetriever(base_retriever=faiss_store.as_retriever(), filter={"$nor": []})
+
+
+class ForgetfulRetriever(BaseRetriever):
+    """Says that it filters, and does not."""
+
+    evaluates_filters: bool = True
+
+    def _get_relevant_documents(self, query, *, run_manager, filter=None):
+        return [document.model_copy() for document in DOCUMENTS]
+
+
+class OpenRetriever:
+    def retrieve(self, question, k, filter=None):
+        return DOCUMENTS[:k]
+
+
+@pytest.mark.parametrize("retriever", [as_retriever(ForgetfulRetriever()), OpenRetriever()])
+def test_documents_that_a_retriever_should_have_left_out_are_left_out(retriever):
+    assert {document.metadata["number"] % 2 for document in retrieve_matching(retriever, "x", 40, EVEN)} == {0}
+
+
+def test_function_is_retried_with_more_documents_until_enough_match():
+    widths = []
+
+    class Plain:
+        def retrieve(self, question, k):
+            widths.append(k)
+            return [Document(id=str(n), page_content="x", metadata={"n": n}) for n in range(min(k, 1000))]
+
+    hits = retrieve_matching(Plain(), "x", 2, {"n": {"$gte": 30}})
+    assert [document.metadata["n"] for document in hits] == [30, 31]
+    assert widths == [2, 8, 32]
+    assert retrieve_matching(Plain(), "x", 2, {"n": -1}) == []
+    assert widths[3:] == [2, 8, 32, 128, 512, 2048]  # where there are no more
+
+
+def test_malformed_filter_is_rejected_by_every_retriever(retrievers):
+    for name in ("faiss", "bm25", "hybrid"):
+        with pytest.raises(ConfigError, match="not understood"):
+            retrievers[name].retrieve("common", 3, filter={"$nor": []})
