@@ -72,6 +72,9 @@ BODIES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 )
 """A request with short texts for each route that reads text."""
 
+MOST_SECONDS, MOST_MEGABYTES = 1.0, 100
+"""Beyond those of a short text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -110,11 +113,17 @@ def long_text(name: str, size: int) -> str:
 
 
 def measure(url: str, pid: int, path: str, body: Mapping[str, Any], text: str) -> Iterator[Cost]:
-    """Yield the cost of ``text`` in each field of the body in turn."""
+    """Yield the cost of ``text`` in each field of the body in turn: of three attempts, where one exceeds the bound.
+
+    Other programs on the processor's cores lengthen an attempt, and nothing shortens it.
+    """
     with httpx2.Client(base_url=url, timeout=300) as client:
         _, megabytes, seconds = min(_send(client, pid, path, body) for _ in range(3))
         for field, long in _lengthened(body, text):
-            status, more_megabytes, more_seconds = _send(client, pid, path, long)
+            attempts = [_send(client, pid, path, long)]
+            while len(attempts) < 3 and attempts[-1][2] - seconds > MOST_SECONDS:
+                attempts.append(_send(client, pid, path, long))
+            status, more_megabytes, more_seconds = min(attempts, key=lambda attempt: attempt[2])
             yield Cost(path, field, status, more_megabytes - megabytes, more_seconds - seconds)
 
 

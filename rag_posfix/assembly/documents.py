@@ -5,6 +5,7 @@ A langchain ``Document`` is never changed.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.orders import best_first
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash, single_spaced
+
+_log = logging.getLogger(__name__)
+
+MOST_TITLE_CHARACTERS = 10_000
+"""Characters of a title: it is read with each part of its passage that the context window holds."""
 
 DropReason = Literal["duplicate", "empty", "budget"]
 
@@ -33,7 +39,8 @@ class CheckedDocument:
 
     Attributes:
         id: ``Document.id``, else ``metadata["id"]``, else a hash of the content.
-        title: ``metadata["title"]`` on one line; empty if it is missing or no string.
+        title: The first ``MOST_TITLE_CHARACTERS`` of ``metadata["title"]`` on one line; empty if it is missing or no
+            string.
         text: The cleaned text.
         key: A content hash of title and text.
         relevance: ``metadata["relevance_score"]``, or None.
@@ -87,7 +94,10 @@ def checked_document(document: Document, index: int = 0, *, with_relevance: bool
     name = document_id(document)
     text = clean_text(document.page_content)
     title = document.metadata.get("title")
-    title = single_spaced(clean_text(title)) if isinstance(title, str) else ""
+    title = title if isinstance(title, str) else ""
+    if len(title) > MOST_TITLE_CHARACTERS:
+        _log.warning("a title of %d characters is cut to its first %d", len(title), MOST_TITLE_CHARACTERS)
+    title = single_spaced(clean_text(title[:MOST_TITLE_CHARACTERS]))
     return CheckedDocument(
         id=name,
         title=title,

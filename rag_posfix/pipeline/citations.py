@@ -20,8 +20,8 @@ ENOUGH_EVIDENCE = 4
 QUESTION_SHARE = 0.4
 STEM = 6
 
-MOST_CHARACTERS = 1_000_000
-"""Characters of a passage that are searched: more than any context window holds."""
+MOST_CHARACTERS = 500_000
+"""Characters of a passage that are searched: as many as a context window of 128,000 tokens holds."""
 
 _SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
 

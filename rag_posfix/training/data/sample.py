@@ -1,9 +1,7 @@
-"""Training samples: their settings, how they are drawn, and their file."""
+"""Training samples: how they are drawn, and their file."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -12,64 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Any
 
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import malformed, question_and_answers, visible
-from rag_posfix.parameters import Integer, Number, check_parameters
 from rag_posfix.training.data.pair import Contamination, Pair, PairSource, Segment, seeded_random
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DataSettings:
-    """How training data is made.
-
-    Attributes:
-        samples: Number of samples.
-        min_tokens: Fewest tokens of the segments of a sample together.
-        max_tokens: About the most tokens of the segments of a sample together.
-        length_bins: Parts of that range that get equally many samples.
-        segment_words: Maximum number of words of a segment.
-        multi: Share of the samples whose answer depends on several segments, where the source can choose.
-        own_distractors: The distractors of a pair in its file stand around it before any others do.
-        n_gram: Words in a row that a training sample may not share with evaluation data.
-        seed: Seed of everything that is drawn.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    samples: Annotated[int, Integer(1)] = 1000
-    min_tokens: Annotated[int, Integer(1)] = 512
-    max_tokens: Annotated[int, Integer(1)] = 1536
-    length_bins: Annotated[int, Integer(1)] = 4
-    segment_words: Annotated[int, Integer(10)] = 100
-    multi: Annotated[float, Number(0, 1)] = 0.2
-    own_distractors: bool = False
-    n_gram: Annotated[int, Integer(3)] = 10
-    seed: Annotated[int, Integer(0)] = 0
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "train data")
-        if self.max_tokens < self.min_tokens:
-            raise ConfigError(f"max_tokens={self.max_tokens} must be >= min_tokens={self.min_tokens}")
-
-    def length_bin(self, index: int) -> int:
-        """Return which part of the range of lengths the sample ``index`` of its source is in."""
-        return index % self.length_bins
-
-    def bounds(self, length_bin: int) -> tuple[int, int]:
-        """Return the fewest and the most tokens of a part of the range."""
-        width = (self.max_tokens - self.min_tokens) / self.length_bins
-        return self.min_tokens + round(width * length_bin), self.min_tokens + round(width * (length_bin + 1))
-
-    def digest(self, **more: Any) -> str:
-        """Return a digest of the settings and of whatever else decides the samples."""
-        content = json.dumps([dataclasses.asdict(self), more], sort_keys=True)
-        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-
+from rag_posfix.training.settings import DataSettings
 
 MOST_DRAWS = 200
 """Draws of a pair, or of a segment around it, in a row that may be rejected."""

@@ -23,6 +23,13 @@ def test_only_a_string_makes_a_title_and_it_is_one_line():
     assert read("a", title=float("nan")).title == read("a", title=None).title == read("a").title == ""
 
 
+def test_a_long_title_is_cut_and_logged(caplog):
+    assert read("a", title="x" * 10_000).title == "x" * 10_000
+    assert caplog.messages == []
+    assert read("a", title="x" * 10_001).title == "x" * 10_000
+    assert caplog.messages == ["a title of 10001 characters is cut to its first 10000"]
+
+
 def test_numbers_of_any_kind_are_scores():
     numpy = pytest.importorskip("numpy")
     assert read("a", numpy.float32(0.5)).relevance == 0.5
