@@ -223,8 +223,13 @@ class TieredCache(Generic[V]):
     def _get(self, tier: Tier[V], keys: Mapping[str, Any]) -> dict[str, V]:
         return self._call(tier, lambda tier: tier.get_many(keys), {})
 
-    def _search(self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]]) -> dict[str, V]:
-        """Return the entries that ``accept`` accepts; a tier is searched for the keys that earlier tiers lack."""
+    def _search(
+        self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]], *, immediate: bool = False
+    ) -> dict[str, V]:
+        """Return the entries that ``accept`` accepts; a tier is searched for the keys that earlier tiers lack.
+
+        With ``immediate`` only immediate tiers are searched.
+        """
         hits: dict[str, V] = {}
         deletions = self._deletions
         missing = dict(keys)
@@ -233,6 +238,8 @@ class TieredCache(Generic[V]):
         for index, tier in enumerate(self._tiers):
             if not missing:
                 break
+            if immediate and not tier.immediate:
+                continue
             if not is_current and tier.name not in self._shared:  # the shared tier may have the entry too
                 continue
             entries = accept(self._get(tier, missing))

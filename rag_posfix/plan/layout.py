@@ -131,6 +131,12 @@ class Layout:
         """Where the prefix and each passage end: after how many tokens, ascending, each once."""
         return tuple(sorted({span.stop for span in (self.prefix, *self.passages)} - {0}))
 
+    @property
+    def turn_starts(self) -> tuple[int, ...]:
+        """Where the user's turns behind the passages start: the token before each content, ascending."""
+        starts = (turn.content.start - 1 for turn in self.turns if turn.role == "user")
+        return tuple(start for start in starts if start > self.suffix.start)
+
     def tokens(self, span: Span) -> tuple[int, ...]:
         """Return the token ids of ``span``."""
         return self.token_ids[span.slice]

@@ -95,26 +95,36 @@ class PassageStore(TieredCache[PassageKV]):
         """Most bytes of entries that wait to be written."""
         return self._behind.max_bytes
 
-    def get_many(self, keys: Mapping[str, EntryShape]) -> dict[str, PassageKV]:
+    def get_many(self, keys: Mapping[str, EntryShape], *, memory_only: bool = False) -> dict[str, PassageKV]:
         """Return the stored entries of ``keys`` on the store's device, without damaged ones."""
-        hits = self._search(keys, self._on_device)
+        hits = self._search(keys, self._on_device, immediate=memory_only)
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(keys) - len(hits))
         self._counters.add("hit_bytes", sum(entry.n_bytes for entry in hits.values()))
         return hits
 
-    def put_many(self, entries: Mapping[str, PassageKV], tags: Mapping[str, Sequence[str]] | None = None) -> None:
+    def put_many(
+        self,
+        entries: Mapping[str, PassageKV],
+        tags: Mapping[str, Sequence[str]] | None = None,
+        *,
+        memory_only: bool = False,
+    ) -> None:
         """Keep ``entries``: in memory at once, in slower tiers in the background.
 
         Args:
             entries: The entries by key. Their tensors must not be written to from now on.
             tags: For each key the content keys of the documents it was made from. A key that is put again loses
                 its earlier tags; a hit keeps them.
+            memory_only: Whether slower tiers do not get them.
         """
         self._deletions_log.start()
         tags_of, position = tags or {}, self._deletions_log.position
         tagged = {key: entry.tagged(tags_of.get(key, ()), position) for key, entry in entries.items()}
-        self._put(self._on_device(tagged), len(self._tiers))
+        if memory_only:
+            self._write(self._on_device(tagged), len(self._tiers), immediate=True)
+        else:
+            self._put(self._on_device(tagged), len(self._tiers))
 
     def flush(self, timeout_seconds: float = 30.0) -> bool:
         """Wait for pending writes; return False on timeout."""

@@ -48,7 +48,8 @@ class Session:
         started = time.perf_counter()
         layout = plan.layout or layout
         self._plan, groups = prefill_calibrated(loaded, layout, plan, kv_lookup)
-        self.cached_tokens = min(layout.suffix.start, *(group.cached_tokens for group in groups))
+        reusable = (layout.suffix.start, *layout.turn_starts)[-1]
+        self.cached_tokens = min(reusable, *(group.cached_tokens for group in groups))
         self.batches = [group.batch for group in groups]
         self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,14 +12,22 @@ from torch import Tensor
 
 from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import window_positions, windows_of
+from rag_posfix.caching.kv.keys import EncodingKey
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, run_model
 from rag_posfix.generation.prefill.rows import PrefilledGroup, ResolvedRow, logits_to_keep, prefilled_group
-from rag_posfix.generation.prefill.segments import KVLookup, KVRequest, Segment, concatenate_kv, encode_segments
+from rag_posfix.generation.prefill.segments import (
+    KVLookup,
+    KVRequest,
+    Segment,
+    concatenate_kv,
+    copy_rows,
+    encode_segments,
+)
 from rag_posfix.patching.forward_context import ForwardContext, Observer, Overrides
 from rag_posfix.patching.rotation import rerotate
-from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import Blend
 
 
@@ -38,21 +47,90 @@ def can_share_batch(rows: Sequence[ResolvedRow]) -> bool:
 def prefill_per_passage(
     loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], score_question: bool, kv_lookup: KVLookup | None
 ) -> PrefilledGroup:
-    """Read prefix and passages once, concatenate them per row, and read the suffix in all rows together."""
+    """Read prefix and passages once, concatenate them per row, and read the suffix in all rows together.
+
+    Earlier turns in the suffix are read in passes of their own, whose keys and values are found again in later turns.
+    """
     kv, cached = encode_passages(loaded, layout, rows, kv_lookup)
-    suffix, first = layout.tokens(layout.suffix), rows[0].overrides
+    context = [[kv[key] for key in _keys_of(row)] for row in rows]
+    overrides = replace(_encoding_overrides(rows), attend=rows[0].overrides.attend)
+    turns = [] if overrides.attend is not None else _earlier_turns(layout, rows)
+    found = _find_turns(loaded, rows, turns, overrides, kv_lookup)
+    start = layout.suffix.start
+    read = turns[len(found) - 1].span.stop if found else start
     batch = concatenate_kv(
         loaded,
-        [[kv[key] for key in _keys_of(row)] for row in rows],
-        [row.positions[:, : row.layout.suffix.start] for row in rows],
-        len(suffix),
-        replace(_encoding_overrides(rows), attend=first.attend),
+        [[*segments, *(turn[index] for turn in found)] for index, segments in enumerate(context)],
+        [row.positions[:, : row.layout.suffix.start + read - start] for row in rows],
+        len(layout.token_ids) - read,
+        overrides,
     )
-    ids = torch.tensor([suffix] * len(rows), device=loaded.device)
-    positions = torch.cat([row.positions[:, row.layout.suffix.slice] for row in rows])
+    for turn in turns[len(found) :]:
+        before = batch.length
+        ids = torch.tensor([layout.tokens(turn.span)] * len(rows), device=loaded.device)
+        batch.forward(ids, _positions_of(layout, rows, turn.span), 1, ends_prompt=False)
+        if kv_lookup is not None:
+            copies = copy_rows(batch, before, [len(turn.span)] * len(rows))
+            kv_lookup.add(_history_encoding(kv_lookup, rows, overrides), list(zip(turn.requests, copies, strict=True)))
+    asked = Span(turns[-1].span.stop if turns else start, len(layout.token_ids))
+    ids = torch.tensor([layout.tokens(asked)] * len(rows), device=loaded.device)
     observer = Observer()
-    logits = batch.forward(ids, positions, logits_to_keep(layout, score_question), observer)
-    return prefilled_group(batch, logits, layout, rows, observer, cached)
+    logits = batch.forward(ids, _positions_of(layout, rows, asked), logits_to_keep(layout, score_question), observer)
+    return prefilled_group(batch, logits, layout, rows, observer, cached + read - start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _EarlierTurn:
+    """An earlier turn of the conversation, answer included: its tokens in the prompt, and what each row needs."""
+
+    span: Span
+    requests: tuple[KVRequest, ...]
+
+
+def _earlier_turns(layout: Layout, rows: Sequence[ResolvedRow]) -> list[_EarlierTurn]:
+    """Return the earlier turns in the suffix; the question is behind them."""
+    turns = []
+    for start, stop in itertools.pairwise((layout.suffix.start, *layout.turn_starts)):
+        requests = []
+        for row in rows:
+            shift = row.layout.suffix.start - layout.suffix.start
+            tokens, positions = row.layout.token_ids, row.positions[0]
+            before = Segment(tokens[: start + shift], positions[: start + shift])
+            segment = Segment(tokens[start + shift : stop + shift], positions[start + shift : stop + shift])
+            requests.append(KVRequest(segment, (before,), row.layout.keys, is_history=True))
+        turns.append(_EarlierTurn(Span(start, stop), tuple(requests)))
+    return turns
+
+
+def _find_turns(
+    loaded: LoadedModel,
+    rows: Sequence[ResolvedRow],
+    turns: Sequence[_EarlierTurn],
+    overrides: Overrides,
+    kv_lookup: KVLookup | None,
+) -> list[list[Tensor]]:
+    """Return the keys and values in each row of the first turns that are stored for all rows."""
+    if kv_lookup is None or not turns:
+        return []
+    requests = [request for turn in turns for request in turn.requests]
+    entries = kv_lookup.find(loaded, _history_encoding(kv_lookup, rows, overrides), requests)
+    found: list[list[Tensor]] = []
+    for first in range(0, len(entries), len(rows)):
+        held = [kv for kv in entries[first : first + len(rows)] if kv is not None]
+        if len(held) < len(rows):
+            break
+        found.append(held)
+    return found
+
+
+def _history_encoding(kv_lookup: KVLookup, rows: Sequence[ResolvedRow], overrides: Overrides) -> EncodingKey:
+    return kv_lookup.history_encoding(overrides, len(rows), max(row.layout.suffix.start for row in rows))
+
+
+def _positions_of(layout: Layout, rows: Sequence[ResolvedRow], span: Span) -> Tensor:
+    """Return the positions in each row of a span of the suffix, (R, T)."""
+    shifts = [row.layout.suffix.start - layout.suffix.start for row in rows]
+    return torch.cat([row.positions[:, span.shifted(by).slice] for row, by in zip(rows, shifts, strict=True)])
 
 
 _Key = tuple[int, float]

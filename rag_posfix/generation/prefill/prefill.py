@@ -140,12 +140,14 @@ def _prefill_row(
     cold or warm store.
     """
     keep = logits_to_keep(row.layout, score_question)
+    if row.layout.suffix.start in row.reusable[-1:]:
+        row = replace(row, reusable=(*row.reusable, *row.layout.turn_starts))
     if kv_lookup is None or not row.reusable or not loaded.keeps_all_keys:
         empty = SequenceBatch.empty(loaded, overrides=row.overrides)
         return _prefill_remaining(loaded, layout, row, empty, keep)
     prefix = _CachedPrefix(loaded, row, kv_lookup)
     attend = row.overrides.attend
-    if attend is None or row.reusable == (attend.standard_from,):  # else its attention needs the whole prompt at once
+    if attend is None or attend.standard_from in row.reusable[:1]:  # else its attention needs the whole prompt at once
         prefix.read_missing()
     group = _prefill_remaining(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     prefix.add_missing(group.batch)
@@ -160,7 +162,8 @@ def _prefix_requests(row: ResolvedRow) -> list[KVRequest]:
         tuple(key for key, span in zip(row.layout.keys, row.layout.passages, strict=True) if span.start < b)
         for _, b in bounds
     ]
-    return [KVRequest(segment, tuple(segments[:i]), tags[i]) for i, segment in enumerate(segments)]
+    is_history = [a >= row.layout.suffix.start for a, _ in bounds]
+    return [KVRequest(segment, tuple(segments[:i]), tags[i], is_history[i]) for i, segment in enumerate(segments)]
 
 
 def _prefill_remaining(

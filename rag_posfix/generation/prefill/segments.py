@@ -72,7 +72,7 @@ def encode_segments(
             positions_of[row, : len(segments[i])] = segments[i].positions
             positions_of[row, len(segments[i]) :] = segments[i].positions[-1]
         batch.forward(tokens.to(loaded.device), positions_of, keep=1)
-        result.update(zip(some, _copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
+        result.update(zip(some, copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
     return [result[i] for i in range(len(segments))]
 
 
@@ -84,7 +84,7 @@ def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor
     return torch.stack((keys, values))
 
 
-def _copy_rows(batch: SequenceBatch, start: int, lengths: Sequence[int]) -> list[Tensor]:
+def copy_rows(batch: SequenceBatch, start: int, lengths: Sequence[int]) -> list[Tensor]:
     """Return a copy of the keys and values of each row's tokens from ``start`` on, (2, L, Hkv, length, D) each."""
     layers, first = batch.cache.layers, batch.cache.layers[0].keys
     copies = [first.new_empty((2, len(layers), first.shape[1], length, first.shape[3])) for length in lengths]
@@ -145,11 +145,13 @@ class KVRequest:
     Attributes:
         before: The segments before it. Its keys and values depend on them and the model only.
         tags: The content keys of its passages; the entry can be deleted by them.
+        is_history: Whether it is of a conversation's earlier turns, which are kept in memory alone.
     """
 
     segment: Segment
     before: tuple[Segment, ...] = ()
     tags: tuple[str, ...] = ()
+    is_history: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +181,13 @@ class KVLookup:
         causal = overrides.attend is None and overrides.mask is None and not overrides.rotates_in_hook
         return "leading", overrides.rope_base_factor, overrides.layer_scale, "" if causal else self.method
 
+    def history_encoding(self, overrides: Overrides, n_rows: int, n_tokens: int) -> EncodingKey:
+        """Return what changes earlier turns that are read in rows of at most ``n_tokens``, besides their tokens.
+
+        The padding of a row, and the number of rows, change its last bits.
+        """
+        return "history", overrides.rope_base_factor, overrides.layer_scale, n_rows, n_tokens
+
     def find(self, loaded: LoadedModel, encoding: EncodingKey, requests: Sequence[KVRequest]) -> list[Tensor | None]:
         """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored."""
         keys = [self._key(loaded.model.dtype, encoding, request) for request in requests]
@@ -187,20 +196,24 @@ class KVLookup:
             key: EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, dtype, len(request.segment))
             for key, request in zip(keys, requests, strict=True)
         }
-        entries = self.store.get_many(shapes)
+        of_history = {key for key, request in zip(keys, requests, strict=True) if request.is_history}
+        entries = self.store.get_many({key: shape for key, shape in shapes.items() if key not in of_history})
+        if of_history:
+            entries |= self.store.get_many({key: shapes[key] for key in of_history}, memory_only=True)
         return [entries[key].kv.to(loaded.device) if key in entries else None for key in keys]
 
     def add(self, encoding: EncodingKey, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:
         """Add the keys and values of segments to the store."""
-        if not encoded:
-            return
-        entries: dict[str, PassageKV] = {}
-        tags: dict[str, Sequence[str]] = {}
-        for request, kv in encoded:
-            key = self._key(kv.dtype, encoding, request)
-            entries[key] = PassageKV(kv)
-            tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
-        self.store.put_many(entries, tags)
+        for is_history in (False, True):
+            entries: dict[str, PassageKV] = {}
+            tags: dict[str, Sequence[str]] = {}
+            for request, kv in encoded:
+                if request.is_history == is_history:
+                    key = self._key(kv.dtype, encoding, request)
+                    entries[key] = PassageKV(kv)
+                    tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
+            if entries:
+                self.store.put_many(entries, tags, memory_only=is_history)
 
     def _key(self, dtype: torch.dtype, encoding: EncodingKey, request: KVRequest) -> str:
         before = tuple(token for segment in request.before for token in segment.token_ids)

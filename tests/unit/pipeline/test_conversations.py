@@ -6,7 +6,10 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -31,44 +34,78 @@ def loaded():
     return loaded_model(vocab_size=ToyEncoder.vocab_size, num_hidden_layers=2, max_position_embeddings=4096)
 
 
-def conversation(loaded, mitigation, template=None, system=()):
-    """Ask six questions over the same passages; return cached tokens and bytes of the store by turn, and the store."""
-    store = PassageStore([MemoryTier(2**28)])
+def conversation(loaded, mitigation, template=None, system=(), folder=None):
+    """Ask six questions over the same passages; return the answers, the bytes of the slowest tier by turn, and all."""
+    disk = [] if folder is None else [DiskTier(folder, KVCodec(), max_bytes=2**28)]
+    store = PassageStore([MemoryTier(2**28), *disk])
     engine = Engine(loaded, ToyEncoder(), "tiny", "print", store)
     questions = Pipeline(
         engine,
         Assembler(engine.encoder, engine.context_window, template),
-        defaults=Defaults(MethodSpec(mitigation), order="original", sampling=Sampling(max_tokens=2)),
+        passages=store,
+        defaults=Defaults(MethodSpec(mitigation), order="original", sampling=Sampling(max_tokens=2, top_logprobs=2)),
     )
-    history, cached, sizes = list(system), [], []
+    history, answers, sizes = list(system), [], []
     for question in QUESTIONS:
-        answer = questions.ask(Question(question, documents=DOCUMENTS, history=history))
-        cached.append(answer.usage.cached_tokens)
-        sizes.append(store.stats()["tiers"][0]["bytes"])
-        history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
-    return cached, sizes, questions
+        answers.append(questions.ask(Question(question, documents=DOCUMENTS, history=history)))
+        assert store.flush()
+        sizes.append(store.stats()["tiers"][-1]["bytes"])
+        history += [{"role": "user", "content": question}, {"role": "assistant", "content": answers[-1].text}]
+    return answers, sizes, questions
 
 
 PASSAGE_TOKENS = sum(len(f"{document.page_content}\n\n") for document in DOCUMENTS)
 
 
-@pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "blended"])
-def test_passages_are_cached_from_the_second_turn_on_and_the_store_does_not_grow(loaded, mitigation):
-    cached, sizes, questions = conversation(loaded, mitigation)
+@pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "blended", "sorted_inter_document"])
+def test_passages_are_cached_from_the_second_turn_on_and_only_history_is_added(loaded, mitigation, tmp_path):
+    answers, sizes, questions = conversation(loaded, mitigation, folder=tmp_path)
+    cached = [answer.usage.cached_tokens for answer in answers]
     assert cached[0] == 0
     recomputed = 0.15 if mitigation == "blended" else 0.0
     assert min(cached[1:]) >= (0.9 - recomputed) * PASSAGE_TOKENS
-    assert len(set(sizes)) == 1
+    assert len(set(sizes)) == 1  # on disk: earlier turns are in memory alone
     for name in ("Bo", "Ann"):  # users with other system prompts
         history = [{"role": "system", "content": f"The user is {name}."}]
         answer = questions.ask(Question("Where does Rome lie?", documents=DOCUMENTS, history=history))
         assert answer.usage.cached_tokens == cached[1]
-    assert questions.generator.passages.stats()["tiers"][0]["bytes"] == sizes[0]
+    assert questions.generator.passages.flush()
+    assert questions.generator.passages.stats()["tiers"][-1]["bytes"] == sizes[0]
+
+
+@pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "sorted_inter_document"])
+def test_a_turn_reads_the_turn_before_it_and_its_question(loaded, mitigation):
+    answers, _, _ = conversation(loaded, mitigation)
+    prompts = [answer.usage.prompt_tokens for answer in answers]
+    read = [answer.usage.prompt_tokens - answer.usage.cached_tokens for answer in answers]
+    for turn in range(2, 6):
+        assert read[turn] < prompts[turn] - prompts[turn - 2]
+
+
+@pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "sorted_inter_document"])
+def test_an_answer_is_the_same_whether_earlier_turns_are_stored_or_not(loaded, mitigation):
+    warm, _, _ = conversation(loaded, mitigation)
+    _, _, questions = conversation(loaded, mitigation, system=[{"role": "system", "content": "Be kind."}])
+    history = []
+    for question, answer in zip(QUESTIONS[:-1], warm, strict=False):
+        history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+    cold = questions.ask(Question(QUESTIONS[-1], documents=DOCUMENTS, history=history))
+    assert cold.usage.cached_tokens < warm[-1].usage.cached_tokens
+    assert (cold.text, cold.log_probs) == (warm[-1].text, warm[-1].log_probs)
+    assert cold.log_probs
+
+
+def test_deleted_passages_take_the_turns_behind_them_along(loaded):
+    _, _, questions = conversation(loaded, "default")
+    held = questions.generator.passages.stats()["bytes"]
+    questions.invalidate(DOCUMENTS[:1])
+    assert questions.generator.passages.memory_tags() == {content_key(document) for document in DOCUMENTS[1:]}
+    assert questions.generator.passages.stats()["bytes"] < 0.9 * held
 
 
 def test_with_history_first_passages_are_encoded_anew_in_every_turn(loaded):
-    cached, sizes, _ = conversation(loaded, "default", PromptTemplate(history_first=True))
-    assert max(cached) < 0.9 * PASSAGE_TOKENS
+    answers, sizes, _ = conversation(loaded, "default", PromptTemplate(history_first=True))
+    assert max(answer.usage.cached_tokens for answer in answers) < 0.9 * PASSAGE_TOKENS
     assert sizes == sorted(set(sizes))
 
 
