@@ -54,7 +54,7 @@ def build(server: str, tmp_path: Path) -> Iterator[Callable[..., Pipeline]]:
 
 
 def answers_in_all_orders(pipeline: Pipeline, documents: tuple[Document, ...]) -> list[Any]:
-    sampling = Sampling(max_tokens=6)
+    sampling = Sampling(max_tokens=3)
     return [
         pipeline.ask(Question(QUESTION, documents=order, sampling=sampling, use_cache=False))
         for order in itertools.permutations(documents)
@@ -87,7 +87,7 @@ def test_answers_are_the_same_in_every_order_of_the_passages(
 def test_rotations_vote_and_do_not_depend_on_the_order(build):
     answers = answers_in_all_orders(build(reranker="yes_no", mitigation="canonical_rotations:rows=3"), PASSAGES[:3])
     assert len({answer.text for answer in answers}) == 1
-    assert answers[0].usage.completion_tokens > 6, "three rows wrote"
+    assert answers[0].usage.completion_tokens > 3, "three rows wrote"
 
 
 def test_a_server_judges_as_the_engine_does(build, float32_engine: Engine):
