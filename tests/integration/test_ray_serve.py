@@ -67,7 +67,7 @@ def test_the_prefix_tree_of_ray_matches_nothing_of_reordered_passages():
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
     from rag_posfix.contracts.request import GenerationRequest
-    from rag_posfix_api.ray_serve.routing import RoutedRequest, overlap
+    from rag_posfix_api.ray_serve.routing import RoutedRequest
     from tests.support.tiny import toy_layout
 
     layout = toy_layout(lengths=(40, 50, 60, 70))
@@ -81,4 +81,4 @@ def test_the_prefix_tree_of_ray_matches_nothing_of_reordered_passages():
         shuffled = RoutedRequest.of(GenerationRequest(layout.select((*order, 0))))
         matched, _ = tree.prefix_match(shuffled.prompt)
         assert len(matched) <= layout.prefix.stop + 1  # a first token may agree by chance
-        assert overlap(shuffled.passages, set(request.passages)) == 1.0
+        assert shuffled.passages == request.passages

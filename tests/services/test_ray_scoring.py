@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,16 +15,14 @@ from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import ConfigError
 from rag_posfix_api.ray_serve.routing import (
-    Candidate,
     ReadPassages,
     RecentRoutes,
     RoutedRequest,
     Sketch,
+    Sketches,
     mark_of,
     marked_passages,
-    overlap,
     ranked,
-    score,
     tags_of,
 )
 from tests.support.tiny import toy_layout
@@ -29,23 +30,26 @@ from tests.support.tiny import toy_layout
 PASSAGES = {1: 10, 2: 30, 3: 60}
 
 
+class Candidate(NamedTuple):
+    name: str
+    queue: int = 0
+    held: frozenset[int] = frozenset()
+
+
 def names(*candidates: Candidate, passages: dict[int, int] = PASSAGES, weight: float = 0.25) -> list[str]:
-    return [one.name for one in ranked(passages, candidates, weight)]
+    held = np.array([[mark in each.held for mark in passages] for each in candidates], dtype=bool)
+    held = held.reshape(len(candidates), len(passages))
+    named, queues = [each.name for each in candidates], [each.queue for each in candidates]
+    return [named[row] for row in ranked(passages, named, queues, held, weight)]
 
 
-def test_the_overlap_is_the_share_of_tokens():
-    assert overlap(PASSAGES, {1, 3, 9}) == pytest.approx(0.7)
-    assert overlap(PASSAGES, set()) == 0.0
-    assert overlap({}, {1}) == 0.0
-
-
-def test_the_score_takes_the_queue_off_the_overlap():
-    assert score(PASSAGES, Candidate("a", 2, {2, 3}), 0.25) == pytest.approx(0.9 - 0.5)
+def overlap(passages: dict[int, int], held: frozenset[int]) -> float:
+    return sum(tokens for mark, tokens in passages.items() if mark in held) / sum(passages.values())
 
 
 def test_the_replica_that_holds_the_passages_is_chosen_until_its_queue_outweighs_them():
     def chosen(queue: int) -> str:
-        return names(Candidate("holds", queue, {2, 3}), Candidate("idle"))[0]
+        return names(Candidate("holds", queue, frozenset({2, 3})), Candidate("idle"))[0]
 
     # 0.9 - 0.25 * 3 = 0.15 > 0 and 0.9 - 0.25 * 4 = -0.1 < 0
     assert [chosen(queue) for queue in (0, 3, 4)] == ["holds", "holds", "idle"]
@@ -53,7 +57,7 @@ def test_the_replica_that_holds_the_passages_is_chosen_until_its_queue_outweighs
 
 def test_equal_scores_go_to_the_shorter_queue():
     # 0.3 - 0.1 * 3 = 0 = 0 - 0.1 * 0
-    assert names(Candidate("holds", 3, {2}), Candidate("idle"), weight=0.1) == ["idle", "holds"]
+    assert names(Candidate("holds", 3, frozenset({2})), Candidate("idle"), weight=0.1) == ["idle", "holds"]
 
 
 def test_without_any_sketch_the_shortest_queue_is_chosen():
@@ -82,7 +86,7 @@ def test_the_order_of_passages_and_replicas_never_changes_the_choice(passages, c
 
 @given(st.dictionaries(st.integers(0, 12), st.integers(1, 400), min_size=1), CANDIDATES)
 def test_nobody_with_a_shorter_queue_and_more_of_the_passages_comes_after_the_chosen(passages, candidates):
-    best = ranked(passages, candidates)[0]
+    best = {each.name: each for each in candidates}[names(*candidates, passages=passages)[0]]
     for other in candidates:
         better = other.queue < best.queue and overlap(passages, other.held) > overlap(passages, best.held)
         assert not better
@@ -114,31 +118,44 @@ def test_the_tags_are_those_of_the_passage_store():
 def test_a_sketch_holds_what_was_read_and_is_still_in_memory():
     read = ReadPassages()
     read.add(["a", "b", "c"])
-    assert read.sketch({"a", "c", "other"}, 5.0) == Sketch(frozenset({mark_of("a"), mark_of("c")}), 5.0)
-    assert read.sketch(None, 5.0).marks == {mark_of("a"), mark_of("b"), mark_of("c")}
+    assert read.sketch({"a", "c", "other"}, 5.0) == Sketch.of({mark_of("a"), mark_of("c")}, 5.0)
+    assert read.sketch(None, 5.0) == Sketch.of({mark_of("a"), mark_of("b"), mark_of("c")}, 5.0)
 
 
 def test_a_sketch_is_bounded_and_forgets_what_was_asked_longest_ago():
     read = ReadPassages(2)
     read.add(["a", "b"])
     read.add(["a", "c"])
-    assert read.sketch(None, 0.0).marks == {mark_of("a"), mark_of("c")}
+    assert read.sketch(None, 0.0) == Sketch.of({mark_of("a"), mark_of("c")}, 0.0, 2)
     with pytest.raises(ConfigError, match="max_marks=0 must be >= 1"):
         ReadPassages(0)
 
 
 def test_a_sketch_comes_back_from_the_statistics():
-    sketch = Sketch(frozenset({1, 2**64 - 1}), 100.0)
-    assert Sketch.from_stats(sketch.as_stats(), 130.0, 30.0) == sketch
+    sketch = Sketch.of({1, 2**64 - 1}, 100.0)
+    assert Sketch.from_stats(sketch.as_stats()) == sketch
+    assert Sketches(30.0).held({"a": sketch.as_stats()}, [1, 2**64 - 1, 2], 130.0).tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize(
     "stats",
-    [None, {}, {"marks": [1]}, {"marks": 3, "made_at": 100.0}, {"marks": ["1"], "made_at": 100.0},
-     {"marks": [1], "made_at": "now"}, {"marks": [1], "made_at": 69.0}],
+    [None, {}, {"bits": b"1"}, {"bits": 3, "made_at": 100.0}, {"marks": [1], "made_at": 100.0},
+     {"bits": b"1", "made_at": "now"}, Sketch.of([1], 69.0).as_stats(), Sketch.of([1], 100.0, 10).as_stats()],
 )  # fmt: skip
-def test_an_unknown_malformed_or_stale_sketch_is_empty(stats):
-    assert Sketch.from_stats(stats, 100.0, 30.0) == Sketch()
+def test_an_unknown_malformed_stale_or_smaller_sketch_is_empty(stats):
+    stats = {"a": stats, "b": Sketch.of([1], 100.0).as_stats()}
+    assert Sketches(30.0).held(stats, [1], 100.0).tolist() == [[False], [True]]
+
+
+def test_sketches_follow_replicas_that_come_change_and_go():
+    sketches = Sketches(30.0)
+    a, b, c = (Sketch.of([mark], 100.0).as_stats() for mark in (1, 2, 3))
+    assert sketches.held({}, [1], 100.0).shape == (0, 1)
+    assert sketches.held({"a": None}, [1], 100.0).tolist() == [[False]]
+    assert sketches.held({"a": a}, [1, 2], 100.0).tolist() == [[True, False]]
+    assert sketches.held({"a": b}, [1, 2], 100.0).tolist() == [[False, True]]
+    assert sketches.held({"b": b, "a": c}, [2, 3], 100.0).tolist() == [[True, False], [False, True]]
+    assert sketches.held({"a": c}, [], 100.0).shape == (1, 0)
 
 
 def test_what_was_sent_counts_until_sketches_have_it():
@@ -146,11 +163,40 @@ def test_what_was_sent_counts_until_sketches_have_it():
     recent.add("a", [1, 2], 100.0)
     recent.add("a", [2], 105.0)
     recent.add("b", [3], 100.0)
-    assert recent.marks("a", 109.0) == {1, 2}
-    assert recent.marks("a", 112.0) == {2}
-    assert recent.marks("c", 100.0) == frozenset()
-    recent.keep_only(["a"])
-    assert recent.marks("b", 100.0) == frozenset()
+    assert recent.held(["a", "b"], [1, 2, 3], 109.0).tolist() == [[True, True, False], [False, False, True]]
+    assert recent.held(["c", "a"], [1, 2, 3], 112.0).tolist() == [[False] * 3, [False, True, False]]
+
+
+def test_a_sketch_has_all_of_its_marks_and_one_in_a_hundred_others():
+    rng = random.Random(0)
+    marks = [rng.getrandbits(64) for _ in range(4096)]
+    sketch = Sketch.of(marks, 0.0)
+    assert len(sketch.bits) == 5120
+    held = Sketches(1.0).held({"a": sketch.as_stats()}, [*marks, *(rng.getrandbits(64) for _ in range(10_000))], 0.0)
+    assert held[0, :4096].all()
+    assert 40 < held[0, 4096:].sum() < 160
+
+
+@pytest.mark.parametrize(("replicas", "milliseconds"), [(50, 0.5), (500, 2.0)])
+def test_a_choice_among_many_replicas_takes_little_of_the_event_loop(replicas: int, milliseconds: float):
+    rng = random.Random(0)
+    marks = [[rng.getrandbits(64) for _ in range(4096)] for _ in range(8)]
+    stats = {f"replica-{row}": Sketch.of(marks[row % 8], 100.0).as_stats() for row in range(replicas)}
+    sketches, recent = Sketches(30.0), RecentRoutes(10.0)
+    passages = {**dict.fromkeys(marks[3][:5], 150), **{rng.getrandbits(64): 150 for _ in range(5)}}
+    for name in stats:
+        recent.add(name, [rng.getrandbits(64) for _ in range(20)], 100.0)
+    named, queues = list(stats), [number % 3 for number in range(replicas)]
+
+    def choose() -> tuple[float, int]:
+        started = time.thread_time()
+        held = sketches.held(stats, passages, 101.0) | recent.held(named, list(passages), 101.0)
+        first = ranked(passages, named, queues, held)[0]
+        return time.thread_time() - started, first
+
+    attempts = [choose() for _ in range(50)]
+    assert {first % 8 for _, first in attempts} == {3}
+    assert 1000 * min(seconds for seconds, _ in attempts) < milliseconds
 
 
 def test_the_text_for_prefix_routers_has_one_character_for_each_token():

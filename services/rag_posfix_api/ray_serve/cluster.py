@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from rag_posfix.contracts.request import Chunk
 from rag_posfix.errors import GenerationError, RagPosfixError
 from rag_posfix_api.ray_serve.replicas import ReplicaLost
-from rag_posfix_api.ray_serve.routing import QUEUE_WEIGHT, Candidate, RecentRoutes, RoutedRequest, Sketch, ranked
+from rag_posfix_api.ray_serve.routing import QUEUE_WEIGHT, RecentRoutes, RoutedRequest, Sketches, ranked
 
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
 """What Ray raises where a replica or its machine is gone, or the pieces that it had sent."""
@@ -39,7 +39,7 @@ class OverlapRouter(RequestRouter):
                 the sketches.
         """
         self._queue_weight = queue_weight
-        self._max_age_seconds = max_age_seconds
+        self._sketches = Sketches(max_age_seconds)
         self._recent = RecentRoutes(remembered_seconds)
 
     async def choose_replicas(
@@ -50,23 +50,16 @@ class OverlapRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True  # otherwise full queues are polled without a pause
         current_time = time.time()
         replicas = {_name(replica.replica_id): replica for replica in candidate_replicas}
-        candidates = [self._candidate(name, replica, current_time) for name, replica in replicas.items()]
-        ranking = ranked(_passages(pending_request), candidates, self._queue_weight)
-        return [[replicas[candidate.name]] for candidate in ranking]
+        passages, names = _passages(pending_request), list(replicas)
+        stats = {name: replica.routing_stats for name, replica in replicas.items()}
+        held = self._sketches.held(stats, passages, current_time)
+        held |= self._recent.held(names, list(passages), current_time)
+        queues = [self.replica_queue_len_cache.get(each.replica_id) or 0 for each in replicas.values()]
+        return [[replicas[names[row]]] for row in ranked(passages, names, queues, held, self._queue_weight)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember the passages that were sent to the replica."""
         self._recent.add(_name(replica_id), _passages(pending_request), time.time())
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the current replicas, and forget the others."""
-        super().update_replicas(replicas)
-        self._recent.keep_only(_name(replica.replica_id) for replica in replicas)
-
-    def _candidate(self, name: str, replica: RunningReplica, current_time: float) -> Candidate:
-        sketch = Sketch.from_stats(replica.routing_stats, current_time, self._max_age_seconds)
-        queue = self.replica_queue_len_cache.get(replica.replica_id)
-        return Candidate(name, queue or 0, sketch.marks | self._recent.marks(name, current_time))
 
 
 def _name(replica_id: ReplicaID) -> str:

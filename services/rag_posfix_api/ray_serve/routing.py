@@ -1,32 +1,39 @@
 """Scores of replicas for a question: the overlap of its passages with the passages of a replica, against its queue.
 
-A replica sends routers a sketch of its passages: a short list of marks. A mark is a 64-bit hash of a passage's
+A replica sends routers a sketch of its passages: a Bloom filter of marks. A mark is a 64-bit hash of a passage's
 content and of the tenant's salt. It reveals neither the passage's position in the prompt, nor the surrounding prompt,
-nor its text. Two passages with one mark cost a detour, never a wrong answer: the replica looks its keys and values up
-by their full keys. The order of the passages is never looked at, so it cannot change the choice. No Ray is imported
-here.
+nor its text. A passage that a sketch has by chance, one in a hundred, costs a detour, never a wrong answer: the
+replica looks its keys and values up by their full keys. The order of the passages is never looked at, so it cannot
+change the choice. No Ray is imported here.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import ConfigError
 
 MAX_MARKS = 4096
-"""Marks of a sketch, unless set otherwise: 8 bytes each, sent from every replica to every router."""
+"""Marks of a sketch, unless set otherwise."""
+BITS_OF_MARK = 10
+"""Bits of a sketch for each mark that it may have: 5 kB for ``MAX_MARKS``, sent from every replica to every router."""
+PLACES_OF_MARK = 7
+"""Bits that a mark sets: ``BITS_OF_MARK`` x ln 2, which makes a full sketch have 1 % of the marks it was not given."""
 QUEUE_WEIGHT = 0.25
 """Share of a question's passages that outweighs one request in the queue: with all of them, four requests."""
 
 _MAX_RECENT_MARKS = 16384
-_FIELDS = {"marks", "made_at"}
 _FIRST_CHARACTER = 0x10000
 """The characters from here on are whole code points, none of them half of a pair."""
 
@@ -71,39 +78,96 @@ class RoutedRequest:
         return "".join(chr(_FIRST_CHARACTER + token) for token in self.request.layout.token_ids)
 
 
+def _places(mark: int, n_bytes: int) -> list[int]:
+    """Return the bits of a mark in a sketch. Kirsch and Mitzenmacher (2006), Less hashing, same performance."""
+    first, step = mark & 0xFFFFFFFF, mark >> 32 | 1
+    return [(first + number * step) % (8 * n_bytes) for number in range(PLACES_OF_MARK)]
+
+
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What a replica held at one moment.
+    """What a replica held at one moment: a Bloom filter, which has all of its marks and some others.
+
+    Source: Bloom (1970), Space/time trade-offs in hash coding with allowable errors.
 
     Attributes:
-        marks: The marks of its passages.
+        bits: The filter; a mark is held if all of its bits are set. Empty: none is.
         made_at: When it was made, in seconds since 1970.
     """
 
-    marks: frozenset[int] = frozenset()
+    bits: bytes = b""
     made_at: float = 0.0
+
+    @classmethod
+    def of(cls, marks: Iterable[int], made_at: float, max_marks: int = MAX_MARKS) -> Sketch:
+        """Return the sketch of ``marks``, in the size for ``max_marks``."""
+        bits = bytearray(-(-BITS_OF_MARK * max_marks // 8))
+        for mark in marks:
+            for place in _places(mark, len(bits)):
+                bits[place >> 3] |= 1 << (place & 7)
+        return cls(bytes(bits), made_at)
 
     def as_stats(self) -> dict[str, Any]:
         """Return the sketch as plain data, for Ray's ``routing_stats``."""
-        return {"marks": sorted(self.marks), "made_at": self.made_at}
+        return {"bits": self.bits, "made_at": self.made_at}
 
     @classmethod
-    def from_stats(cls, stats: Mapping[str, Any] | None, current_time: float, max_age_seconds: float) -> Sketch:
-        """Return the sketch in a replica's ``routing_stats``; an empty one if it is unknown, malformed or stale.
+    def from_stats(cls, stats: Mapping[str, Any] | None) -> Sketch:
+        """Return the sketch in a replica's ``routing_stats``; an empty one if it is unknown or malformed.
 
         Args:
             stats: The result of ``as_stats``, also of another version of this program.
-            current_time: Seconds since 1970.
-            max_age_seconds: An older sketch is stale.
         """
-        if not stats or not set(stats) >= _FIELDS:
-            return cls()
-        marks, made_at = stats["marks"], stats["made_at"]
-        if not isinstance(made_at, float | int) or current_time - made_at > max_age_seconds:
-            return cls()
-        if not isinstance(marks, Collection) or not all(isinstance(mark, int) for mark in marks):
-            return cls()
-        return cls(frozenset(marks), float(made_at))
+        bits, made_at = (stats.get("bits"), stats.get("made_at")) if stats else (None, None)
+        return cls(bits, made_at) if isinstance(bits, bytes) and isinstance(made_at, float) else cls()
+
+
+class Sketches:
+    """The sketches of all replicas side by side, kept while unchanged: a question looks its marks up in all at once.
+
+    Args:
+        max_age_seconds: An older sketch counts as empty.
+    """
+
+    def __init__(self, max_age_seconds: float) -> None:
+        self._max_age_seconds = max_age_seconds
+        self._stats: dict[str, Mapping[str, Any] | None] = {}
+        self._bits = np.zeros((0, 0), dtype=np.uint8)
+        self._made_at = np.zeros(0)
+
+    def held(
+        self, stats: Mapping[str, Mapping[str, Any] | None], marks: Collection[int], current_time: float
+    ) -> NDArray[np.bool_]:
+        """Return which replica holds which mark, (R, M).
+
+        Args:
+            stats: The ``routing_stats`` of each replica, by name.
+            current_time: Seconds since 1970.
+        """
+        self._read(stats)
+        size = self._bits.shape[1]
+        if not size or not marks:
+            return np.zeros((len(stats), len(marks)), dtype=np.bool_)
+        places = np.array([_places(mark, size) for mark in marks])
+        bits = (self._bits[:, places >> 3] >> (places & 7).astype(np.uint8)) & 1
+        held = np.asarray(bits.all(axis=2))
+        return held & (current_time - self._made_at <= self._max_age_seconds)[:, None]
+
+    def _read(self, stats: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Read the sketches that have changed; sketches of another size than the largest count as empty."""
+        same = list(stats) == list(self._stats)
+        rows = [row for row, name in enumerate(stats) if not same or stats[name] is not self._stats[name]]
+        each = list(stats.values())
+        sketches = {row: Sketch.from_stats(each[row]) for row in rows}
+        largest = max((len(sketch.bits) for sketch in sketches.values()), default=0)
+        if not same or largest > self._bits.shape[1]:
+            sketches = {row: Sketch.from_stats(one) for row, one in enumerate(each)}
+            self._bits, self._made_at = np.zeros((len(each), largest), dtype=np.uint8), np.zeros(len(each))
+        self._stats = dict(stats)
+        for row, sketch in sketches.items():
+            fits = len(sketch.bits) == self._bits.shape[1]
+            self._bits[row] = np.frombuffer(sketch.bits, dtype=np.uint8) if fits else 0
+            self._made_at[row] = sketch.made_at
 
 
 class ReadPassages:
@@ -141,11 +205,11 @@ class ReadPassages:
         """
         with self._lock:
             tags = [tag for tag in self._tags if held is None or tag in held]
-        return Sketch(frozenset(map(mark_of, tags)), current_time)
+        return Sketch.of(map(mark_of, tags), current_time, self._max_marks)
 
 
 class RecentRoutes:
-    """The marks that were sent to each replica, forgotten after some seconds. Safe to use from any thread.
+    """The replicas that each mark was sent to, forgotten after some seconds. Safe to use from any thread.
 
     Args:
         seconds: How long a mark is remembered: a few periods of the sketches.
@@ -153,72 +217,59 @@ class RecentRoutes:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._sent: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by replica: when each was sent last
+        self._sent: OrderedDict[int, dict[str, float]] = OrderedDict()  # by mark: when each replica got it last
         self._lock = threading.Lock()
 
     def add(self, replica: str, marks: Iterable[int], current_time: float) -> None:
         """Note that a question with ``marks`` was sent to ``replica`` at ``current_time``."""
         with self._lock:
-            sent = self._sent[replica]
             for mark in marks:
-                sent.pop(mark, None)
-                sent[mark] = current_time
-            while len(sent) > _MAX_RECENT_MARKS:
-                del sent[next(iter(sent))]
+                self._sent.setdefault(mark, {})[replica] = current_time
+                self._sent.move_to_end(mark)
+            while len(self._sent) > _MAX_RECENT_MARKS:
+                self._sent.popitem(last=False)
 
-    def marks(self, replica: str, current_time: float) -> frozenset[int]:
-        """Return the marks that were sent to ``replica`` within the last seconds before ``current_time``."""
+    def held(self, replicas: Iterable[str], marks: Sequence[int], current_time: float) -> NDArray[np.bool_]:
+        """Return which replica was sent which mark within the last seconds before ``current_time``, (R, M)."""
+        rows = {replica: row for row, replica in enumerate(replicas)}
+        held = np.zeros((len(rows), len(marks)), dtype=np.bool_)
+        oldest = current_time - self._seconds
         with self._lock:
-            sent = self._sent.get(replica, {})
-            for mark in [mark for mark, time in sent.items() if current_time - time > self._seconds]:
-                del sent[mark]
-            return frozenset(sent)
-
-    def keep_only(self, replicas: Iterable[str]) -> None:
-        """Forget the marks of replicas that are gone."""
-        alive = set(replicas)
-        with self._lock:
-            for replica in set(self._sent) - alive:
-                del self._sent[replica]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A replica that a question could be sent to.
-
-    Attributes:
-        queue: Requests that it works on or that wait there.
-        held: The marks of the passages that it holds.
-    """
-
-    name: str
-    queue: int = 0
-    held: Collection[int] = frozenset()
-
-
-def overlap(passages: Mapping[int, int], held: Collection[int]) -> float:
-    """Return the share of the tokens of a question's passages that a replica holds, in [0, 1]; 0 without passages."""
-    total = sum(passages.values())
-    return sum(tokens for mark, tokens in passages.items() if mark in held) / total if total else 0.0
-
-
-def score(passages: Mapping[int, int], candidate: Candidate, queue_weight: float = QUEUE_WEIGHT) -> float:
-    """Return how well a replica suits a question: overlap - queue_weight * queue. Rounded, so that equals tie."""
-    return round(overlap(passages, candidate.held) - queue_weight * candidate.queue, 9)
+            for column, mark in enumerate(marks):
+                for replica, sent_at in self._sent.get(mark, {}).items():
+                    if replica in rows and sent_at >= oldest:
+                        held[rows[replica], column] = True
+        return held
 
 
 def ranked(
-    passages: Mapping[int, int], candidates: Sequence[Candidate], queue_weight: float = QUEUE_WEIGHT
-) -> list[Candidate]:
-    """Return the replicas, the best first: by score, then by the shorter queue.
+    passages: Mapping[int, int],
+    replicas: Sequence[str],
+    queues: Sequence[int],
+    held: NDArray[np.bool_],
+    queue_weight: float = QUEUE_WEIGHT,
+) -> list[int]:
+    """Return the rows of the replicas, the best first: by score, then by the shorter queue.
 
+    Formula: score = share of the tokens of the question's passages that a replica holds - queue_weight x queue,
+    rounded, so that equals tie.
     Where both are equal, a hash of the replica's name and of the passages decides (rendezvous hashing): questions
     about other passages are spread over the replicas, and independent routers choose the same one.
+
+    Args:
+        passages: Tokens of each passage of the question, by mark.
+        replicas: Their names.
+        queues: Requests that each works on or that wait there.
+        held: Which replica holds which passage, (R, M).
     """
-    marks = ",".join(map(str, sorted(passages)))
+    tokens = np.fromiter(passages.values(), dtype=np.float64, count=len(passages))
+    overlap = held @ tokens / max(tokens.sum(), 1.0)
+    scores = np.round(overlap - queue_weight * np.asarray(queues), 9)
+    question = mark_of(",".join(map(str, sorted(passages))))
+    drawn = np.fromiter(map(_mark_of_name, replicas), dtype=np.uint64, count=len(replicas)) ^ np.uint64(question)
+    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # splitmix64: an XOR alone would keep neighbours
+        drawn = (drawn ^ (drawn >> np.uint64(30))) * np.uint64(multiplier)
+    return [int(row) for row in np.lexsort([drawn, np.asarray(queues), -scores])]
 
-    def key(candidate: Candidate) -> tuple[float, int, bytes]:
-        drawn = hashlib.blake2b(f"{candidate.name}:{marks}".encode(), digest_size=8).digest()
-        return -score(passages, candidate, queue_weight), candidate.queue, drawn
 
-    return sorted(candidates, key=key)
+_mark_of_name = functools.lru_cache(4096)(mark_of)
