@@ -18,7 +18,7 @@ from tests.support.subprocesses import wait_until_ready
 from tests.support.upstream import first_passage, upstream
 from tests.support.waiting import wait_until
 
-QUESTIONS = 12
+QUESTIONS = 8
 PROMPTS = QUESTIONS * 5
 """Three orders, and the first of them twice more."""
 
