@@ -18,7 +18,7 @@ from langchain_core.vectorstores import VectorStore
 
 from rag_posfix.contracts.filters import AllOf, Exists, Negation, combine_filters, parse_filter
 from rag_posfix.contracts.retrieval import first_matching
-from rag_posfix.errors import ConfigError, RagPosfixError
+from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.external import ExternalRetriever
 from rag_posfix.retrieval.external_stores import open_external, store_options
@@ -124,7 +124,10 @@ def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
         RetrievalError: the store cannot be reached, or its vectors are of another model.
     """
     kind, _, rest = text.partition(":")
-    retriever = open_external(text, embeddings, 10)
+    try:
+        retriever = open_external(text, embeddings, 10)
+    except (ConfigError, RetrievalError) as error:
+        raise type(error)(f"collection_store: {error}") from error
     external = isinstance(retriever, ExternalRetriever)
     vectors = retriever.store.vectors if isinstance(retriever, ExternalRetriever) else getattr(retriever, "store", None)
     if not isinstance(vectors, VectorStore) or not (external or getattr(vectors, "evaluates_filters", False)):
