@@ -312,7 +312,11 @@ REFUSED = [
     ("production", {"networkPolicy": {"redisTo": []}}, "needs networkPolicy.redisTo"),
     ("laptop", {"retrieval": {"retriever": "faiss"}}, "retriever"),
     ("laptop", {"retrieval": {"retriever": "qdrant:url=http://q,collection=a,api_key=b"}}, "retriever"),
-    ("laptop", {"retrieval": {"collectionStore": "pgvector:url=postgresql://a:b@c/d,collection=e"}}, "collectionStore"),
+    (
+        "laptop",
+        {"retrieval": {"collectionStore": "pgvector:url=postgresql://a:b@c/d,collection=e"}},
+        "collectionStore",
+    ),
     ("laptop", {"retrieval": {"retrieverKey": "a"}}, "each of these needs retrieval.existingSecret"),
     ("laptop", {"retrieval": {"existingSecret": "a"}}, "retrieval.existingSecret needs retrieval.retrieverKey"),
     ("laptop", {"retrieval": {"existingSecret": "a", "retrieverKey": "b", "retriever": "hybrid"}}, "are both set"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -133,7 +134,7 @@ def test_the_ingress_alone_opens_the_vector_stores_of_its_environment(tmp_path, 
         monkeypatch.setenv(name, f"qdrant:path={tmp_path / name},collection=docs")
     options = ApplicationOptions(service={"data_dir": str(tmp_path)}, allow_anonymous=True)
     parts = ModelParts(load_model, lambda settings: FakeGenerator(ToyEncoder()))
-    client = TestClient(build_ingress(options, parts, handle=None))
+    client = TestClient(build_ingress(options, parts, handle=MagicMock()))
     assert client.get("/readyz").status_code == 200
     pipeline = client.app.state.service.pipeline
     (passage,) = pipeline.find_passages("When does the ferry leave?")

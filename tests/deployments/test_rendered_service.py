@@ -96,7 +96,9 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path):
             answer = client.post("/v1/chat/completions", json=body).json()
             assert [document["text"] for document in answer["documents"]] == texts
             assert client.post("/v1/collections", json={"name": "notes"}).status_code == 201
-            added = client.post("/v1/collections/notes/documents", json={"documents": [{"id": "a", "text": "A ferry."}]})
+            added = client.post(
+                "/v1/collections/notes/documents", json={"documents": [{"id": "a", "text": "A ferry."}]}
+            )
             assert added.json()["added"] == 1
             (hit,) = client.post("/v1/collections/notes/search", json={"query": "ferry"}).json()["data"]
             assert hit["id"] == "a"
@@ -112,7 +114,9 @@ def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tm
     values = merged(values_of("laptop"), {"retrieval": {"collectionStore": store}})
     process, log = start(one_of("ConfigMap", values)["data"], tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
     try:
-        assert wait_for(process, log, "the model could not be loaded: collection_store: the vector store qdrant failed"), log.read_text()
+        assert wait_for(
+            process, log, "the model could not be loaded: collection_store: the vector store qdrant failed"
+        ), log.read_text()
         assert "ready: " not in log.read_text()
     finally:
         process.kill()

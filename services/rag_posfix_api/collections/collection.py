@@ -27,11 +27,11 @@ from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.embeddings import matches_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.documents import IndexEntry, stored_copy
-from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
+from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.conversion import collection_file
 from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
-from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, stored_entry
-from rag_posfix_api.http.errors import ConflictError, NotFoundError, StorageError, TooLargeError
+from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, passage_entries, stored_entry
+from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError
 
 _log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class Collection:
         if self._external is not None:
             check_reserved(copies)
         ids = tuple(str(document.id) for document in copies)
-        passages = {str(document.id): _passage_entries(document, self._size) for document in copies}
+        passages = {str(document.id): passage_entries(document, self._size) for document in copies}
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MOST_COPIES:
             raise TooLargeError(
@@ -230,7 +230,7 @@ class Collection:
             )
         entries: dict[str, IndexEntry] = {}
         for document_entries in passages.values():
-            _check_ids(entries, document_entries)
+            check_ids(entries, document_entries)
             entries |= document_entries
         prepared: dict[str, bytes] = {}
         result = None
@@ -316,7 +316,7 @@ class Collection:
         added = replaced = 0
         for document_id, entries in passages.items():
             old = self._rows_of(store, document_id)
-            _check_ids({name: entry for name in entries if (entry := stored_entry(store.table, name))}, entries)
+            check_ids({name: entry for name in entries if (entry := stored_entry(store.table, name))}, entries)
             new = {name: entry for name, entry in entries.items() if stored_entry(store.table, name) != entry}
             stale = [name for name in old if name not in entries]
             changed |= new
@@ -369,9 +369,8 @@ class Collection:
                 embedding, store_name = facts["embedding"], self._external and self._external.identity
                 if facts.get("store") != store_name:
                     raise RetrievalError(
-                        f"collection {str(self.folder)!r} is in the store {facts.get('store') or 'of the service'}, not "
-                        f"in {store_name or 'that of the service'}; set RAG_POSFIX_SERVICE_COLLECTION_STORE as it was, "
-                        "or create the collection again"
+                        f"collection {str(self.folder)!r} is in the store {facts.get('store')}, not in {store_name} "
+                        "(None is the service); set RAG_POSFIX_SERVICE_COLLECTION_STORE as it was, or create it again"
                     )
                 if not matches_identity(self._embeddings, embedding):
                     raise RetrievalError(
@@ -431,26 +430,3 @@ class Collection:
 def metadata_size(metadata: Mapping[str, Any]) -> int:
     """Return the characters of metadata as JSON."""
     return len(json.dumps(metadata, ensure_ascii=False, default=str))
-
-
-def _passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
-    """Return the entries of a document by their ids: itself, or its passages if it is longer than a passage."""
-    passages = split_document(document, size)
-    if passages == [document]:
-        return {str(document.id): IndexEntry(document)}
-    for passage in passages:
-        passage.metadata.setdefault("document_id", str(document.id))
-    return {str(passage.id): IndexEntry(passage, (str(document.id),)) for passage in passages}
-
-
-def _check_ids(stored: Mapping[str, IndexEntry], entries: Mapping[str, IndexEntry]) -> None:
-    """Raise ConflictError if an id is that of a passage of one document, and of another document or its passage."""
-    for name, entry in entries.items():
-        other = stored.get(name)
-        owners = {file for item in (entry, other) if item for file in item.files or (name,)}
-        if other is not None and len(owners) > 1:
-            raise ConflictError(
-                f"id {name!r} belongs to two of the documents {', '.join(map(repr, sorted(owners)))}, of which one is "
-                f"stored as passages {name.rpartition('#')[0]}#1, #2, ...; choose another id",
-                param="documents",
-            )

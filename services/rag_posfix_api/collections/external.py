@@ -1,9 +1,9 @@
 """Collections that are searched in a vector store which the operator runs.
 
 The store has a copy of each passage: its text, its metadata, its vector, and the name of its collection in the field
-``posfix_collection``. The file of the collection decides what is in the collection: a row names the copy of its passage,
-a copy that no row names is never returned, and a name is never used twice. A change sends new copies, commits to the
-file, and deletes the copies that it replaced, so that every process sees all of the change or none of it.
+``posfix_collection``. The file of the collection decides what is in the collection: a row has the id of the copy of
+its passage. A copy that no row refers to is never returned, and an id is never used twice. A change sends new copies,
+commits to the file, and deletes the copies that it replaced, so that readers see all of the change or none of it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
     except (ConfigError, RetrievalError) as error:
         raise type(error)(f"collection_store: {error}") from error
     external = isinstance(retriever, ExternalRetriever)
-    vectors = retriever.store.vectors if isinstance(retriever, ExternalRetriever) else getattr(retriever, "store", None)
+    vectors = (
+        retriever.store.vectors if isinstance(retriever, ExternalRetriever) else getattr(retriever, "store", None)
+    )
     if not isinstance(vectors, VectorStore) or not (external or getattr(vectors, "evaluates_filters", False)):
         raise ConfigError(
             f"the vector store {kind} cannot hold collections; a plugin must return a langchain VectorStore with the "
@@ -243,4 +245,6 @@ def check_reserved(documents: Iterable[Document]) -> None:
     """Raise ConfigError if a document has the metadata field that names the collection of a copy."""
     for document in documents:
         if SCOPE in document.metadata:
-            raise ConfigError(f"document {document.id!r} has the metadata field {SCOPE!r}, which is reserved; rename it")
+            raise ConfigError(
+                f"document {document.id!r} has the metadata field {SCOPE!r}, which is reserved; rename it"
+            )

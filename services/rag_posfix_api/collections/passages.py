@@ -13,6 +13,8 @@ from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.faiss_store import DeleteListener, FaissVectorStore
 from rag_posfix.retrieval.index.document_file import StoredRow
 from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, searchable_text
+from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
+from rag_posfix_api.http.errors import ConflictError
 
 
 class Passages(Protocol):
@@ -79,3 +81,26 @@ def stored_entry(table: DocumentTable, name: str) -> IndexEntry | None:
     """Return the entry with this id, or None."""
     key = table.key_of(name)
     return None if key is None else table.entries.get(key)
+
+
+def passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
+    """Return the entries of a document by their ids: itself, or its passages if it is longer than a passage."""
+    passages = split_document(document, size)
+    if passages == [document]:
+        return {str(document.id): IndexEntry(document)}
+    for passage in passages:
+        passage.metadata.setdefault("document_id", str(document.id))
+    return {str(passage.id): IndexEntry(passage, (str(document.id),)) for passage in passages}
+
+
+def check_ids(stored: Mapping[str, IndexEntry], entries: Mapping[str, IndexEntry]) -> None:
+    """Raise ConflictError if an id is that of a passage of one document, and of another document or its passage."""
+    for name, entry in entries.items():
+        other = stored.get(name)
+        owners = {file for item in (entry, other) if item for file in item.files or (name,)}
+        if other is not None and len(owners) > 1:
+            raise ConflictError(
+                f"id {name!r} belongs to two of the documents {', '.join(map(repr, sorted(owners)))}, of which one is "
+                f"stored as passages {name.rpartition('#')[0]}#1, #2, ...; choose another id",
+                param="documents",
+            )

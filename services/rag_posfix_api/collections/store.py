@@ -25,8 +25,8 @@ from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.collection import Collection, CollectionFailures, existing_file, storage_errors
-from rag_posfix_api.collections.external import PassageStore
 from rag_posfix_api.collections.conversion import collection_file, is_collection
+from rag_posfix_api.collections.external import PassageStore
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, TooLargeError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
