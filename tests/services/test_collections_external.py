@@ -1,8 +1,9 @@
-"""Collections in a vector store that the operator runs: Qdrant's local mode and Milvus Lite."""
+"""Collections in a vector store that the operator runs: Qdrant (local mode), Milvus Lite, pgvector."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rag_posfix_api.collections.external import open_passage_store
 from rag_posfix_api.http.errors import StorageError
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.notes import NOTES, add
+from tests.support.postgres import pgvector_collection, postgres_server
 from tests.support.random_filters import documents_with_metadata, random_filter
 from tests.support.serving import ANSWER, BRIDGE, CHAT, HARBOUR, chat
 from tests.support.tenants import Tenants
@@ -49,7 +51,15 @@ def milvus(folder: Path) -> str:
     return f"milvus:url={address},collection=copies,metadata=metadata"
 
 
-STORES = pytest.mark.parametrize("make", [qdrant, milvus])
+@pytest.fixture(params=["qdrant", "milvus", "pgvector"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The setting of a store; it may have a document of somebody else."""
+    if request.param != "pgvector":
+        yield {"qdrant": qdrant, "milvus": milvus}[request.param](tmp_path)
+        return
+    with postgres_server() as url:
+        pgvector_collection(url, [Document(page_content="a text")], ["made"])
+        yield f"pgvector:url={url},collection=docs"
 
 
 def opened(folder: Path, address: str) -> Tenants:
@@ -75,9 +85,8 @@ def found(client: TestClient, **fields: Any) -> list[str]:
     return sorted(document["id"] for document in response.json()["data"])
 
 
-@STORES
-def test_documents_are_added_searched_replaced_and_deleted(make: Any, tmp_path: Path):
-    tenants = opened(tmp_path, make(tmp_path))
+def test_documents_are_added_searched_replaced_and_deleted(address: str, tmp_path: Path):
+    tenants = opened(tmp_path, address)
     client = client_of(tenants)
     first = add(client, {"id": "x", "text": "aab", "metadata": {"n": 1, "tags": ["p"]}}, {"id": "y", "text": "c"})
     assert (first["added"], first["documents"]) == (2, 2)
@@ -114,9 +123,8 @@ def test_question_is_answered_from_a_collection_in_the_store(tmp_path: Path):
     assert [document["id"] for document in filtered.get("posfix", filtered)["documents"]] == ["harbour"]
 
 
-@STORES
-def test_tenants_of_one_store_find_their_own_passages_alone(make: Any, tmp_path: Path):
-    tenants = opened(tmp_path, make(tmp_path))
+def test_tenants_of_one_store_find_their_own_passages_alone(address: str, tmp_path: Path):
+    tenants = opened(tmp_path, address)
     acme, other = client_of(tenants), client_of(tenants, "other")
     add(acme, {"id": "secret", "text": BRIDGE})
     for widened in (
