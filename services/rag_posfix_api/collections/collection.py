@@ -236,13 +236,18 @@ class Collection:
         result = None
         try:
             while result is None:
-                missing = self._current().missing(entries, prepared)
+                store = self._current()
+                missing = store.missing(entries, prepared)
                 for start in range(0, len(missing), _TEXTS_PER_STEP):
                     give_way()
-                    prepared |= self._store.prepare(missing[start : start + _TEXTS_PER_STEP], entries)
-                with self._transaction() as (file, store):
-                    if not store.missing(entries, prepared):  # else another writer changed them meanwhile
+                    prepared |= store.prepare(missing[start : start + _TEXTS_PER_STEP], entries)
+                with self._transaction() as (file, current):
+                    # Else another writer changed them meanwhile, or the collection was created again.
+                    if current is store and not store.missing(entries, prepared):
                         result = self._write(file, store, passages, prepared, ids)
+                if current is not store:
+                    self._settle(prepared)
+                    prepared.clear()
             self._current()
         finally:
             self._settle(prepared)
