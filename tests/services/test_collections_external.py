@@ -303,3 +303,25 @@ def test_store_that_cannot_do_what_collections_need_is_refused_at_the_start(
             open_passage_store("shelf:", LetterEmbeddings())
     with pytest.raises(ConfigError, match="evaluates_filters"):
         Tenants(tmp_path, collection_store="shelf:")
+
+
+def test_collection_that_is_created_again_while_documents_are_sent_has_copies_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tenants = opened(tmp_path, qdrant(tmp_path))
+    client, again = client_of(tenants), tenants.client("acme")
+    external = tenants.app.state.service.collections.external
+    scopes: list[str] = []
+    send = external.add
+
+    def replace_after_sending(scope: str, documents: Any) -> None:
+        send(scope, documents)
+        scopes.append(scope)
+        if len(scopes) == 1:
+            assert again.delete(NOTES).status_code == 200
+            assert again.post("/v1/collections", json={"name": "notes"}).status_code == 201
+
+    monkeypatch.setattr(external, "add", replace_after_sending)
+    assert add(client, {"id": "a", "text": "bridge"})["added"] == 1
+    assert (found(client), copies(tenants)) == (["a"], ["bridge"])
+    assert len(set(scopes)) == 2
