@@ -353,6 +353,8 @@ class ServiceSettings(CheckedSettings):
         collection_overlap: Tokens (words without ``collection_passage_tokens``) that a passage repeats of the passage
             before it.
         max_collections: Maximum number of collections of a tenant; 0 refuses new ones.
+        collection_store: ``KIND:key=value,...`` of a vector store that searches the collections, as in ``retriever``;
+            None compares vectors in this process. Collections stay in the store that they were created in.
         request_templates: Prompt templates that requests may choose with ``posfix.template``: ``none``, ``shipped``
             (by name), or ``any`` (also with fields of their own).
         max_collection_documents: Maximum number of documents in a collection.
@@ -389,6 +391,7 @@ class ServiceSettings(CheckedSettings):
     max_collections: int = Field(default=100, ge=0)
     collection_passage_tokens: int | None = Field(default=None, ge=1)
     collection_overlap: int = Field(default=0, ge=0)
+    collection_store: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+:.*$", repr=False)
     request_templates: Literal["none", "shipped", "any"] = "none"
     max_collection_documents: int = Field(default=100_000, ge=1)
 

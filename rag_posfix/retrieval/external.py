@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.documents import Document
+from langchain_core.vectorstores import VectorStore
 
 from rag_posfix.contracts.filters import AllOf, Condition, conjuncts, parse_filter
 from rag_posfix.contracts.retrieval import first_matching
@@ -30,11 +31,13 @@ class ExternalStore:
         search: Returns documents with ids and cosines for a question, a number, and a translated filter or None.
         translate: Returns a condition in the store's language, or raises ``UntranslatableError``.
         check: Raises an error if the store or its collection cannot be reached.
+        vectors: The vector store, for those who write.
     """
 
     search: Callable[[str, int, Any], list[tuple[Document, float]]]
     translate: Callable[[Condition], Any]
     check: Callable[[], object]
+    vectors: VectorStore
 
 
 class ExternalRetriever(QuestionRetriever):

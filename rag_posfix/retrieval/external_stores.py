@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Final, TypeAlias
 
@@ -60,7 +61,10 @@ def _open_qdrant(embeddings: Embeddings, options: Options) -> ExternalStore:
         return hits
 
     return ExternalStore(
-        search, lambda condition: qdrant_filter(condition, payload_key), lambda: client.get_collection(collection)
+        search,
+        lambda condition: qdrant_filter(condition, payload_key),
+        lambda: client.get_collection(collection),
+        store,
     )
 
 
@@ -100,7 +104,7 @@ def _open_pgvector(embeddings: Embeddings, options: Options) -> ExternalStore:
             if store.get_collection(session) is None:
                 raise RetrievalError(f"pgvector has no collection {options['collection']!r}")
 
-    return ExternalStore(search, lambda condition: _checked_clause(condition, store), check)
+    return ExternalStore(search, lambda condition: _checked_clause(condition, store), check, store)
 
 
 def _checked_clause(condition: Condition, store: Any) -> Condition:
@@ -138,7 +142,7 @@ def _open_elasticsearch(embeddings: Embeddings, options: Options) -> ExternalSto
         hits = store.similarity_search_with_score(question, k, filters, custom_query=widen, doc_builder=build)
         return [(document, 2.0 * score - 1.0) for document, score in hits]  # its score is (1 + cosine) / 2
 
-    return ExternalStore(search, elasticsearch_filter, lambda: client.indices.get(index=options["index"]))
+    return ExternalStore(search, elasticsearch_filter, lambda: client.indices.get(index=options["index"]), store)
 
 
 def _open_milvus(embeddings: Embeddings, options: Options) -> ExternalStore:
@@ -147,6 +151,7 @@ def _open_milvus(embeddings: Embeddings, options: Options) -> ExternalStore:
     except ImportError as error:
         raise missing_extra("langchain_milvus", "milvus") from error
     collection, metadata_field = options["collection"], options.get("metadata")
+    vector_field = options.get("vector", "vector")
 
     class IdentifyingMilvus(Milvus):  # type: ignore[misc, unused-ignore]
         """Returns documents with their ids, which the package leaves out next to a metadata field."""
@@ -164,27 +169,28 @@ def _open_milvus(embeddings: Embeddings, options: Options) -> ExternalStore:
         connection_args=target,
         primary_field=options.get("id", "pk"),
         text_field=options.get("text", "text"),
-        vector_field=options.get("vector", "vector"),
+        vector_field=vector_field,
         **({"metadata_field": metadata_field} if metadata_field else {"enable_dynamic_field": True}),
     )
 
+    @cache
+    def by_distance() -> bool:
+        names = store.client.list_indexes(collection, field_name=vector_field)
+        return bool(store.client.describe_index(collection, names[0])["metric_type"] == "L2")
+
     def search(question: str, k: int, argument: Any) -> Hits:
         hits = store.similarity_search_with_score(question, k, expr=argument)
-        by_distance = _milvus_metric(store) == "L2"  # squared, of unit vectors: 2 - 2 * cosine
-        return [(document, 1.0 - score / 2.0 if by_distance else score) for document, score in hits]
+        if not hits or not by_distance():
+            return hits  # type: ignore[no-any-return, unused-ignore]
+        # The distance is squared, and of unit vectors: 2 - 2 * cosine.
+        return [(document, 1.0 - score / 2.0) for document, score in hits]
 
     def check() -> None:
         if not store.client.has_collection(collection):
             raise RetrievalError(f"milvus has no collection {collection!r}")
 
     field = metadata_field or "$meta"
-    return ExternalStore(search, lambda condition: milvus_expression(condition, field), check)
-
-
-def _milvus_metric(store: Any) -> str:
-    params = store.index_params
-    first = params[0] if isinstance(params, list) else params or {}
-    return str(first.get("metric_type", "L2"))
+    return ExternalStore(search, lambda condition: milvus_expression(condition, field), check, store)
 
 
 Opener: TypeAlias = Callable[[Embeddings, Options], ExternalStore]
@@ -226,7 +232,7 @@ def open_external(text: str, embeddings: Embeddings, k: int, *, index: object = 
     kind, _, rest = text.partition(":")
     if index is not None:
         raise ConfigError(f"index={str(index)!r} and the retriever {kind} are given; give one of them")
-    options = _options(kind, rest)
+    options = store_options(kind, rest)
     if kind in OPENERS:
         opener, required, optional = OPENERS[kind]
         missing, unknown = sorted(required - set(options)), sorted(set(options) - required - optional)
@@ -256,7 +262,8 @@ def open_external(text: str, embeddings: Embeddings, k: int, *, index: object = 
     )
 
 
-def _options(kind: str, text: str) -> dict[str, str]:
+def store_options(kind: str, text: str) -> dict[str, str]:
+    """Return the options ``key=value,...`` of a store; raise ConfigError if they are malformed."""
     options: dict[str, str] = {}
     for item in split_outside(text, ",") if text else ():
         name, equals, value = item.strip().partition("=")

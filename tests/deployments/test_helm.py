@@ -254,6 +254,32 @@ def test_a_gpu_pod_asks_for_its_gpus_and_is_replaced_without_a_spare_one():
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container_of(values)["volumeMounts"]
 
 
+QDRANT = "qdrant:url=http://qdrant.search:6333,collection=docs"
+
+
+def test_vector_stores_are_settings_and_those_with_passwords_are_in_a_secret():
+    settings = {"retriever": QDRANT, "existingSecret": "stores", "collectionStoreKey": "collections"}
+    values = merged(values_of("laptop"), {"retrieval": settings})
+    assert one_of("ConfigMap", values)["data"]["RAG_POSFIX_RETRIEVER"] == QDRANT
+    (entry,) = [one for one in container_of(values)["env"] if "valueFrom" in one]
+    reference = {"secretKeyRef": {"name": "stores", "key": "collections"}}
+    assert entry == {"name": "RAG_POSFIX_SERVICE_COLLECTION_STORE", "valueFrom": reference}
+    plain = merged(values_of("laptop"), {"retrieval": {"collectionStore": QDRANT, "retriever": "hybrid"}})
+    data = one_of("ConfigMap", plain)["data"]
+    assert (data["RAG_POSFIX_SERVICE_COLLECTION_STORE"], data["RAG_POSFIX_RETRIEVER"]) == (QDRANT, "hybrid")
+    assert not {"RAG_POSFIX_RETRIEVER", "RAG_POSFIX_SERVICE_COLLECTION_STORE"} & set(
+        one_of("ConfigMap", values_of("laptop"))["data"]
+    )
+
+
+def test_vector_store_may_be_reached_where_the_network_is_closed():
+    peers = [{"podSelector": {"matchLabels": {"app": "qdrant"}}}]
+    changes = {"index": {"existingClaim": ""}, "retrieval": {"retriever": QDRANT}}
+    values = merged(values_of("production"), {**changes, "networkPolicy": {"vectorStoreTo": peers}})
+    *_, store = one_of("NetworkPolicy", values)["spec"]["egress"]
+    assert (store["to"], store["ports"]) == (peers, [{"protocol": "TCP", "port": 6333}])
+
+
 REFUSED = [
     ("laptop", {"replica": 2}, "replica"),
     ("laptop", {"model": {"dtyp": "float32"}}, "dtyp"),
@@ -284,6 +310,19 @@ REFUSED = [
     ("gpu", {"podDisruptionBudget": {"maxUnavailable": 2}}, "must be below the 2 replicas"),
     ("production", {"autoscaling": {"keda": {"prometheusAddress": ""}}}, "needs autoscaling.keda.prometheusAddress"),
     ("production", {"networkPolicy": {"redisTo": []}}, "needs networkPolicy.redisTo"),
+    ("laptop", {"retrieval": {"retriever": "faiss"}}, "retriever"),
+    ("laptop", {"retrieval": {"retriever": "qdrant:url=http://q,collection=a,api_key=b"}}, "retriever"),
+    (
+        "laptop",
+        {"retrieval": {"collectionStore": "pgvector:url=postgresql://a:b@c/d,collection=e"}},
+        "collectionStore",
+    ),
+    ("laptop", {"retrieval": {"retrieverKey": "a"}}, "each of these needs retrieval.existingSecret"),
+    ("laptop", {"retrieval": {"existingSecret": "a"}}, "retrieval.existingSecret needs retrieval.retrieverKey"),
+    ("laptop", {"retrieval": {"existingSecret": "a", "retrieverKey": "b", "retriever": "hybrid"}}, "are both set"),
+    ("production", {"retrieval": {"retriever": QDRANT}}, "questions are answered from one of them"),
+    ("production", {"retrieval": {"collectionStore": QDRANT}}, "needs networkPolicy.vectorStoreTo"),
+    ("laptop", {"extraEnv": [{"name": "RAG_POSFIX_RETRIEVER", "value": "bm25"}]}, "extraEnv"),
 ]
 
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix.pipeline import build
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.ray_serve.application import (
     ApplicationOptions,
     ModelParts,
     application,
+    build_ingress,
     describe_model,
+    load_model,
     make_application,
     router_config,
 )
+from tests.support.toy_encoder import ToyEncoder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = yaml.safe_load((ROOT / "deployments" / "ray" / "serve.yaml").read_text())
@@ -112,6 +120,34 @@ def test_the_ingress_knows_the_model_with_its_adapter(tmp_path):
     """Without it the answer cache of the ingress would take the answers of the base for those of the adapter."""
     with pytest.raises(ConfigError, match=r"adapter_config\.json"):
         describe_model(Settings(adapter=tmp_path))
+
+
+@pytest.mark.weights
+def test_the_ingress_alone_opens_the_vector_stores_of_its_environment(tmp_path, monkeypatch):
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from langchain_qdrant import QdrantVectorStore
+
+    for name in ("RAG_POSFIX_RETRIEVER", "RAG_POSFIX_SERVICE_COLLECTION_STORE"):
+        QdrantVectorStore.from_texts(
+            ["The ferry leaves at nine."], SentenceEmbeddings(), path=str(tmp_path / name), collection_name="docs"
+        ).client.close()
+        monkeypatch.setenv(name, f"qdrant:path={tmp_path / name},collection=docs")
+    options = ApplicationOptions(service={"data_dir": str(tmp_path)}, allow_anonymous=True)
+    parts = ModelParts(load_model, lambda settings: FakeGenerator(ToyEncoder()))
+    client = TestClient(build_ingress(options, parts, handle=MagicMock()))
+    assert client.get("/readyz").status_code == 200
+    pipeline = client.app.state.service.pipeline
+    (passage,) = pipeline.find_passages("When does the ferry leave?")
+    assert passage.page_content == "The ferry leaves at nine."
+    assert client.app.state.service.collections.external.identity == "qdrant:docs"
+    assert client.post("/v1/collections", json={"name": "notes"}).status_code == 201
+
+    def stop(settings):
+        raise ConfigError(f"a replica opens {settings.retriever}")
+
+    monkeypatch.setattr(build, "build_pipeline", stop)
+    with pytest.raises(ConfigError, match="a replica opens dense"):
+        load_model(Settings())
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch):

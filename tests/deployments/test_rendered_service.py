@@ -13,7 +13,8 @@ import pytest
 
 from deployments.ci.image_steps import DOCKERFILE, read_steps, stages_of
 from rag_posfix.folders import default_cache_dir
-from tests.support.helm_chart import one_of, values_of
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from tests.support.helm_chart import merged, one_of, values_of
 
 READY_SECONDS = 200
 
@@ -69,6 +70,57 @@ def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environme
     finally:
         process.terminate()
         assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path):
+    """Qdrant in its local mode, one folder for each process that opens it."""
+    from langchain_qdrant import QdrantVectorStore
+
+    stores = {}
+    for name in ("retriever", "collectionStore"):
+        texts = ["The bridge of Arvo was built in 1911."]
+        QdrantVectorStore.from_texts(
+            texts, SentenceEmbeddings(), path=str(tmp_path / name), collection_name="docs"
+        ).client.close()
+        stores[name] = f"qdrant:path={tmp_path / name},collection=docs"
+    environment = one_of("ConfigMap", merged(values_of("laptop"), {"retrieval": stores}))["data"]
+    process, log = start(environment, tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+    try:
+        assert wait_for(process, log, "ready: "), log.read_text()
+        port = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            assert client.get("/readyz").status_code == 200
+            body = {"messages": [{"role": "user", "content": "When was the bridge of Arvo built?"}], "max_tokens": 8}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            assert [document["text"] for document in answer["documents"]] == texts
+            assert client.post("/v1/collections", json={"name": "notes"}).status_code == 201
+            added = client.post(
+                "/v1/collections/notes/documents", json={"documents": [{"id": "a", "text": "A ferry."}]}
+            )
+            assert added.json()["added"] == 1
+            (hit,) = client.post("/v1/collections/notes/search", json={"query": "ferry"}).json()["data"]
+            assert hit["id"] == "a"
+    finally:
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path):
+    store = f"qdrant:path={tmp_path / 'empty'},collection=docs"
+    values = merged(values_of("laptop"), {"retrieval": {"collectionStore": store}})
+    process, log = start(one_of("ConfigMap", values)["data"], tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+    try:
+        assert wait_for(
+            process, log, "the model could not be loaded: collection_store: the vector store qdrant failed"
+        ), log.read_text()
+        assert "ready: " not in log.read_text()
+    finally:
+        process.kill()
+        process.wait(timeout=60)
 
 
 def test_without_the_decision_the_service_does_not_start(tmp_path):

@@ -16,25 +16,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import IndexBusyError, OverloadedError, RetrievalError
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.embeddings import matches_identity
-from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.document_file import DocumentFile
-from rag_posfix.retrieval.index.documents import IndexEntry, searchable_text, stored_copy
-from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
+from rag_posfix.retrieval.index.documents import IndexEntry, stored_copy
+from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.conversion import collection_file
-from rag_posfix_api.http.errors import ConflictError, NotFoundError, StorageError, TooLargeError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
+from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, passage_entries, stored_entry
+from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError
 
 _log = logging.getLogger(__name__)
 
@@ -153,8 +150,7 @@ class Collection:
     """A collection, as this process sees it. Safe for several threads; each call sees the changes of other processes.
 
     A document that is longer than a passage is stored as its passages (``passages.split_document``), which are
-    replaced and deleted together: ``files`` of their entries is the id of the document. All vectors are compared in a
-    search.
+    replaced and deleted together: ``files`` of their entries is the id of the document.
 
     Methods raise NotFoundError if the collection was deleted; those of change also OverloadedError if another writer
     did not end in time, and StorageError if the change could not be written: it was then not made.
@@ -163,6 +159,7 @@ class Collection:
         removed: Is called with documents that were deleted or replaced.
         failures: Counts failures of this collection.
         size: Upper limits of a passage.
+        external: Searches the passages; None compares the vectors of all passages in memory.
     """
 
     def __init__(
@@ -173,6 +170,7 @@ class Collection:
         removed: Removed,
         failures: CollectionFailures,
         size: PassageSize,
+        external: PassageStore | None = None,
     ) -> None:
         self.folder = folder
         self._embeddings = embeddings
@@ -180,13 +178,14 @@ class Collection:
         self._removed = removed
         self._failures = failures
         self._size = size
+        self._external = external
         self._lock = threading.RLock()
         self._file: DocumentFile | None = None
         self._version: int | None = None
         self._last_key = -1
-        self._store = FaissVectorStore(embeddings, kind="flat")
+        self._store: Passages = EmbeddedPassages(embeddings, removed)
         self._passages: dict[str, list[str]] = {}  # ids of passages by the id of their document
-        self._passages_of: tuple[FaissVectorStore, int] | None = None
+        self._passages_of: tuple[Passages, int] | None = None
 
     def __len__(self) -> int:
         return len(self._current())
@@ -199,9 +198,9 @@ class Collection:
         """Return the ``k`` nearest documents that match, with ``relevance_score`` in their metadata, best first."""
         return self.retriever(k).retrieve(question, k, metadata_filter)
 
-    def retriever(self, k: int) -> PassageRetriever:
+    def retriever(self, k: int) -> QuestionRetriever:
         """Return a retriever of the documents as they are now; its ``invoke`` returns ``k`` passages."""
-        return PassageRetriever(store=self._current(), k=k)
+        return self._current().retriever(k)
 
     def put(self, documents: Sequence[Document], give_way: Callable[[], None] = check_cancelled) -> PutResult:
         """Add documents, replacing those with the same ids; return when that is on the disk.
@@ -218,8 +217,10 @@ class Collection:
             ConflictError: an id is that of a passage of another document.
         """
         copies = [stored_copy(document) for document in documents]
+        if self._external is not None:
+            check_reserved(copies)
         ids = tuple(str(document.id) for document in copies)
-        passages = {str(document.id): _passage_entries(document, self._size) for document in copies}
+        passages = {str(document.id): passage_entries(document, self._size) for document in copies}
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MOST_COPIES:
             raise TooLargeError(
@@ -229,20 +230,27 @@ class Collection:
             )
         entries: dict[str, IndexEntry] = {}
         for document_entries in passages.values():
-            _check_ids(entries, document_entries)
+            check_ids(entries, document_entries)
             entries |= document_entries
-        vectors: dict[str, NDArray[np.float32]] = {}
+        prepared: dict[str, bytes] = {}
         result = None
-        while result is None:
-            missing = self._texts_to_embed(self._current(), entries, vectors)
-            for start in range(0, len(missing), _TEXTS_PER_STEP):
-                give_way()
-                batch = missing[start : start + _TEXTS_PER_STEP]
-                vectors.update(zip(batch, self._store.embed_texts(batch), strict=True))
-            with self._transaction() as (file, store):
-                if not self._texts_to_embed(store, entries, vectors):  # else another writer changed them meanwhile
-                    result = self._write(file, store, passages, vectors, ids)
-        self._current()
+        try:
+            while result is None:
+                store = self._current()
+                missing = store.missing(entries, prepared)
+                for start in range(0, len(missing), _TEXTS_PER_STEP):
+                    give_way()
+                    prepared |= store.prepare(missing[start : start + _TEXTS_PER_STEP], entries)
+                with self._transaction() as (file, current):
+                    # Else another writer changed them meanwhile, or the collection was created again.
+                    if current is store and not store.missing(entries, prepared):
+                        result = self._write(file, store, passages, prepared, ids)
+                if current is not store:
+                    self._settle(prepared)
+                    prepared.clear()
+            self._current()
+        finally:
+            self._settle(prepared)
         return result
 
     def delete(self, ids: Sequence[str]) -> int:
@@ -251,9 +259,28 @@ class Collection:
         A document can also be deleted on a full disk: its pages are then freed without being erased.
         """
         try:
-            return self._delete(ids)
+            count = self._delete(ids)
         except StorageError:
-            return self._delete(ids, erase=False)
+            count = self._delete(ids, erase=False)
+        self._settle({})
+        return count
+
+    def erase(self, facts: Mapping[str, Any]) -> None:
+        """Delete the copies of passages in an external store, before the folder of the collection is deleted.
+
+        Args:
+            facts: Those of its file; none if that is damaged.
+        """
+        name = facts.get("store")
+        if self._external is not None and (not facts or name == self._external.identity):
+            store = self._store
+            known = store.copies_of(store.table.ids()) if isinstance(store, ExternalPassages) else []
+            self._external.erase(self._scope(existing_file(self.folder)), [*known, *facts.get("stale", ())])
+        elif name is not None:
+            raise StorageError(
+                f"collection {str(self.folder)!r} has passages in the store {name}; set "
+                "RAG_POSFIX_SERVICE_COLLECTION_STORE as it was to delete them"
+            )
 
     def _delete(self, ids: Sequence[str], *, erase: bool = True) -> int:
         with self._transaction(erase=erase) as (file, store):
@@ -261,13 +288,13 @@ class Collection:
             if stored:
                 names = [row for rows in stored.values() for row in rows]
                 file.remove(names)
-                facts = file.facts()
+                facts = self._without(file.facts(), store, names)
                 documents = facts.get("documents", len(store)) - len(stored)
                 file.set_facts({**facts, "count": len(store) - len(names), "documents": documents})
         self._current()
         return len(stored)
 
-    def _rows_of(self, store: FaissVectorStore, document_id: str) -> list[str]:
+    def _rows_of(self, store: Passages, document_id: str) -> list[str]:
         """Return the ids under which a document is stored: its own, or those of its passages."""
         with self._lock:
             if self._passages_of != (store, store.table.revision):
@@ -278,26 +305,15 @@ class Collection:
                 self._passages_of = (store, store.table.revision)
             if document_id in self._passages:
                 return self._passages[document_id]
-            entry = _stored(store, document_id)
+            entry = stored_entry(store.table, document_id)
             return [] if entry is None or entry.files else [document_id]
-
-    def _texts_to_embed(
-        self, store: FaissVectorStore, entries: Mapping[str, IndexEntry], vectors: Mapping[str, Any]
-    ) -> list[str]:
-        """Return the texts of ``entries`` whose vectors are neither stored under the same id nor in ``vectors``."""
-        texts: dict[str, None] = {}
-        for name, entry in entries.items():
-            text, stored = searchable_text(entry.document), _stored(store, name)
-            if text not in vectors and (stored is None or searchable_text(stored.document) != text):
-                texts[text] = None
-        return list(texts)
 
     def _write(
         self,
         file: DocumentFile,
-        store: FaissVectorStore,
+        store: Passages,
         passages: Mapping[str, dict[str, IndexEntry]],
-        vectors: Mapping[str, NDArray[np.float32]],
+        prepared: Mapping[str, bytes],
         ids: tuple[str, ...],
     ) -> PutResult:
         changed: dict[str, IndexEntry] = {}
@@ -305,15 +321,15 @@ class Collection:
         added = replaced = 0
         for document_id, entries in passages.items():
             old = self._rows_of(store, document_id)
-            _check_ids({name: entry for name in entries if (entry := _stored(store, name))}, entries)
-            new = {name: entry for name, entry in entries.items() if _stored(store, name) != entry}
+            check_ids({name: entry for name in entries if (entry := stored_entry(store.table, name))}, entries)
+            new = {name: entry for name, entry in entries.items() if stored_entry(store.table, name) != entry}
             stale = [name for name in old if name not in entries]
             changed |= new
             removed += stale
             added += not old
             replaced += bool(old and (new or stale))
         facts = file.facts()
-        count = len(store) + sum(_stored(store, name) is None for name in changed) - len(removed)
+        count = len(store) + sum(stored_entry(store.table, name) is None for name in changed) - len(removed)
         documents = facts.get("documents", len(store)) + added
         if count > self._max_documents:
             raise TooLargeError(
@@ -322,11 +338,9 @@ class Collection:
                 param="documents",
             )
         if changed or removed:
-            rows = []
-            for key, (name, entry) in enumerate(changed.items(), start=facts["next_key"]):
-                vector = vectors.get(searchable_text(entry.document))
-                vector = store.vectors_of([name])[0] if vector is None else vector
-                rows.append((key, entry, vector.astype("<f4").tobytes()))
+            entries_by_key = enumerate(changed.values(), start=facts["next_key"])
+            rows = [(key, entry, store.row_bytes(entry, prepared)) for key, entry in entries_by_key]
+            facts = self._without(facts, store, [*changed, *removed])
             file.remove([*changed, *removed])
             file.insert(rows)
             next_key = facts["next_key"] + len(rows)
@@ -336,7 +350,7 @@ class Collection:
         return PutResult(ids, added, replaced, unchanged, documents, count, split)
 
     @contextmanager
-    def _transaction(self, *, erase: bool = True) -> Iterator[tuple[DocumentFile, FaissVectorStore]]:
+    def _transaction(self, *, erase: bool = True) -> Iterator[tuple[DocumentFile, Passages]]:
         """Write alone, on a separate connection: readers in this process do not wait for its lock."""
         path = existing_file(self.folder)
         with self._failures.watch("write", self.folder), storage_errors(self.folder):
@@ -350,35 +364,66 @@ class Collection:
             finally:
                 file.close()
 
-    def _current(self) -> FaissVectorStore:
+    def _current(self) -> Passages:
         """Return the store with all committed changes."""
         with self._lock, self._failures.watch("read", self.folder), storage_errors(self.folder):
             path = existing_file(self.folder)  # has another name after the collection was created again
             if self._file is None or self._file.path != path:
                 file = DocumentFile(path)
-                embedding = file.facts()["embedding"]
+                facts = file.facts()
+                embedding, store_name = facts["embedding"], self._external and self._external.identity
+                if facts.get("store") != store_name:
+                    raise RetrievalError(
+                        f"collection {str(self.folder)!r} is in the store {facts.get('store')}, not in {store_name} "
+                        "(None is the service); set RAG_POSFIX_SERVICE_COLLECTION_STORE as it was, or create it again"
+                    )
                 if not matches_identity(self._embeddings, embedding):
                     raise RetrievalError(
                         f"collection {str(self.folder)!r} was made with embedding model {embedding!r}; serve that "
                         "model, or create the collection again"
                     )
                 self._file, self._version, self._last_key = file, None, -1
-                self._store = FaissVectorStore(self._embeddings, kind="flat")  # a graph would be built at every start
-                self._store.add_delete_listener(self._removed)
+                if self._external is None:
+                    self._store = EmbeddedPassages(self._embeddings, self._removed)
+                else:
+                    self._store = ExternalPassages(self._external, self._scope(path), self._removed)
             version = self._file.data_version()
             if version != self._version:
                 self._read_changes(self._file, self._store)
                 self._version = version
             return self._store
 
-    def _read_changes(self, file: DocumentFile, store: FaissVectorStore) -> None:
-        import numpy as np
+    def _scope(self, path: Path) -> str:
+        """Return the name of the collection in an external store: no two collections ever have the same."""
+        return f"{self.folder.parent.name}/{self.folder.name}/{path.stem}"
 
+    def _without(self, facts: dict[str, Any], store: Passages, names: list[str]) -> dict[str, Any]:
+        """Return the facts after passages were deleted or replaced: an external store still has them then."""
+        if not isinstance(store, ExternalPassages):
+            return facts
+        return {**facts, "stale": [*facts.get("stale", ()), *store.copies_of(names)]}
+
+    def _settle(self, prepared: Mapping[str, bytes]) -> None:
+        """Delete from an external store what no passage refers to after a change; repeat what failed before."""
+        if self._external is None:
+            return
+        try:
+            with self._transaction() as (file, store):
+                facts = file.facts()
+                stale = [*facts.get("stale", ()), *cast("ExternalPassages", store).unused(prepared)]
+                failure = self._external.try_delete(stale)
+                if stale or failure:
+                    file.set_facts({**facts, "stale": stale if failure else []})
+        except NotFoundError:  # deleted meanwhile
+            failure = self._external.try_delete(sent_copies(prepared))
+        if failure is not None:
+            raise failure
+
+    def _read_changes(self, file: DocumentFile, store: Passages) -> None:
         with file.snapshot():
             count, rows = file.facts()["count"], file.rows(self._last_key)
             while batch := list(islice(rows, _ROWS_PER_STEP)):
-                vectors = np.stack([np.frombuffer(vector or b"", dtype="<f4") for _, _, vector in batch])
-                store.put_entries({str(entry.document.id): entry for _, entry, _ in batch}, vectors)
+                store.put_rows(batch)
                 self._last_key = batch[-1][0]
             if len(store) > count:
                 stored = set(file.ids())
@@ -390,31 +435,3 @@ class Collection:
 def metadata_size(metadata: Mapping[str, Any]) -> int:
     """Return the characters of metadata as JSON."""
     return len(json.dumps(metadata, ensure_ascii=False, default=str))
-
-
-def _stored(store: FaissVectorStore, name: str) -> IndexEntry | None:
-    key = store.table.key_of(name)
-    return None if key is None else store.table.entries.get(key)
-
-
-def _passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
-    """Return the entries of a document by their ids: itself, or its passages if it is longer than a passage."""
-    passages = split_document(document, size)
-    if passages == [document]:
-        return {str(document.id): IndexEntry(document)}
-    for passage in passages:
-        passage.metadata.setdefault("document_id", str(document.id))
-    return {str(passage.id): IndexEntry(passage, (str(document.id),)) for passage in passages}
-
-
-def _check_ids(stored: Mapping[str, IndexEntry], entries: Mapping[str, IndexEntry]) -> None:
-    """Raise ConflictError if an id is that of a passage of one document, and of another document or its passage."""
-    for name, entry in entries.items():
-        other = stored.get(name)
-        owners = {file for item in (entry, other) if item for file in item.files or (name,)}
-        if other is not None and len(owners) > 1:
-            raise ConflictError(
-                f"id {name!r} belongs to two of the documents {', '.join(map(repr, sorted(owners)))}, of which one is "
-                f"stored as passages {name.rpartition('#')[0]}#1, #2, ...; choose another id",
-                param="documents",
-            )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -26,6 +26,7 @@ from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.collection import Collection, CollectionFailures, existing_file, storage_errors
 from rag_posfix_api.collections.conversion import collection_file, is_collection
+from rag_posfix_api.collections.external import PassageStore
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, TooLargeError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
@@ -58,6 +59,7 @@ class Collections:
 
     Attributes:
         failures: The collections that cannot be written or read.
+        external: The external vector store that searches the collections, or None; set before they are used.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Collections:
         self._max_documents = max_documents
         self._size = size or PassageSize()
         self.failures = CollectionFailures()
+        self.external: PassageStore | None = None
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, str], Collection] = OrderedDict()
 
@@ -88,6 +91,8 @@ class Collections:
                     raise TooLargeError(f"there are {self._max_collections} collections, and no more are allowed")
                 folder.mkdir(exist_ok=True, mode=0o700)
                 facts = {"embedding": embedding_identity(embeddings), "created_at": created_at}
+                if self.external is not None:
+                    facts["store"] = self.external.identity
                 path = folder / f"documents-{uuid.uuid4().hex}.sqlite"
                 DocumentFile.create(path, {**facts, "count": 0, "next_key": 0})
                 flush(folder.parent)
@@ -117,7 +122,9 @@ class Collections:
             if key not in self._open:
                 count_tokens = getattr(embeddings, "count_tokens", None)
                 size = replace(self._size, count_tokens=count_tokens) if self._size.tokens else self._size
-                self._open[key] = Collection(folder, embeddings, self._max_documents, removed, self.failures, size)
+                self._open[key] = Collection(
+                    folder, embeddings, self._max_documents, removed, self.failures, size, self.external
+                )
             self._open.move_to_end(key)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
@@ -128,11 +135,13 @@ class Collections:
         folder = self._folder_of(tenant, name)
         path = existing_file(folder)
         documents: list[Document] = []
+        facts: dict[str, Any] = {}
         with storage_errors(folder), ExitStack() as stack:
             try:
                 file = DocumentFile(path, wait_seconds=_WAIT_SECONDS)
                 stack.callback(file.close)
                 stack.enter_context(file.transaction())  # no writer meanwhile
+                facts = file.facts()
             except IndexBusyError:
                 raise
             except RetrievalError:
@@ -141,6 +150,7 @@ class Collections:
                 raise FileNotFoundError(folder)
             with suppress(RagPosfixError):
                 documents = collection.documents()
+            collection.erase(facts)
             removed_folder = partial_folder(folder, uuid.uuid4().hex[:12])
             folder.rename(removed_folder)
             flush(folder.parent)

@@ -73,7 +73,7 @@ async def ready(service: ReadyService) -> Readiness:
 
     A vector store of another program is asked each time.
     """
-    await service.check_retriever()
+    await service.check_stores()
     details = (service.reranker_health.describe_failing(), service.collections.failures.describe())
     return Readiness(status="ready", detail="; ".join(filter(None, details)) or None)
 

@@ -23,7 +23,7 @@ from rag_posfix.contracts.filters import combine_filters
 from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import RerankerHealth
-from rag_posfix.errors import GenerationError, OverloadedError, RagPosfixError, UpstreamError
+from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.requests import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -33,6 +33,7 @@ from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
 from rag_posfix_api.collections.collection import Collection
+from rag_posfix_api.collections.external import open_passage_store
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.auth import CALLER, KeyChecker
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
@@ -164,10 +165,20 @@ class Service:
             raise UnsupportedFeatureError(f"{name!r} gives no attention; serve a model that this process loads itself")
         return self._generator
 
+    def _open_collection_store(self, pipeline: Pipeline) -> None:
+        """Open the vector store of the collections, if the settings name one that is not open."""
+        address = self.limits.collection_store
+        if address is None or self.collections.external is not None:
+            return
+        if pipeline.embeddings is None:
+            raise ConfigError("collection_store is set and there is no embedding model; serve a pipeline with one")
+        self.collections.external = open_passage_store(address, pipeline.embeddings)
+
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
         from rag_posfix.generation.batching.scheduler import unbatched  # torch
 
+        self._open_collection_store(pipeline)
         self._generator = unbatched(pipeline.generator)  # the service has batches of its own size
         self._model_name = self.limits.served_model_name or shown_model(pipeline.generator.model_id)
         self.metrics.info.info({"version": package_version(), "model": self._model_name})
@@ -197,6 +208,7 @@ class Service:
         try:
             # Shutting down does not wait for a download.
             pipeline = await anyio.to_thread.run_sync(_build, self.settings, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(self._open_collection_store, pipeline, abandon_on_cancel=True)
         except Exception as error:
             is_known = isinstance(error, RagPosfixError)
             cause = " ".join(str(error).split()) if is_known else f"{type(error).__name__}, see the server's log"
@@ -224,17 +236,17 @@ class Service:
             raise StoppingError("the service is stopping; ask another replica, or again later")
         _ = self._served
 
-    async def check_retriever(self) -> None:
-        """Raise ``NotReadyError`` if the vector store that questions are answered from cannot be reached.
+    async def check_stores(self) -> None:
+        """Raise ``NotReadyError`` if a vector store, of questions or of collections, cannot be reached.
 
-        A retriever that has one says so by a method ``check``; it has ``_CHECK_SECONDS``.
+        A retriever that has one says so by a method ``check``; all have ``_CHECK_SECONDS`` together.
         """
-        check = getattr(self._served.retriever, "check", None)
-        if not callable(check):
-            return
+        checks = [getattr(holder, "check", None) for holder in (self._served.retriever, self.collections.external)]
         try:
             with anyio.fail_after(_CHECK_SECONDS):
-                await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
+                for check in checks:
+                    if callable(check):
+                        await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
         except TimeoutError:
             raise NotReadyError(f"the vector store does not answer within {_CHECK_SECONDS:g} seconds") from None
         except RagPosfixError as error:

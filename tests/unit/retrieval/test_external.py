@@ -6,12 +6,8 @@ import http.server
 import json
 import math
 import random
-import shutil
-import subprocess
 import threading
-import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from langchain_core.documents import Document
@@ -24,11 +20,11 @@ from rag_posfix.retrieval.external import UntranslatableError
 from rag_posfix.retrieval.external_filters import elasticsearch_filter, milvus_expression, postgres_clause
 from rag_posfix.retrieval.external_stores import open_external
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.postgres import pgvector_collection, postgres_server
 from tests.support.random_filters import documents_with_metadata, random_filter
 
 DOCUMENTS = documents_with_metadata(24)
 QUOTED = 'it\'s "q"'
-POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 
 def expected_ids(metadata_filter):
@@ -99,21 +95,46 @@ class TestQdrant:
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory):
-    """The connection string of a server of Debian's package, which has no pgvector."""
-    if not POSTGRES or shutil.which("runuser") is None:
-        pytest.skip("PostgreSQL or runuser is not installed")
-    tools, folder = POSTGRES[-1], Path(f"/tmp/rag-posfix-pg-{uuid.uuid4().hex[:9]}")
-    subprocess.run(["install", "-d", "-o", "postgres", folder], check=True)
-    as_postgres = ["runuser", "-u", "postgres", "--"]
-    subprocess.run([*as_postgres, tools / "initdb", "-D", folder / "data", "-A", "trust", "-N"], check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
-    options = f"-k {folder} -c listen_addresses= -c fsync=off"
-    control = [*as_postgres, tools / "pg_ctl", "-D", folder / "data", "-w", "-l", folder / "log"]
-    subprocess.run([*control, "-o", options, "start"], check=True, stdout=subprocess.DEVNULL)
-    yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
-    subprocess.run([*control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL)
-    shutil.rmtree(folder)
+def postgres():
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def pgvector(postgres):
+    pgvector_collection(postgres, DOCUMENTS, [str(number) for number in range(24)])
+    yield (retriever := open_external(f"pgvector:url={postgres},collection=docs", LetterEmbeddings(), 5))
+    retriever.store.vectors._engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def milvus(tmp_path_factory):
+    """Milvus Lite, with a JSON field."""
+    from langchain_milvus import Milvus
+
+    address = str(tmp_path_factory.mktemp("milvus") / "docs.db")
+    Milvus(
+        LetterEmbeddings(), collection_name="docs", connection_args={"uri": address}, metadata_field="metadata",
+        index_params={"metric_type": "COSINE", "index_type": "FLAT"},
+    ).add_documents(DOCUMENTS, ids=[str(number) for number in range(24)])  # fmt: skip
+    return open_external(f"milvus:url={address},collection=docs,metadata=metadata", LetterEmbeddings(), 5)
+
+
+@pytest.mark.parametrize("name", ["pgvector", "milvus"])
+def test_ids_cosines_and_filters_of_a_real_store(name, request):
+    retriever = request.getfixturevalue(name)
+    retriever.check()
+    hits = retriever.retrieve("cow", 24)
+    assert sorted(int(hit.id) for hit in hits) == list(range(24))
+    letters = LetterEmbeddings().embed_query("common words")
+    shared = sum(letters["abcdefghijklmnopqrstuvwxyz".index(letter)] for letter in "cow")
+    cosine = shared / math.hypot(*letters) / math.sqrt(3)
+    assert [hit.metadata["relevance_score"] for hit in hits] == pytest.approx([cosine] * 24, abs=1e-5)
+    draw = random.Random(name)
+    for _ in range(200):
+        metadata_filter = random_filter(draw)
+        hits = retriever.retrieve("common words", 24, filter=metadata_filter)
+        assert numbers(hits) == expected_ids(metadata_filter), metadata_filter
 
 
 def test_conditions_in_postgresql_hold_for_exactly_the_rows_that_match(postgres):

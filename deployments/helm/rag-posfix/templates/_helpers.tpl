@@ -58,6 +58,12 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* Whether pods ask a vector store: "true" or "false". */}}
+{{- define "rag-posfix.asksVectorStore" -}}
+{{- $r := .Values.retrieval -}}
+{{- not (empty (or (contains ":" $r.retriever) $r.retrieverKey $r.collectionStore $r.collectionStoreKey)) -}}
+{{- end -}}
+
 {{/* Combinations that a schema cannot refuse. */}}
 {{- define "rag-posfix.check" -}}
 {{- $v := .Values -}}
@@ -66,6 +72,16 @@ capabilities:
 {{- end -}}
 {{- if and $v.redis.existingSecret (eq $v.model.dtype "auto") -}}
 {{- fail "model.dtype=auto with redis.existingSecret: replicas that choose different types do not find each other's entries; set model.dtype to bfloat16, float16 or float32" -}}
+{{- end -}}
+{{- $r := $v.retrieval -}}
+{{- if or (and $r.retriever $r.retrieverKey) (and $r.collectionStore $r.collectionStoreKey) -}}
+{{- fail "retrieval.retriever and retrieval.retrieverKey, or retrieval.collectionStore and retrieval.collectionStoreKey, are both set; keep one of the two" -}}
+{{- end -}}
+{{- if ne (empty $r.existingSecret) (and (empty $r.retrieverKey) (empty $r.collectionStoreKey)) -}}
+{{- fail "retrieval.existingSecret needs retrieval.retrieverKey or retrieval.collectionStoreKey, and each of these needs retrieval.existingSecret" -}}
+{{- end -}}
+{{- if and $v.index.existingClaim (or (contains ":" $r.retriever) $r.retrieverKey) -}}
+{{- fail "index.existingClaim and a vector store as retrieval.retriever are both set; questions are answered from one of them" -}}
 {{- end -}}
 {{- if and (eq $v.weights.source "volume") (not $v.weights.existingClaim) -}}
 {{- fail "weights.source=volume needs weights.existingClaim" -}}
@@ -105,6 +121,9 @@ capabilities:
 {{- if $v.networkPolicy.enabled -}}
 {{- if and $v.redis.existingSecret (not $v.networkPolicy.redisTo) -}}
 {{- fail "networkPolicy.enabled with redis.existingSecret needs networkPolicy.redisTo: the peers that Redis runs on" -}}
+{{- end -}}
+{{- if and (eq (include "rag-posfix.asksVectorStore" .) "true") (not $v.networkPolicy.vectorStoreTo) -}}
+{{- fail "networkPolicy.enabled with a vector store in retrieval needs networkPolicy.vectorStoreTo: the peers that it runs on" -}}
 {{- end -}}
 {{- if and (eq $v.weights.source "fetch") (not $v.networkPolicy.weightsTo) -}}
 {{- fail "networkPolicy.enabled with weights.source=fetch needs networkPolicy.weightsTo: the peers of the package index" -}}

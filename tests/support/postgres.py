@@ -1,0 +1,52 @@
+"""A PostgreSQL server of its own, on a socket in a folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.letter_embeddings import LetterEmbeddings
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """Run PostgreSQL from the path, or Debian's, and yield its connection string; skip without one."""
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    program = shutil.which("postgres") or (programs[-1] if programs else None)
+    if program is None or shutil.which("runuser") is None:
+        pytest.skip("PostgreSQL or runuser is not installed")
+    tools, folder = Path(program).resolve().parent, Path(f"/tmp/rag-posfix-pg-{uuid.uuid4().hex[:9]}")
+    subprocess.run(["install", "-d", "-o", "postgres", folder], check=True)
+    as_postgres = ["runuser", "-u", "postgres", "--"]
+    subprocess.run([*as_postgres, tools / "initdb", "-D", folder / "data", "-A", "trust", "-N"], check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+    options = f"-k {folder} -c listen_addresses= -c fsync=off"
+    control = [*as_postgres, tools / "pg_ctl", "-D", folder / "data", "-w", "-l", folder / "log"]
+    subprocess.run([*control, "-o", options, "start"], check=True, stdout=subprocess.DEVNULL)
+    try:
+        yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+    finally:
+        subprocess.run([*control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL)
+        shutil.rmtree(folder)
+
+
+def pgvector_collection(url: str, documents: list, ids: list[str]) -> None:
+    """Make langchain's collection ``docs`` on a server; skips if the server has no pgvector."""
+    import sqlalchemy
+    from langchain_postgres.vectorstores import PGVector
+
+    engine = sqlalchemy.create_engine(url)
+    with engine.connect() as connection:
+        query = "select 1 from pg_available_extensions where name = 'vector'"
+        has_extension = connection.execute(sqlalchemy.text(query)).first() is not None
+    engine.dispose()
+    if not has_extension:
+        pytest.skip("this PostgreSQL has no pgvector")
+    store = PGVector.from_documents(documents, LetterEmbeddings(), connection=url, collection_name="docs", ids=ids)
+    store._engine.dispose()
