@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -32,17 +32,15 @@ from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
 from rag_posfix_api.collections.conversion import collection_file
 from rag_posfix_api.http.errors import ConflictError, NotFoundError, StorageError, TooLargeError
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 _log = logging.getLogger(__name__)
 
 _TEXTS_PER_STEP = 64
-_ROWS_PER_STEP = 10_000
+_ROWS_PER_STEP = 1000
 WAIT_SECONDS = 30.0
 """How long a writer waits for another one."""
 
+MOST_TEXT = 1_000_000
+"""Characters of a document's text: splitting them takes up to a second, in which nothing else is embedded."""
 MOST_METADATA = 50_000
 """Characters of a document's metadata as JSON: a search returns the metadata of all that it finds."""
 _MOST_COPIES = 16_000_000
@@ -219,7 +217,18 @@ class Collection:
         """
         copies = [stored_copy(document) for document in documents]
         ids = tuple(str(document.id) for document in copies)
-        passages = {str(document.id): _passage_entries(document, self._size) for document in copies}
+        passages: dict[str, dict[str, IndexEntry]] = {}
+        count = 0
+        for document in copies:
+            give_way()
+            passages[str(document.id)] = _passage_entries(document, self._size)
+            count += len(passages[str(document.id)])
+            if count > self._max_documents:
+                raise TooLargeError(
+                    f"the documents of the request are more than {self._max_documents} passages, which a collection "
+                    "may have; send fewer or shorter documents",
+                    param="documents",
+                )
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MOST_COPIES:
             raise TooLargeError(
@@ -231,14 +240,15 @@ class Collection:
         for document_entries in passages.values():
             _check_ids(entries, document_entries)
             entries |= document_entries
-        vectors: dict[str, NDArray[np.float32]] = {}
+        vectors: dict[str, bytes] = {}
         result = None
         while result is None:
             missing = self._texts_to_embed(self._current(), entries, vectors)
             for start in range(0, len(missing), _TEXTS_PER_STEP):
                 give_way()
                 batch = missing[start : start + _TEXTS_PER_STEP]
-                vectors.update(zip(batch, self._store.embed_texts(batch), strict=True))
+                rows = self._store.embed_texts(batch).astype("<f4")
+                vectors.update((text, row.tobytes()) for text, row in zip(batch, rows, strict=True))
             with self._transaction() as (file, store):
                 if not self._texts_to_embed(store, entries, vectors):  # else another writer changed them meanwhile
                     result = self._write(file, store, passages, vectors, ids)
@@ -297,7 +307,7 @@ class Collection:
         file: DocumentFile,
         store: FaissVectorStore,
         passages: Mapping[str, dict[str, IndexEntry]],
-        vectors: Mapping[str, NDArray[np.float32]],
+        vectors: Mapping[str, bytes],
         ids: tuple[str, ...],
     ) -> PutResult:
         changed: dict[str, IndexEntry] = {}
@@ -322,14 +332,17 @@ class Collection:
                 param="documents",
             )
         if changed or removed:
-            rows = []
-            for key, (name, entry) in enumerate(changed.items(), start=facts["next_key"]):
+
+            def vector_of(name: str, entry: IndexEntry) -> bytes:
                 vector = vectors.get(searchable_text(entry.document))
-                vector = store.vectors_of([name])[0] if vector is None else vector
-                rows.append((key, entry, vector.astype("<f4").tobytes()))
+                return store.vectors_of([name])[0].astype("<f4").tobytes() if vector is None else vector
+
             file.remove([*changed, *removed])
-            file.insert(rows)
-            next_key = facts["next_key"] + len(rows)
+            file.insert(
+                (key, entry, vector_of(name, entry))
+                for key, (name, entry) in enumerate(changed.items(), start=facts["next_key"])
+            )
+            next_key = facts["next_key"] + len(changed)
             file.set_facts({**facts, "count": count, "documents": documents, "next_key": next_key})
         split = {document_id: len(entries) for document_id, entries in passages.items() if len(entries) > 1}
         unchanged = len(passages) - added - replaced
