@@ -32,8 +32,13 @@ TEXTS: Final = {
     "lines": "x\n",
     "spaces": " ",
     "ideographs": "桥",
+    "headings": "# a\n",
+    "numbered": "",
 }
-"""What long texts repeat: each was the most expensive one for some tokenizer, pattern or encoding."""
+"""What long texts repeat: each was the most expensive one for some tokenizer, pattern or encoding.
+
+No two sentences of ``numbered`` are equal, so that a collection embeds each of its passages.
+"""
 
 _QUESTION = "When was the bridge of Arvo built?"
 _DOCUMENT = "The bridge of Arvo was built in 1911."
@@ -108,6 +113,9 @@ def main() -> None:
 
 def long_text(name: str, size: int) -> str:
     """Return a text that takes ``size`` bytes of JSON."""
+    if name == "numbered":
+        sentences = (f"Bridge {number:07d} of Arvo was built in 1911." for number in range(size // 43))
+        return " ".join(sentences)
     unit = TEXTS[name]
     return unit * (size // len(json.dumps(unit, ensure_ascii=False).encode()[1:-1]))
 

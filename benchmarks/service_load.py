@@ -1,12 +1,13 @@
 """The service under load: cached answers, reranking, many streams, what HTTP adds to the engine, and wrong keys.
 
-    python -m benchmarks.service_load --out DIR [--part cached|echo|rerank|streams|added|keys] [--rate 300]
+    python -m benchmarks.service_load --out DIR [--part cached|echo|processes|rerank|streams|added|keys] [--rate 300]
         [--seconds 10]
 
 ``cached`` is an open loop: requests are sent at a fixed rate, whether or not earlier ones were answered, and latency
-counts from the moment at which a request was due. ``echo`` compares the CPU of a cached answer with that
-of a FastAPI route that returns the same body. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks
-SmolLM2 the same prompts directly and over HTTP by turns. ``keys`` sends wrong secrets on 200 connections, each again
+counts from the moment at which a request was due. ``echo`` compares the CPU of a cached answer with that of a FastAPI
+route that returns the same body, and of the pipeline alone. ``processes`` asks one and two processes of the service
+for cached answers as fast as they give them. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks SmolLM2
+the same prompts directly and over HTTP by turns. ``keys`` sends wrong secrets on 200 connections, each again
 as soon as it is answered. Meanwhile 15 keys are used for the first time, ``/livez`` is asked 100 times a second, and a
 cached answer 50 times. The key file has the digests of this release, and the wrong secrets are for these keys and for
 a 16th; then it has the scrypt hashes of earlier releases, and they are for the 16th alone. Clients of ``cached`` and
@@ -25,7 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,17 @@ import httpx2
 
 from benchmarks.faults.service import Connection, Host, body_of, correct_answer, text_of
 from benchmarks.long_texts import cpu_seconds
+from rag_posfix.caching.answers.tiered import build_answer_cache
+from rag_posfix.contracts.answer import Question
 from rag_posfix.evaluation.record import environment, write_record
+from rag_posfix.settings import CacheSettings
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.old_keys import make_old
 from tests.support.redis_server import free_port
-from tests.support.serving import CHAT, serving
+from tests.support.serving import CHAT, WordReranker, make_pipeline, serving
 from tests.support.waiting import wait_until
 
-PARTS = ("cached", "echo", "rerank", "streams", "added", "keys")
+PARTS = ("cached", "echo", "processes", "rerank", "streams", "added", "keys")
 CONNECTIONS = 16
 _SECRET = 43
 """Characters of the secret part of a key, at its end."""
@@ -109,8 +113,59 @@ def echo(count: int = 1500) -> dict[str, Any]:
             spent[name].append(1e3 * (cpu_seconds(pid) - before) / count)
             connection.close()
     other.kill()
-    answer_ms, echo_ms = min(spent["answer"]), min(spent["echo"])
-    return {"answer_ms": round(answer_ms, 3), "echo_ms": round(echo_ms, 3), "ratio": round(answer_ms / echo_ms, 1)}
+    answer_ms, echo_ms, pipeline_ms = min(spent["answer"]), min(spent["echo"]), _pipeline_ms(count)
+    rounded = {"answer_ms": round(answer_ms, 3), "echo_ms": round(echo_ms, 3), "pipeline_ms": round(pipeline_ms, 3)}
+    return {**rounded, "ratio": round(answer_ms / echo_ms, 1)}
+
+
+def _pipeline_ms(count: int) -> float:
+    """Return the CPU of a cached answer in a process without HTTP."""
+    from langchain_core.documents import Document
+
+    body = json.loads(body_of(1))
+    documents = [Document(text, id=str(number)) for number, text in enumerate(body["documents"])]
+    question = Question(body["messages"][0]["content"], documents=documents)
+    cache = build_answer_cache(CacheSettings(memory_entries=20, disk_bytes=0), Path("."))
+    pipeline, spent = make_pipeline(cache=cache, reranker=WordReranker()), []
+    for _ in range(4):
+        started = time.process_time()
+        for _ in range(count):
+            pipeline.ask(question)
+        spent.append(1e3 * (time.process_time() - started) / count)
+    pipeline.close()
+    return min(spent)
+
+
+def processes(seconds: float) -> dict[str, Any]:
+    """Count the cached answers that one and two processes of the service give to as many clients as they can serve."""
+    measured = {}
+    for count in (1, 2):
+        with ExitStack() as stack:
+            hosts = [stack.enter_context(Host()) for _ in range(count)]
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(count))
+            urls = [host.serve() for host in hosts]
+            pool.starmap(closed_loop, [(url, 1.0) for url in urls])
+            before = sum(cpu_seconds(host.pid) for host in hosts)
+            answers = sum(pool.starmap(closed_loop, [(url, seconds) for url in urls]))
+            spent = sum(cpu_seconds(host.pid) for host in hosts) - before
+            rate = {"per_s": round(answers / seconds), "per_core_s": round(answers / spent)}
+            measured[f"{count} processes"] = {"answers": answers, **rate}
+    return measured
+
+
+def closed_loop(url: str, seconds: float) -> int:
+    """Ask for cached answers on connections, each again as soon as it is answered; return their number."""
+    end, body = time.monotonic() + seconds, body_of(1)
+
+    def send(_: int) -> int:
+        connection, answers = Connection(url), 0
+        while time.monotonic() < end:
+            answers += connection.post(CHAT, body)[0] == 200
+        connection.close()
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        return sum(pool.map(send, range(4)))
 
 
 def _answers(url: str, body: bytes) -> bool:
@@ -186,7 +241,6 @@ def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
     """The same requests by turns, so that what else the machine does meets both."""
     from langchain_core.documents import Document
 
-    from rag_posfix.contracts.answer import Question
     from rag_posfix.contracts.request import Sampling
     from rag_posfix.pipeline.build import build_pipeline
     from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
@@ -321,6 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     measured: dict[str, Callable[[], dict[str, Any]]] = {
         "cached": lambda: cached(chosen.rate, chosen.seconds),
         "echo": echo,
+        "processes": lambda: processes(chosen.seconds),
         "rerank": lambda: rerank(chosen.seconds),
         "streams": streams,
         "added": added,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,23 @@ from langchain_core.documents import Document
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings
 from rag_posfix_api.collections.store import Collections
+from rag_posfix_api.http.errors import TooLargeError
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.notes import NOTES, add, notes_client
 from tests.support.opened_collection import opened
 
 SENTENCES = [f"In room {number} there is a desk and a lamp." for number in range(299)]
 LONG = " ".join([*SENTENCES, "zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz."])
+
+
+class WideEmbeddings(LetterEmbeddings):
+    """Vectors of the size of MiniLM's."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [[float(len(text) % 7 + 1)] * 384 for text in texts]
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
 
 
 @pytest.fixture
@@ -107,3 +119,41 @@ def test_metadata_and_headings_are_not_multiplied_by_the_passages(client: TestCl
     added = add(client, {"id": "b", "text": f"# {'h' * 20_000}\n\n{LONG}"})
     assert added["split"]["b"] < 60
     assert all(len(document["title"] or "") < 1000 for document in search(client, "zzzz"))
+
+
+def test_a_document_of_more_than_a_million_characters_is_refused(client: TestClient):
+    body = {"documents": [{"id": "book", "text": "a" * 1_000_001}]}
+    response = client.post(f"{NOTES}/documents", json=body)
+    assert response.status_code == 422
+    assert "at most 1000000 characters" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "documents[0].text"
+
+
+def test_more_passages_than_a_collection_may_have_are_refused_before_one_is_embedded(tmp_path: Path):
+    embeddings = LetterEmbeddings()
+    collection = opened(tmp_path, embeddings=embeddings, max_documents=20)
+    with pytest.raises(TooLargeError, match="more than 20 passages"):
+        collection.put([Document(" ".join(SENTENCES), id=f"rooms{number}") for number in range(3)])
+    assert embeddings.texts == []
+
+
+def test_others_embed_between_two_documents_that_are_split(tmp_path: Path):
+    ways: list[None] = []
+    documents = [Document(f"{number} {LONG}", id=str(number)) for number in range(3)]
+    opened(tmp_path).put(documents, lambda: ways.append(None))
+    assert len(ways) == 3 + 1  # before each document, and before the one step of embedding
+
+
+def test_2_mb_of_documents_are_split_embedded_and_written_in_28_mb(tmp_path: Path):
+    text = " ".join(f"Bridge {number} was built." for number in range(40_000))
+    documents = [Document(text.replace("built", f"built {number}"), id=str(number)) for number in range(2)]
+    collection = opened(tmp_path, embeddings=WideEmbeddings(), max_documents=100_000)
+    tracemalloc.start()
+    try:
+        passages = collection.put(documents).passages
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert passages > 2000
+    # Vectors are 4 MB: for SQLite, in the store with its reserve, and a batch while the store reads them.
+    assert peak < 28e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -89,7 +89,7 @@ def blocks_under(headings: Sequence[Heading], blocks: Sequence[Block]) -> tuple[
         while position < len(blocks) and (limit is None or blocks[position].start < limit):
             block = blocks[position]
             titles = tuple(item.title for item in path)
-            result.append(replace(block, headings=titles, section=index))
+            result.append(Block(block.kind, block.start, block.end, titles, block.header_end, index))
             position += 1
         if heading is None:
             break

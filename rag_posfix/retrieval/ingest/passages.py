@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from langchain_core.documents import Document
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _CHARACTERS_PER_TOKEN = 20
 """A generous bound: it limits passages by tokens whose words are long."""
+_LONG_SPAN = 100_000
+"""Characters of a span in which very short paragraphs, sentences, lines and words are not separated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class PassageSize:
     def length(self, text: str) -> int:
         """Return the length of a text in words or tokens."""
         if self.tokens is None:
-            return len(text.split()) + len(_IDEOGRAPH.findall(text))
+            return len(text.split()) + _ideographs(text)
         return _estimated_tokens(text) if self.count_tokens is None else self.count_tokens(text)
 
     def fits(self, text: str) -> bool:
@@ -119,9 +121,12 @@ class PassageSize:
         )
 
 
+def _ideographs(text: str) -> int:
+    return 0 if text.isascii() else len(text) - len(_IDEOGRAPH.sub("", text))
+
+
 def _estimated_tokens(text: str) -> int:
-    ideographs = len(_IDEOGRAPH.findall(text))
-    return ideographs + sum(-(-len(word) // 4) for word in _IDEOGRAPH.sub(" ", text).split())
+    return _ideographs(text) + sum(-(-len(word) // 4) for word in _IDEOGRAPH.sub(" ", text).split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +146,7 @@ class Passage:
     cut: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """The smallest part of a text that is not divided between passages."""
 
     start: int
@@ -154,6 +158,7 @@ class _Piece:
 
 
 # Tried in turn on a span that is too long.
+_NOWHERE = re.compile(r"(?!)")
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
 _SENTENCE = re.compile(r"(?<=[.!?…])[\"')\]”’»]*\s+|(?<=[。！？])\s*")  # noqa: RUF001 - CJK and typographic marks
 _LINE = re.compile(r"\n")
@@ -258,7 +263,7 @@ def _split_section(text: str, blocks: Sequence[Block], size: PassageSize) -> Ite
             yield _passage(text, begin, end, headings)
             if piece.overlaps and size.overlap:
                 start = _overlap_start(text, begin.start, piece, size)
-        begin = replace(piece, start=start)
+        begin = piece._replace(start=start)
         end, length = piece.end, piece.length + (size.length(piece.lead) if piece.lead else 0)
     if begin is not None:
         yield _passage(text, begin, end, headings)
@@ -289,11 +294,11 @@ def _pieces(text: str, blocks: Sequence[Block], size: PassageSize) -> Iterator[_
         if block.kind in _WHOLE and (inner if block.kind == "list" else size).fits(content):
             yield _Piece(span.start, span.end, size.length(content), lead if block.kind == "list" else "")
         else:
-            for part, cut in _split(text, span, inner, _BREAKS[block.kind]):
+            breaks = (_NOWHERE, *_BREAKS[block.kind])
+            for start, end, length, cut in _split(text, span.start, span.end, inner, breaks):
                 # The header of a table is the text of its first passage, and the lead of others.
-                own = "" if block.kind == "table" and part.start < block.header_end else lead
-                length = size.length(text[part.start : part.end])
-                yield _Piece(part.start, part.end, length, own, cut, overlaps=block.kind == "text")
+                own = "" if block.kind == "table" and start < block.header_end else lead
+                yield _Piece(start, end, length, own, cut, overlaps=block.kind == "text")
         lead_from = block if block.kind == "text" else None
 
 
@@ -320,32 +325,37 @@ def _overlap_start(text: str, previous: int, piece: _Piece, size: PassageSize) -
 
 def _stripped(text: str, start: int, end: int) -> CharSpan | None:
     """Return a span without white space around it; None if nothing else is in it."""
-    while start < end and text[start].isspace():
-        start += 1
-    while start < end and text[end - 1].isspace():
-        end -= 1
-    return None if start == end else CharSpan(start, end)
+    content = text[start:end].lstrip()
+    visible = content.rstrip()
+    return CharSpan(end - len(content), end - len(content) + len(visible)) if visible else None
 
 
 def _split(
-    text: str, span: CharSpan, size: PassageSize, breaks: Sequence[re.Pattern[str]], *, cut: bool = False
-) -> Iterator[tuple[CharSpan, bool]]:
-    """Yield consecutive spans that fit, as large as the breaks allow, and whether each begins inside of a sentence."""
-    stripped = _stripped(text, span.start, span.end)
-    if stripped is None:
-        return
-    start, end = stripped.start, stripped.end
-    if size.fits(text[start:end]):
-        yield stripped, cut
-    elif not breaks:
+    text: str, start: int, end: int, size: PassageSize, breaks: Sequence[re.Pattern[str]], *, cut: bool = False
+) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield consecutive spans that fit, as large as the breaks allow: start, end, length, and whether it is cut."""
+    if not breaks:
         step = size.max_characters
         if size.length(text[start:end]) > size.limit:
             step = min(step, size.limit)  # a character is at most one word or token
         for offset in range(start, end, step):
-            yield CharSpan(offset, min(offset + step, end)), cut or offset > start
-    else:
-        ends = [match.end() for match in breaks[0].finditer(text, start, end)]
-        for position, part_end in enumerate([*ends, end]):
-            is_cut = cut or (position > 0 and breaks[0] is _WORD)
-            yield from _split(text, CharSpan(start, part_end), size, breaks[1:], cut=is_cut)
-            start = part_end
+            last = min(offset + step, end)
+            yield offset, last, size.length(text[offset:last]), cut or offset > start
+        return
+    least = min(size.limit, size.max_characters) // 8 if end - start > _LONG_SPAN else 0
+    first = start
+    for part_end in chain((match.end() for match in breaks[0].finditer(text, start, end)), (end,)):
+        if part_end - first < least and part_end < end:
+            continue
+        content = text[first:part_end].lstrip()
+        offset = part_end - len(content)
+        content = content.rstrip()
+        if content:
+            last = offset + len(content)
+            is_cut = cut or (first > start and breaks[0] is _WORD)
+            length = size.length(content) if len(content) <= size.max_characters else None
+            if length is not None and length <= size.limit:
+                yield offset, last, length, is_cut
+            else:
+                yield from _split(text, offset, last, size, breaks[1:], cut=is_cut)
+        first = part_end

@@ -36,10 +36,12 @@ from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeErro
 _log = logging.getLogger(__name__)
 
 _TEXTS_PER_STEP = 64
-_ROWS_PER_STEP = 10_000
+_ROWS_PER_STEP = 1000
 WAIT_SECONDS = 30.0
 """How long a writer waits for another one."""
 
+MOST_TEXT = 1_000_000
+"""Characters of a document's text: splitting them takes up to a second, in which nothing else is embedded."""
 MOST_METADATA = 50_000
 """Characters of a document's metadata as JSON: a search returns the metadata of all that it finds."""
 _MOST_COPIES = 16_000_000
@@ -220,7 +222,18 @@ class Collection:
         if self._external is not None:
             check_reserved(copies)
         ids = tuple(str(document.id) for document in copies)
-        passages = {str(document.id): passage_entries(document, self._size) for document in copies}
+        passages: dict[str, dict[str, IndexEntry]] = {}
+        count = 0
+        for document in copies:
+            give_way()
+            passages[str(document.id)] = passage_entries(document, self._size)
+            count += len(passages[str(document.id)])
+            if count > self._max_documents:
+                raise TooLargeError(
+                    f"the documents of the request are more than {self._max_documents} passages, which a collection "
+                    "may have; send fewer or shorter documents",
+                    param="documents",
+                )
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MOST_COPIES:
             raise TooLargeError(
@@ -338,12 +351,13 @@ class Collection:
                 param="documents",
             )
         if changed or removed:
-            entries_by_key = enumerate(changed.values(), start=facts["next_key"])
-            rows = [(key, entry, store.row_bytes(entry, prepared)) for key, entry in entries_by_key]
             facts = self._without(facts, store, [*changed, *removed])
             file.remove([*changed, *removed])
-            file.insert(rows)
-            next_key = facts["next_key"] + len(rows)
+            file.insert(
+                (key, entry, store.row_bytes(entry, prepared))
+                for key, entry in enumerate(changed.values(), start=facts["next_key"])
+            )
+            next_key = facts["next_key"] + len(changed)
             file.set_facts({**facts, "count": count, "documents": documents, "next_key": next_key})
         split = {document_id: len(entries) for document_id, entries in passages.items() if len(entries) > 1}
         unchanged = len(passages) - added - replaced

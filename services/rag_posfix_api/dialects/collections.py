@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.contracts.filters import combine_filters
-from rag_posfix_api.collections.collection import MOST_METADATA, metadata_size
+from rag_posfix_api.collections.collection import MOST_METADATA, MOST_TEXT, metadata_size
 from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import (
@@ -99,7 +99,7 @@ class NewDocument(RequestModel):
         description="Without it, a hash of title, text and metadata. No control characters, not '.' or '..'.",
         json_schema_extra=within(pattern=_ID),
     )
-    text: str = Field(min_length=1, json_schema_extra={"pattern": r"\S"})
+    text: str = Field(min_length=1, max_length=MOST_TEXT, json_schema_extra={"pattern": r"\S"})
     title: str | None = Field(default=None, max_length=1000)
     metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = Field(
         default_factory=dict, description=f"At most {MOST_METADATA} characters as JSON."
