@@ -30,7 +30,7 @@ from rag_posfix.retrieval.index.documents import IndexEntry, stored_copy
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.conversion import collection_file
 from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
-from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, passage_entries, stored_entry
+from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, split_documents, stored_entry
 from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError
 
 _log = logging.getLogger(__name__)
@@ -222,18 +222,7 @@ class Collection:
         if self._external is not None:
             check_reserved(copies)
         ids = tuple(str(document.id) for document in copies)
-        passages: dict[str, dict[str, IndexEntry]] = {}
-        count = 0
-        for document in copies:
-            give_way()
-            passages[str(document.id)] = passage_entries(document, self._size)
-            count += len(passages[str(document.id)])
-            if count > self._max_documents:
-                raise TooLargeError(
-                    f"the documents of the request are more than {self._max_documents} passages, which a collection "
-                    "may have; send fewer or shorter documents",
-                    param="documents",
-                )
+        passages = split_documents(copies, self._size, self._max_documents, give_way)
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MOST_COPIES:
             raise TooLargeError(

@@ -128,16 +128,15 @@ def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
         retriever = open_external(text, embeddings, 10)
     except (ConfigError, RetrievalError) as error:
         raise type(error)(f"collection_store: {error}") from error
-    external = isinstance(retriever, ExternalRetriever)
-    vectors = (
-        retriever.store.vectors if isinstance(retriever, ExternalRetriever) else getattr(retriever, "store", None)
-    )
-    if not isinstance(vectors, VectorStore) or not (external or getattr(vectors, "evaluates_filters", False)):
+    vectors = getattr(retriever, "store", None)
+    evaluates_filters = getattr(vectors, "evaluates_filters", False)
+    if isinstance(retriever, ExternalRetriever):
+        vectors, evaluates_filters = retriever.store.vectors, True
+    if not (isinstance(retriever, QuestionRetriever) and isinstance(vectors, VectorStore) and evaluates_filters):
         raise ConfigError(
             f"the vector store {kind} cannot hold collections; a plugin must return a langchain VectorStore with the "
             "attribute evaluates_filters=True, whose searches take filters in the language of rag_posfix"
         )
-    assert isinstance(retriever, QuestionRetriever)
     options = store_options(kind, rest)
     if kind == "milvus" and "metadata" not in options:
         raise ConfigError(

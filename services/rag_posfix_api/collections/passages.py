@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from langchain_core.documents import Document
@@ -14,7 +14,7 @@ from rag_posfix.retrieval.faiss_store import DeleteListener, FaissVectorStore
 from rag_posfix.retrieval.index.document_file import StoredRow
 from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, searchable_text
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
-from rag_posfix_api.http.errors import ConflictError
+from rag_posfix_api.http.errors import ConflictError, TooLargeError
 
 
 class Passages(Protocol):
@@ -83,7 +83,24 @@ def stored_entry(table: DocumentTable, name: str) -> IndexEntry | None:
     return None if key is None else table.entries.get(key)
 
 
-def passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
+def split_documents(
+    documents: Sequence[Document], size: PassageSize, most: int, give_way: Callable[[], None]
+) -> dict[str, dict[str, IndexEntry]]:
+    """Return the entries of each document by their ids; raise TooLargeError for more than ``most`` passages."""
+    entries: dict[str, dict[str, IndexEntry]] = {}
+    for document in documents:
+        give_way()
+        entries[str(document.id)] = _passage_entries(document, size)
+        if sum(map(len, entries.values())) > most:
+            raise TooLargeError(
+                f"the documents of the request are more than {most} passages, which a collection may have; send fewer "
+                "or shorter documents",
+                param="documents",
+            )
+    return entries
+
+
+def _passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
     """Return the entries of a document by their ids: itself, or its passages if it is longer than a passage."""
     passages = split_document(document, size)
     if passages == [document]:
