@@ -6,13 +6,24 @@ import pytest
 import torch
 
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.mitigations import create
+from rag_posfix.mitigations.hidden_scaling import default_layers
+from rag_posfix.plan.layout import Span
 from rag_posfix.plan.plan import HiddenScale
-from rag_posfix.probing import scale_trials
 from rag_posfix.probing.positional_dimensions import PositionalDimensions, broken_line, segmented_fit
-from rag_posfix.probing.prompts import key_value_prompts
-from rag_posfix.probing.scale_trials import FACTORS, ScaleTrials, best_scale, held_out, random_channels
+from rag_posfix.probing.prompts import KeyValuePrompt, after_context, answer_loss, key_value_prompts
+from rag_posfix.probing.scale_trials import (
+    FACTORS,
+    UNCHANGED,
+    ScaleTrials,
+    best_scale,
+    held_out,
+    logits_after_prefix,
+    logits_alone,
+    random_channels,
+)
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 from tests.support.tiny import loaded_model, toy_layout
@@ -24,7 +35,7 @@ MODEL = tiny_model(200)
 class Planted(LanguageModel):
     """A model of which attention reads a slow curve of the position in channel 17."""
 
-    def read(self, ids, watch=Watch(), change=Change(), keep=1):  # noqa: B008
+    def read(self, ids, watch=Watch(), change=Change(), keep=1, prefix=None):  # noqa: B008
         def planted(layer, states):
             at = torch.arange(states.shape[1])
             states = states.clone()
@@ -32,7 +43,7 @@ class Planted(LanguageModel):
             watch.states(layer, states)
 
         watched = Watch(states=planted, inputs=watch.inputs) if watch.states is not None else watch
-        return super().read(ids, watched, change, keep)
+        return super().read(ids, watched, change, keep, prefix)
 
 
 def test_a_planted_channel_is_found_with_its_bend(tmp_path):
@@ -45,41 +56,66 @@ def test_a_planted_channel_is_found_with_its_bend(tmp_path):
     assert set(record.files) == {"profile", "svg", "png"}
 
 
-def test_scaling_in_a_probe_is_what_the_method_does():
-    loaded, layout = loaded_model(), toy_layout()
-    method = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 1})
-    with torch.inference_mode():
-        expected = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0].logits[0, -1]
-    model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
-    ids = torch.tensor([layout.token_ids])
-    change = Change(hidden_scale=HiddenScale(5, -1.0, range(1, 2)), prompt_length=len(layout.token_ids))
-    torch.testing.assert_close(model.read(ids, change=change)[0, 0], expected, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(model.read(ids)[0, 0], expected, atol=1e-3)
-
-
-def test_tokens_after_the_prompt_are_scaled_as_generated_ones_are():
+def test_a_trial_alone_is_what_the_method_does():
     loaded, layout = loaded_model(), toy_layout()
     method = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 2})
-    after = torch.tensor([[7, 9, 11]])
+    answer = (7, 9, 11)
     with torch.inference_mode():
-        batch = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0].batch
-        expected = torch.cat([batch.forward(one, batch.next_positions(), 1) for one in after.split(1, dim=1)], dim=1)
-    model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
-    ids = torch.cat((torch.tensor([layout.token_ids]), after), dim=1)
-    change = Change(hidden_scale=HiddenScale(5, -1.0, range(1, 3)), prompt_length=len(layout.token_ids))
-    torch.testing.assert_close(model.read(ids, change=change, keep=3), expected, atol=1e-4, rtol=1e-4)
+        (batch, logits), *_ = (
+            (row.batch, row.logits) for row in prefill(loaded, layout, method.plan(layout, loaded.spec.shape))
+        )
+        after = [batch.forward(torch.tensor([[token]]), batch.next_positions(), 1)[0] for token in answer[:-1]]
+        prompt = KeyValuePrompt(tuple(layout.token_ids), (Span(0, 9),), (), (), 0, answer)
+        model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
+        alone = logits_alone(model, prompt, HiddenScale(5, -1.0, range(1, 3)))
+        plain = model.read(prompt.with_answer, keep=3)[0]
+    torch.testing.assert_close(alone, torch.cat((logits[0, -1:], *after)), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(alone, plain, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_trials_after_a_shared_prefix_equal_trials_alone():
+    scales = [HiddenScale(channel, factor, range(1, 3)) for channel in (5, 17) for factor in FACTORS]
+    for prompt, prefix, context in after_context(MODEL, key_value_prompts(MODEL, 3, 4)):
+        rows = logits_after_prefix(MODEL, scales, prompt, prefix, context)
+        plain = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
+        for row, scale in zip(rows, scales, strict=True):
+            torch.testing.assert_close(row, logits_alone(MODEL, prompt, scale), atol=1e-4, rtol=1e-4)
+            assert not torch.allclose(row, plain, atol=1e-3)
+
+
+def test_losses_are_those_of_each_setting_and_prompt_and_of_the_unchanged_model():
+    prompts = key_value_prompts(MODEL, 3, 4)
+    losses = ScaleTrials(MODEL, prompts).losses([(5, 0.0), (17, 2.0)])
+    assert list(losses) == [UNCHANGED, (5, 0.0), (17, 2.0)]
+    layers = default_layers(MODEL.n_layers)
+    for number, prompt in enumerate(prompts):
+        plain = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
+        assert float(losses[UNCHANGED][number]) == pytest.approx(float(answer_loss(plain, prompt)), abs=1e-4)
+        with torch.inference_mode():
+            alone = logits_alone(MODEL, prompt, HiddenScale(17, 2.0, layers))
+        assert float(losses[17, 2.0][number]) == pytest.approx(float(answer_loss(alone, prompt)), abs=1e-4)
+
+
+def test_a_model_whose_layers_see_a_window_is_tried_without_a_prefix(monkeypatch):
+    prompts = key_value_prompts(MODEL, 3, 2)
+    expected = ScaleTrials(MODEL, prompts).losses([(5, 0.0)])
+    monkeypatch.setattr(LoadedModel, "keeps_all_keys", property(lambda self: False))
+    losses = ScaleTrials(MODEL, prompts).losses([(5, 0.0)])
+    for setting, values in expected.items():
+        torch.testing.assert_close(losses[setting], values, atol=1e-4, rtol=1e-4)
 
 
 def planted_losses(monkeypatch, by_channel, best=-0.5):
     """Make the loss of a prompt a channel's own plus the distance of the factor from the best one; 2 unchanged."""
 
-    def losses(model, prompts, change):
-        scale = change(prompts[0]).hidden_scale
-        base = 2.0 if scale is None else by_channel.get(scale.channel, 2.1) + abs(scale.factor - best)
-        return torch.full((len(prompts),), base, dtype=torch.float64)
+    def losses(self, settings, progress=None):
+        planted = {(c, f): by_channel.get(c, 2.1) + abs(f - best) for c, f in settings}
+        count = len(self.prompts)
+        return {key: torch.full((count,), loss).double() for key, loss in {UNCHANGED: 2.0, **planted}.items()}
 
-    monkeypatch.setattr(scale_trials, "retrieval_losses", losses)
-    return ScaleTrials.of(MODEL, key_value_prompts(MODEL, 2, 4))
+    monkeypatch.setattr(ScaleTrials, "losses", losses)
+    return ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4))
 
 
 def test_the_channel_and_the_factor_with_the_lowest_loss_are_chosen(monkeypatch):
@@ -106,8 +142,8 @@ def test_the_controls_tell_the_chosen_channel_from_random_ones(monkeypatch):
 
 
 def test_primacy_is_the_change_of_late_pairs_less_that_of_early_ones():
-    trials = ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4), torch.zeros(4, dtype=torch.float64))
-    trial = trials.trial(1, 2.0, torch.tensor([0.1, 0.4, 0.1, 0.6]).double())  # places 0, 1, 0, 1
+    losses = {UNCHANGED: torch.zeros(4).double(), (1, 2.0): torch.tensor([0.1, 0.4, 0.1, 0.6]).double()}
+    trial = ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4)).trial((1, 2.0), losses)  # places 0, 1, 0, 1
     assert trial["late_less_early"]["value"] == pytest.approx(0.4)
     assert trial["by_position"] == pytest.approx([0.1, 0.5])
 
