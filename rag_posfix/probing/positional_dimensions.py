@@ -68,7 +68,7 @@ class PositionalDimensions(Probe):
 
     name: ClassVar[str] = "positional-dimensions"
 
-    strings: Annotated[int, Integer(1)] = 64
+    strings: Annotated[int, Integer(1)] = 24
     tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 1000
     top: Annotated[int, Integer(1)] = 10
     factor: float | None = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.record import counted
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.mitigations.hidden_scaling import default_layers
@@ -65,7 +64,7 @@ def logits_after_prefix(
     """Return the logits of the answer's tokens with each scaled channel, (A, vocabulary) each.
 
     The method scales nothing in tokens before the prompt's last: they are read once, and the tokens from it on once
-    per setting, on keys that are scaled afterwards.
+    per setting, on keys that are scaled afterwards. Models with this capability keep all keys.
 
     Args:
         prefix, context: Keys and values of the tokens before the question, and what attention read there, by layer.
@@ -90,15 +89,6 @@ def logits_after_prefix(
     return [row[0] for row in rows]
 
 
-def logits_alone(model: LanguageModel, prompt: KeyValuePrompt, scale: HiddenScale) -> Tensor:
-    """Return the logits of the answer's tokens as the method ``hidden_scaling`` computes them, (A, vocabulary)."""
-    loaded = model.engine.loaded.reading(len(prompt.ids))
-    batch = SequenceBatch.empty(loaded, overrides=Overrides(hidden_scale=scale))
-    first = batch.forward(prompt.tensor.to(loaded.device), torch.arange(len(prompt.ids))[None].float(), 1)
-    answer = torch.tensor(prompt.answer[:-1], device=loaded.device)[:, None, None]
-    return torch.cat([first, *(batch.forward(token, batch.next_positions(), 1) for token in answer)], dim=1)[0]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaleTrials:
     """Retrieval losses of a model whose hidden channel is scaled, on the same prompts.
@@ -119,17 +109,10 @@ class ScaleTrials:
         settings = list(dict.fromkeys((UNCHANGED, *settings)))
         layers = default_layers(self.model.n_layers)
         scales = [HiddenScale(channel, factor, layers) for channel, factor in settings]
-        logits: Iterable[list[Tensor]]
-        if self.model.engine.loaded.keeps_all_keys:
-            entries = after_context(self.model, self.prompts, progress)
-            logits = (logits_after_prefix(self.model, scales, *entry) for entry in entries)
-        else:
-            prompts = counted(self.prompts, progress)
-            logits = ([logits_alone(self.model, prompt, scale) for scale in scales] for prompt in prompts)
-        losses = [
-            torch.stack([answer_loss(row, prompt) for row in rows])
-            for rows, prompt in zip(logits, self.prompts, strict=True)
-        ]
+        losses = []
+        for prompt, *read in after_context(self.model, self.prompts, progress):
+            rows = logits_after_prefix(self.model, scales, prompt, *read)
+            losses.append(torch.stack([answer_loss(row, prompt) for row in rows]))
         return dict(zip(settings, torch.stack(losses, dim=1), strict=True))
 
     def trial(self, setting: Setting, losses: Mapping[Setting, Tensor]) -> dict[str, Any]:

@@ -64,7 +64,10 @@ class Change:
 
     @property
     def attention(self) -> bool:
-        """Whether attention is computed the plain way: for other positions too, whose steps transformers masks."""
+        """Whether attention is computed the plain way.
+
+        With other positions too: transformers takes a step back for a new text, and hides the text before it.
+        """
         return self.positions is not None or self.mask is not None or self.scores is not None
 
 

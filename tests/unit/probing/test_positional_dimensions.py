@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.plan.layout import Span
+from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing.positional_dimensions import PositionalDimensions, broken_line, segmented_fit
-from rag_posfix.probing.prompts import KeyValuePrompt, after_context, answer_loss, key_value_prompts
+from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
 from rag_posfix.probing.scale_trials import (
     FACTORS,
     UNCHANGED,
@@ -21,13 +19,10 @@ from rag_posfix.probing.scale_trials import (
     best_scale,
     held_out,
     logits_after_prefix,
-    logits_alone,
     random_channels,
 )
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
-from tests.support.tiny import loaded_model, toy_layout
-from tests.support.toy_encoder import ToyEncoder
 
 MODEL = tiny_model(200)
 
@@ -56,31 +51,27 @@ def test_a_planted_channel_is_found_with_its_bend(tmp_path):
     assert set(record.files) == {"profile", "svg", "png"}
 
 
-def test_a_trial_alone_is_what_the_method_does():
-    loaded, layout = loaded_model(), toy_layout()
-    method = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 2})
-    answer = (7, 9, 11)
-    with torch.inference_mode():
-        (batch, logits), *_ = (
-            (row.batch, row.logits) for row in prefill(loaded, layout, method.plan(layout, loaded.spec.shape))
-        )
-        after = [batch.forward(torch.tensor([[token]]), batch.next_positions(), 1)[0] for token in answer[:-1]]
-        prompt = KeyValuePrompt(tuple(layout.token_ids), (Span(0, 9),), (), (), 0, answer)
-        model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
-        alone = logits_alone(model, prompt, HiddenScale(5, -1.0, range(1, 3)))
-        plain = model.read(prompt.with_answer, keep=3)[0]
-    torch.testing.assert_close(alone, torch.cat((logits[0, -1:], *after)), atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(alone, plain, atol=1e-3)
+@torch.inference_mode()
+def logits_of_the_method(model, prompt, scale):
+    """Return the logits of the answer's tokens as a request with the method ``hidden_scaling`` computes them."""
+    loaded, n = model.engine.loaded, len(prompt.ids)
+    method = create("hidden_scaling", {"channel": scale.channel, "factor": scale.factor,
+                                       "first_layer": scale.layers[0], "last_layer": scale.layers[-1]})  # fmt: skip
+    passage, question = Span(1, n - 1), Span(n - 1, n)
+    layout = Layout(prompt.ids, Span(0, 1), (passage,), (passage,), question, question, ("pairs",))
+    row = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0]
+    after = [row.batch.forward(torch.tensor([[token]]), row.batch.next_positions(), 1) for token in prompt.answer[:-1]]
+    return torch.cat((row.logits[:, -1:], *after), dim=1)[0]
 
 
 @torch.inference_mode()
-def test_trials_after_a_shared_prefix_equal_trials_alone():
+def test_trials_after_a_shared_prefix_are_what_the_method_does():
     scales = [HiddenScale(channel, factor, range(1, 3)) for channel in (5, 17) for factor in FACTORS]
     for prompt, prefix, context in after_context(MODEL, key_value_prompts(MODEL, 3, 4)):
         rows = logits_after_prefix(MODEL, scales, prompt, prefix, context)
         plain = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
         for row, scale in zip(rows, scales, strict=True):
-            torch.testing.assert_close(row, logits_alone(MODEL, prompt, scale), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(row, logits_of_the_method(MODEL, prompt, scale), atol=1e-4, rtol=1e-4)
             assert not torch.allclose(row, plain, atol=1e-3)
 
 
@@ -92,18 +83,8 @@ def test_losses_are_those_of_each_setting_and_prompt_and_of_the_unchanged_model(
     for number, prompt in enumerate(prompts):
         plain = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
         assert float(losses[UNCHANGED][number]) == pytest.approx(float(answer_loss(plain, prompt)), abs=1e-4)
-        with torch.inference_mode():
-            alone = logits_alone(MODEL, prompt, HiddenScale(17, 2.0, layers))
-        assert float(losses[17, 2.0][number]) == pytest.approx(float(answer_loss(alone, prompt)), abs=1e-4)
-
-
-def test_a_model_whose_layers_see_a_window_is_tried_without_a_prefix(monkeypatch):
-    prompts = key_value_prompts(MODEL, 3, 2)
-    expected = ScaleTrials(MODEL, prompts).losses([(5, 0.0)])
-    monkeypatch.setattr(LoadedModel, "keeps_all_keys", property(lambda self: False))
-    losses = ScaleTrials(MODEL, prompts).losses([(5, 0.0)])
-    for setting, values in expected.items():
-        torch.testing.assert_close(losses[setting], values, atol=1e-4, rtol=1e-4)
+        scaled = logits_of_the_method(MODEL, prompt, HiddenScale(17, 2.0, layers))
+        assert float(losses[17, 2.0][number]) == pytest.approx(float(answer_loss(scaled, prompt)), abs=1e-4)
 
 
 def planted_losses(monkeypatch, by_channel, best=-0.5):
