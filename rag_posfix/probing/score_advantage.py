@@ -25,11 +25,7 @@ FIRST = 1
 """The first token is no distractor: much attention goes to it whatever it is."""
 SMALLEST = 1e-30
 ONCE = "same length, once"
-TEXTS = {
-    "twice the length, once": (2, 1),
-    "same length, twice": (1, 2),
-    "same length, four times": (1, 4),
-}
+TEXTS = {"twice the length, once": (2, 1), "same length, twice": (1, 2), "same length, four times": (1, 4)}
 """Texts that are compared with the first: how many times as long, and how often the word occurs."""
 
 
