@@ -47,17 +47,6 @@ def hidden_keys(first: int, last: int, keys: range) -> Change:
     return Change(mask=mask)
 
 
-def stacked(changes: Sequence[Change], tokens: int) -> Change:
-    """Return the change of a pass whose rows are read with these changes of positions or of the mask."""
-    ids = torch.arange(tokens)
-
-    def mask(query: Tensor, key: Tensor) -> Tensor:
-        rows = [key <= query if change.mask is None else change.mask(query, key) for change in changes]
-        return torch.stack(rows)[:, None]  # (B, 1, Tq, Tk)
-
-    return Change(torch.stack([ids if change.positions is None else change.positions for change in changes]), mask)
-
-
 def implied_shift(curve: Tensor, changed: Tensor, first: int, last: int, margin: int) -> Tensor:
     """Return by how many tokens a curve's values in a span have moved along the unchanged curve.
 
@@ -172,6 +161,16 @@ class CausalPerturbation(MeasuredProbe):
         span = (self.first, self.last, self.shift)
         return estimate(both, lambda means: implied_shift(means[..., 0, :], means[..., 1, :], *span))
 
+    def _changes(self, rows: Sequence[tuple[str, int]], tokens: int) -> Change:
+        """Return the change of a pass whose rows have these changes, of texts of these numbers."""
+        changes, ids = [self.change_of(name, tokens, number) for name, number in rows], torch.arange(tokens)
+
+        def mask(query: Tensor, key: Tensor) -> Tensor:  # (B, 1, Tq, Tk)
+            masks = [key <= query if change.mask is None else change.mask(query, key) for change in changes]
+            return torch.stack(masks)[:, None]
+
+        return Change(torch.stack([ids if change.positions is None else change.positions for change in changes]), mask)
+
     def change_of(self, name: str, tokens: int, number: int) -> Change:
         """Return a change; the number of the text decides where its random window is."""
         if name == SHIFTED:
@@ -198,9 +197,8 @@ class CausalPerturbation(MeasuredProbe):
                 if index == layer:
                     parts.append(states[..., channel].float().cpu())
 
-            rows = model.read_prefix(ids[0, : self.first].tolist(), Watch(states=keep))
-            change = stacked([self.change_of(name, self.tokens, number) for name in CHANGES], self.tokens)
-            rows = rows.copy(self.first, torch.zeros(len(CHANGES), dtype=torch.long))
+            rows = model.read_prefix(ids[0, : self.first].tolist(), Watch(states=keep), len(CHANGES))
+            change = self._changes([(name, number) for name in CHANGES], self.tokens)
             model.read(ids[:, self.first :].expand(len(CHANGES), -1), Watch(states=keep), change, prefix=rows)
             curves.append(torch.cat((parts[0].expand(len(CHANGES), -1), parts[1]), dim=1))
         return torch.stack(curves, dim=1)
@@ -210,27 +208,22 @@ class CausalPerturbation(MeasuredProbe):
     ) -> Tensor:
         """Return the loss of each prompt with each change, (changes, prompts) float64.
 
-        Pairs that prompts in a row share are read once for all of them, except with the random windows, of which each
-        prompt has its own; then each question in a row per change.
+        Pairs that prompts in a row share are read once for all, but for the random window of each prompt.
         """
         losses = []
         for context, group in groupby(counted(prompts, report), key=lambda prompt: prompt.context):
             asked = list(group)
             tried = [(name, 0) for name in CHANGES if name != RANDOM] + [(RANDOM, prompt.gold) for prompt in asked]
             before = min(self.first, len(context) - 1)
-            rows = model.read_prefix(context[:before]).copy(before, torch.zeros(len(tried), dtype=torch.long))
-
-            def change(chosen: Sequence[tuple[str, int]], tokens: int) -> Change:
-                return stacked([self.change_of(name, tokens, number) for name, number in chosen], tokens)
-
+            rows = model.read_prefix(context[:before], rows=len(tried))
             ids = torch.tensor([context[before:]]).expand(len(tried), -1)
-            model.read(ids, change=change(tried, len(context)), prefix=rows)
+            model.read(ids, change=self._changes(tried, len(context)), prefix=rows)
             for prompt in asked:
                 chosen = [(name, prompt.gold if name == RANDOM else 0) for name in CHANGES]
                 branch = rows.copy(len(context), torch.tensor([tried.index(each) for each in chosen]))
                 ids = prompt.with_answer[:, len(context) :].expand(len(chosen), -1)
-                made = change(chosen, prompt.with_answer.shape[1])
-                logits = model.read(ids, change=made, keep=len(prompt.answer), prefix=branch)
+                change = self._changes(chosen, prompt.with_answer.shape[1])
+                logits = model.read(ids, change=change, keep=len(prompt.answer), prefix=branch)
                 losses.append(torch.stack([answer_loss(row, prompt) for row in logits]))
         return torch.stack(losses, dim=1)
 

@@ -71,6 +71,9 @@ def states_of(
         yield residual
 
 
+States = Mapping[int, Tensor]
+"""Layer -> what its attention reads, (1, T, width)."""
+
 TASK = "Find the value of the key in the data.\n\n"
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 
@@ -166,12 +169,8 @@ def _prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int)
 
 def after_context(
     model: LanguageModel, prompts: Sequence[KeyValuePrompt], progress: Callable[[int, int], None] | None = None
-) -> Iterator[tuple[KeyValuePrompt, GrowingCache, Mapping[int, Tensor]]]:
-    """Yield prompts with what was read of the tokens before their questions, which prompts in a row share.
-
-    Yields:
-        The prompt; keys and values of these tokens, to be read on; what attention read there, by layer.
-    """
+) -> Iterator[tuple[KeyValuePrompt, GrowingCache, States]]:
+    """Yield each prompt with keys, values and states of the tokens before its question; neighbours may share them."""
     ids: tuple[int, ...] = ()
     for prompt in counted(prompts, progress):
         if ids != prompt.context:

@@ -19,7 +19,7 @@ from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.rotation import layer_rotation
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing.intervals import estimate
-from rag_posfix.probing.prompts import KeyValuePrompt, after_context, answer_loss
+from rag_posfix.probing.prompts import KeyValuePrompt, States, after_context, answer_loss
 from rag_posfix.probing.subject import LanguageModel, Watch
 
 FACTORS = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.5, 2.0)
@@ -35,15 +35,10 @@ Setting = tuple[int, float]
 """A channel and its factor."""
 
 
-def _scale_cached_keys(
-    loaded: LoadedModel, cache: GrowingCache, states: Mapping[int, Tensor], scale: HiddenScale
-) -> None:
-    """Scale a channel in keys that were read without it, as the newest tokens see them.
+def _scale_cached_keys(loaded: LoadedModel, cache: GrowingCache, states: States, scale: HiddenScale) -> None:
+    """Scale a channel in keys that were read without it; ``states`` is what attention read, (1, T, width) by layer.
 
     Formula: R W (x with x_p scaled by s) = R W x + R (s - 1) x_p W[:, p].
-
-    Args:
-        states: Layer -> what its attention read, (1, T, width).
     """
     for layer in scale.layers:
         module, keys = decoder_of(loaded.model).layers[layer].self_attn, cache.layers[layer].keys
@@ -55,32 +50,25 @@ def _scale_cached_keys(
 
 
 def logits_after_prefix(
-    model: LanguageModel,
-    scales: Sequence[HiddenScale],
-    prompt: KeyValuePrompt,
-    prefix: GrowingCache,
-    context: Mapping[int, Tensor],
+    model: LanguageModel, scales: Sequence[HiddenScale], prompt: KeyValuePrompt, prefix: GrowingCache, context: States
 ) -> list[Tensor]:
     """Return the logits of the answer's tokens with each scaled channel, (A, vocabulary) each.
 
     The method scales nothing in tokens before the prompt's last: they are read once, and the tokens from it on once
-    per setting, on keys that are scaled afterwards. Models with this capability keep all keys.
-
-    Args:
-        prefix, context: Keys and values of the tokens before the question, and what attention read there, by layer.
+    per setting, on keys that are scaled afterwards. ``prefix`` and ``context`` are those of ``after_context``.
     """
     loaded, start, last = model.engine.loaded.reading(len(prompt.ids)), prefix.get_seq_length(), len(prompt.ids) - 1
     question: dict[int, Tensor] = {}
     model.read(prompt.tensor[:, start:last], Watch(inputs=question.__setitem__), prefix=prefix)
     states = {layer: torch.cat((context[layer], question[layer]), dim=1) for layer in scales[0].layers}
-    tail, positions = (
-        ids.to(loaded.device) for ids in (prompt.with_answer[:, last:], torch.arange(last)[None].float())
-    )
+    tail, positions = (ids.to(loaded.device) for ids in (prompt.with_answer[:, last:], torch.arange(last)[None] * 1.0))
 
     def scaled(scale: HiddenScale) -> SequenceBatch:
         cache, overrides = prefix.copy(last), Overrides(hidden_scale=scale)
         _scale_cached_keys(loaded, cache, states, scale)
-        return SequenceBatch(loaded, cache, positions, overrides=overrides, prompt_length=last + 1, length=last)
+        return SequenceBatch(
+            loaded, cache, positions.float(), overrides=overrides, prompt_length=last + 1, length=last
+        )
 
     rows: list[Tensor] = []
     for first in range(0, len(scales), ROWS):
@@ -120,9 +108,6 @@ class ScaleTrials:
 
         ``late_less_early`` is the change for gold pairs of the second half less that for those of the first: above 0
         favours the start (primacy), below 0 the end.
-
-        Args:
-            losses: By setting, ``UNCHANGED`` among them; as ``losses`` returns them.
         """
         loss, gold = losses[setting], torch.tensor([prompt.gold for prompt in self.prompts])
         change, late = loss - losses[UNCHANGED], gold >= (int(gold.max()) + 1) / 2
@@ -141,7 +126,6 @@ class ScaleTrials:
 def best_scale(
     trials: ScaleTrials,
     channels: Sequence[int],
-    factors: Sequence[float] = FACTORS,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, float, list[dict[str, Any]]]:
     """Return the channel and the factor with the lowest retrieval loss over the gold positions, and all trials.
@@ -149,16 +133,13 @@ def best_scale(
     Source: Yu et al. (2024), section 3: the channel with the lowest loss at factor 0, then the factor with the lowest
         loss for this channel.
 
-    Args:
-        factors: Factors to try, 0 among them.
-
     Returns:
         Channel, factor, and the trials (``ScaleTrials.trial``), the unchanged model first.
     """
     losses = trials.losses([(channel, 0.0) for channel in channels], progress)
     tried = [trials.trial(setting, losses) for setting in losses]
     best = min(tried[1:], key=lambda row: float(row["loss"]))["channel"]
-    losses = trials.losses([(best, factor) for factor in factors if factor != 0], progress)
+    losses = trials.losses([(best, factor) for factor in FACTORS if factor != 0], progress)
     tried += [trials.trial(setting, losses) for setting in losses if setting != UNCHANGED]
     channel_trials = [row for row in tried if row["channel"] == best]
     return best, float(min(channel_trials, key=lambda row: float(row["loss"]))["factor"]), tried

@@ -94,8 +94,7 @@ def score_curves(
 def _read_with_each(subject: Subject, ids: Tensor, words: Tensor, watch: Watch) -> None:
     """Read a text with each of these words as the last token: once, where keys and values can be kept, or in rows."""
     if isinstance(subject, LanguageModel):
-        prefix = subject.read_prefix(ids.tolist()).copy(len(ids), torch.zeros(len(words), dtype=torch.long))
-        subject.read(words[:, None], watch, prefix=prefix)
+        subject.read(words[:, None], watch, prefix=subject.read_prefix(ids.tolist(), rows=len(words)))
     else:
         subject.read(torch.cat((ids.expand(len(words), -1), words[:, None]), dim=1), watch)
 
@@ -258,7 +257,8 @@ class ScoreAdvantage(MeasuredProbe):
             )
             for row in best
         ]  # fmt: skip
-        return [("layer", "head", "D (nats)", "d (nats per token)", "predicted crossing", "measured"), *rows]
+        n = head["summary"]["strings"]
+        return [("layer", "head", f"D (nats), n = {n}", "d (nats per token)", "predicted crossing", "measured"), *rows]
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
         """Return the numbers of the summary, and what other texts change."""

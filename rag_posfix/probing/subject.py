@@ -64,10 +64,7 @@ class Change:
 
     @property
     def attention(self) -> bool:
-        """Whether attention is computed the plain way.
-
-        With other positions too: transformers takes a step back for a new text, and hides the text before it.
-        """
+        """Whether attention is computed the plain way; at a step back of positions transformers hides all before."""
         return self.positions is not None or self.mask is not None or self.scores is not None
 
 
@@ -293,12 +290,12 @@ class LanguageModel:
         """Return name, fingerprint, dtype and device."""
         return model_facts(self.engine)
 
-    def read_prefix(self, ids: Sequence[int], watch: Watch = Watch()) -> GrowingCache:
-        """Return keys and values of first tokens, on whose branches passes over the tokens after them begin."""
+    def read_prefix(self, ids: Sequence[int], watch: Watch = Watch(), rows: int = 1) -> GrowingCache:
+        """Return keys and values of first tokens, after which passes of so many rows read on."""
         self._needs_all_keys()
         cache = GrowingCache(self.n_layers)
         self.read(torch.tensor([ids]), watch, prefix=cache)
-        return cache
+        return cache if rows == 1 else cache.copy(len(ids), torch.zeros(rows, dtype=torch.long))
 
     @torch.inference_mode()
     def read(
