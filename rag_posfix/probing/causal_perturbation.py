@@ -31,22 +31,6 @@ SINK, CROPPED_WITH_SINK = "token 0 alone hidden", "cropped with token 0"
 CHANGES = (UNCHANGED, SHIFTED, CROPPED, RANDOM, SINK, CROPPED_WITH_SINK)
 
 
-def shifted_positions(tokens: int, first: int, last: int, shift: int) -> Change:
-    """Return the change that moves the position ids of a span: t - ``shift`` for first <= t < last."""
-    positions = torch.arange(tokens)
-    return Change(positions=torch.where((positions >= first) & (positions < last), positions - shift, positions))
-
-
-def hidden_keys(first: int, last: int, keys: range) -> Change:
-    """Return the change that hides tokens from the queries of a span."""
-
-    def mask(query: Tensor, key: Tensor) -> Tensor:
-        inside = (query >= first) & (query < last)
-        return (key <= query) & ~(inside & (key >= keys.start) & (key < keys.stop))
-
-    return Change(mask=mask)
-
-
 def implied_shift(curve: Tensor, changed: Tensor, first: int, last: int, margin: int) -> Tensor:
     """Return by how many tokens a curve's values in a span have moved along the unchanged curve.
 
@@ -161,28 +145,24 @@ class CausalPerturbation(MeasuredProbe):
         span = (self.first, self.last, self.shift)
         return estimate(both, lambda means: implied_shift(means[..., 0, :], means[..., 1, :], *span))
 
-    def _changes(self, rows: Sequence[tuple[str, int]], tokens: int) -> Change:
-        """Return the change of a pass whose rows have these changes, of texts of these numbers."""
-        changes, ids = [self.change_of(name, tokens, number) for name, number in rows], torch.arange(tokens)
+    def changes(self, rows: Sequence[tuple[str, int]], tokens: int) -> Change:
+        """Return the change of a pass with these changes in its rows; a text's number places its random window."""
+        ids = torch.arange(tokens)
+        shifts = torch.tensor([[self.shift * (name == SHIFTED)] for name, _ in rows])
+        hidden = torch.tensor([self._hidden(*row) for row in rows]).T[:, :, None, None, None]
 
         def mask(query: Tensor, key: Tensor) -> Tensor:  # (B, 1, Tq, Tk)
-            masks = [key <= query if change.mask is None else change.mask(query, key) for change in changes]
-            return torch.stack(masks)[:, None]
+            start, stop = hidden.to(key.device)
+            inside = (query >= self.first) & (query < self.last)
+            return (key <= query) & ~(inside & (key >= start) & (key < stop))
 
-        return Change(torch.stack([ids if change.positions is None else change.positions for change in changes]), mask)
+        return Change(ids - shifts * ((ids >= self.first) & (ids < self.last)), mask)
 
-    def change_of(self, name: str, tokens: int, number: int) -> Change:
-        """Return a change; the number of the text decides where its random window is."""
-        if name == SHIFTED:
-            return shifted_positions(tokens, self.first, self.last, self.shift)
+    def _hidden(self, name: str, number: int) -> tuple[int, int]:
+        """Return the first key that a change hides from the span, and the key after the last."""
         start = random.Random(f"{self.seed}:{number}").randint(1, self.first - self.shift + 1)
-        keys = {
-            CROPPED: range(1, self.shift),
-            RANDOM: range(start, start + self.shift - 1),
-            SINK: range(1),
-            CROPPED_WITH_SINK: range(self.shift),
-        }
-        return hidden_keys(self.first, self.last, keys[name]) if name in keys else Change()
+        crop, window = (1, self.shift), (start, start + self.shift - 1)
+        return {CROPPED: crop, RANDOM: window, SINK: (0, 1), CROPPED_WITH_SINK: (0, self.shift)}.get(name, (0, 0))
 
     def curves(self, model: LanguageModel, channel: int, layer: int, report: Callable[[int, int], None]) -> Tensor:
         """Return the channel of each string as it enters the layer, (changes, strings, T).
@@ -198,7 +178,7 @@ class CausalPerturbation(MeasuredProbe):
                     parts.append(states[..., channel].float().cpu())
 
             rows = model.read_prefix(ids[0, : self.first].tolist(), Watch(states=keep), len(CHANGES))
-            change = self._changes([(name, number) for name in CHANGES], self.tokens)
+            change = self.changes([(name, number) for name in CHANGES], self.tokens)
             model.read(ids[:, self.first :].expand(len(CHANGES), -1), Watch(states=keep), change, prefix=rows)
             curves.append(torch.cat((parts[0].expand(len(CHANGES), -1), parts[1]), dim=1))
         return torch.stack(curves, dim=1)
@@ -217,12 +197,12 @@ class CausalPerturbation(MeasuredProbe):
             before = min(self.first, len(context) - 1)
             rows = model.read_prefix(context[:before], rows=len(tried))
             ids = torch.tensor([context[before:]]).expand(len(tried), -1)
-            model.read(ids, change=self._changes(tried, len(context)), prefix=rows)
+            model.read(ids, change=self.changes(tried, len(context)), prefix=rows)
             for prompt in asked:
                 chosen = [(name, prompt.gold if name == RANDOM else 0) for name in CHANGES]
                 branch = rows.copy(len(context), torch.tensor([tried.index(each) for each in chosen]))
                 ids = prompt.with_answer[:, len(context) :].expand(len(chosen), -1)
-                change = self._changes(chosen, prompt.with_answer.shape[1])
+                change = self.changes(chosen, prompt.with_answer.shape[1])
                 logits = model.read(ids, change=change, keep=len(prompt.answer), prefix=branch)
                 losses.append(torch.stack([answer_loss(row, prompt) for row in logits]))
         return torch.stack(losses, dim=1)

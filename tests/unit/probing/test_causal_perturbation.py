@@ -8,11 +8,13 @@ import torch
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.causal_perturbation import (
     CHANGES,
+    CROPPED,
+    CROPPED_WITH_SINK,
     RANDOM,
+    SHIFTED,
+    SINK,
     CausalPerturbation,
-    hidden_keys,
     implied_shift,
-    shifted_positions,
 )
 from rag_posfix.probing.prompts import answer_loss, key_value_prompts, random_strings
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
@@ -67,17 +69,24 @@ def test_what_the_channel_follows_is_told_and_the_sink_is_told_from_the_mask(fol
 
 
 def test_the_changes_by_hand():
-    assert shifted_positions(6, 3, 5, 2).positions.tolist() == [0, 1, 2, 1, 2, 5]
-    at = torch.arange(4)
-    seen = hidden_keys(2, 3, range(1)).mask(at[:, None], at[None])
-    assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]
-    seen = hidden_keys(2, 4, range(1, 2)).mask(at[:, None], at[None])
-    assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    probe = CausalPerturbation(first=3, last=5, shift=2, tokens=64)
+    at, rows = torch.arange(6), [(name, 0) for name in (SHIFTED, CROPPED, SINK, CROPPED_WITH_SINK, CHANGES[0])]
+    change = probe.changes(rows, 6)
+    assert change.positions.tolist() == [[0, 1, 2, 1, 2, 5], *[[0, 1, 2, 3, 4, 5]] * 4]
+    seen = change.mask(at[:, None], at[None])[:, 0].int()
+    assert seen[1].tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1],
+    ]  # fmt: skip
+    assert seen[:, 3].tolist() == [
+        [1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0],
+    ]  # fmt: skip
 
 
 def test_the_random_window_has_the_size_of_the_crop_and_lies_between_token_0_and_the_span():
     probe, at = CausalPerturbation(**SIZES), torch.arange(140)
-    windows = [(~probe.change_of(RANDOM, 140, number).mask(at[100], at))[:101].nonzero()[:, 0] for number in range(20)]
+    seen = probe.changes([(RANDOM, number) for number in range(20)], 140).mask(at[100:101, None], at[None])[:, 0, 0]
+    windows = [(~row)[:101].nonzero()[:, 0] for row in seen]
     assert {len(window) for window in windows} == {39}
     assert min(int(window[0]) for window in windows) >= 1
     assert max(int(window[-1]) for window in windows) < 80
@@ -86,7 +95,18 @@ def test_the_random_window_has_the_size_of_the_crop_and_lies_between_token_0_and
 
 def whole_pass(probe, name, ids, number, watch=Watch(), keep=1):  # noqa: B008
     """Read a text under a change in one pass, from its first token to its last."""
-    return MODEL.read(ids, watch, probe.change_of(name, ids.shape[1], number), keep)
+    at, shift = torch.arange(ids.shape[1]), probe.shift
+    window = probe.changes([(RANDOM, number)], len(at)).mask(torch.tensor([[probe.first]]), at[None])[0, 0, 0]
+    start = next((number for number, seen in enumerate(window.tolist()) if not seen), 0)
+    hidden = {CROPPED: (1, shift), RANDOM: (start, start + shift - 1), SINK: (0, 1), CROPPED_WITH_SINK: (0, shift)}
+
+    def mask(query, key):
+        first, stop = hidden.get(name, (0, 0))
+        return (key <= query) & ((query < probe.first) | (query >= probe.last) | (key < first) | (key >= stop))
+
+    moved = torch.where((at >= probe.first) & (at < probe.last), at - shift, at)
+    change = Change() if name == CHANGES[0] else Change(moved if name == SHIFTED else None, mask)
+    return MODEL.read(ids, watch, change, keep)
 
 
 def test_rows_after_a_shared_prefix_equal_whole_passes_of_each_change():
