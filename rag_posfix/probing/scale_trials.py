@@ -26,7 +26,6 @@ FACTORS = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.5, 2.0)
 RANDOM, NEAREST = 8, 32
 """Random channels of the null distribution, and from how many channels of nearest size they are drawn."""
 
-
 UNCHANGED = (0, 1.0)
 ROWS = 8
 """Settings that are tried in one forward pass."""
@@ -61,14 +60,12 @@ def logits_after_prefix(
     question: dict[int, Tensor] = {}
     model.read(prompt.tensor[:, start:last], Watch(inputs=question.__setitem__), prefix=prefix)
     states = {layer: torch.cat((context[layer], question[layer]), dim=1) for layer in scales[0].layers}
-    tail, positions = (ids.to(loaded.device) for ids in (prompt.with_answer[:, last:], torch.arange(last)[None] * 1.0))
+    tail, positions = prompt.with_answer[:, last:].to(loaded.device), torch.arange(last, device=loaded.device).float()
 
     def scaled(scale: HiddenScale) -> SequenceBatch:
         cache, overrides = prefix.copy(last), Overrides(hidden_scale=scale)
         _scale_cached_keys(loaded, cache, states, scale)
-        return SequenceBatch(
-            loaded, cache, positions.float(), overrides=overrides, prompt_length=last + 1, length=last
-        )
+        return SequenceBatch(loaded, cache, positions[None], overrides=overrides, prompt_length=last + 1, length=last)
 
     rows: list[Tensor] = []
     for first in range(0, len(scales), ROWS):
