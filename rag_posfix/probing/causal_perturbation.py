@@ -152,7 +152,7 @@ class CausalPerturbation(MeasuredProbe):
         hidden = torch.tensor([self._hidden(*row) for row in rows]).T[:, :, None, None, None]
 
         def mask(query: Tensor, key: Tensor) -> Tensor:  # (B, 1, Tq, Tk)
-            start, stop = hidden.to(key.device)
+            start, stop = hidden.to(key.device).unbind()
             inside = (query >= self.first) & (query < self.last)
             return (key <= query) & ~(inside & (key >= start) & (key < stop))
 

@@ -95,8 +95,8 @@ class ScaleTrials:
         layers = default_layers(self.model.n_layers)
         scales = [HiddenScale(channel, factor, layers) for channel, factor in settings]
         losses = []
-        for prompt, *read in after_context(self.model, self.prompts, progress):
-            rows = logits_after_prefix(self.model, scales, prompt, *read)
+        for prompt, prefix, context in after_context(self.model, self.prompts, progress):
+            rows = logits_after_prefix(self.model, scales, prompt, prefix, context)
             losses.append(torch.stack([answer_loss(row, prompt) for row in rows]))
         return dict(zip(settings, torch.stack(losses, dim=1), strict=True))
 

@@ -69,10 +69,9 @@ def score_curves(
     generator = torch.Generator().manual_seed(seed)
     at = torch.tensor(distances) - 1
     for string in counted(range(strings), progress):
-        words, tokens_left = torch.randperm(subject.vocabulary, generator=generator).split(
-            (len(at), subject.vocabulary - len(at))
-        )
-        ids = tokens_left[torch.randint(0, len(tokens_left), (tokens - 1,), generator=generator)]
+        vocabulary = torch.randperm(subject.vocabulary, generator=generator)
+        words, others = vocabulary[: len(at)], vocabulary[len(at) :]
+        ids = others[torch.randint(0, len(others), (tokens - 1,), generator=generator)]
         free = torch.randperm(tokens - 1 - FIRST, generator=generator)
         free = free[~torch.isin(free, at)][: len(at) * (occurrences - 1)].view(len(at), -1)
         copies = torch.cat((at[:, None], free), dim=1)  # (distances, occurrences), counted back from the last token

@@ -317,7 +317,7 @@ class LanguageModel:
         position_ids = torch.arange(before + ids.shape[1]) if change.positions is None else change.positions
         loaded = self.engine.loaded.reading(int(position_ids.max()) + 1)
         ids = ids.to(loaded.device)
-        positions = torch.atleast_2d(position_ids.to(loaded.device)).expand(ids.shape[0], -1)
+        positions = position_ids.to(loaded.device).view(-1, position_ids.shape[-1]).expand(ids.shape[0], -1)
         overrides = Overrides()
         if watch.attention or change.attention:
             self._needs_all_keys()
