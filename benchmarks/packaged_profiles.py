@@ -25,8 +25,8 @@ HEAD_QUESTIONS, SLOT_QUESTIONS = 40, 10
 def measure(data: Path, model: str) -> None:
     """Write the profile of one model."""
     engine = build_engine(Settings(model=model))
-    slots = probe_slot_attention(data, documents=DOCUMENTS, limit=SLOT_QUESTIONS, skip=SKIP, engine=engine)
-    heads = probe_retrieval_heads(data, documents=DOCUMENTS, limit=HEAD_QUESTIONS, skip=SKIP, engine=engine)
+    slots = probe_slot_attention(engine, data, documents=DOCUMENTS, limit=SLOT_QUESTIONS, skip=SKIP)
+    heads = probe_retrieval_heads(engine, data, documents=DOCUMENTS, limit=HEAD_QUESTIONS, skip=SKIP)
     record = {
         "model": engine.model_id,
         "model_fingerprint": engine.fingerprint,

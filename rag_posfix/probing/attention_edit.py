@@ -234,8 +234,7 @@ def _preferences(model: LanguageModel, choice: Choice, edits: Sequence[Edit]) ->
 
     Edits change the last token alone: the tokens before it are read once, then the last token in a row per edit.
     """
-    prefix = model.read_prefix(choice.ids[:-1])
-    rows = prefix.copy(prefix.get_seq_length(), torch.zeros(len(edits), dtype=torch.long))
+    rows = model.read_prefix(choice.ids[:-1], rows=len(edits))
     changes = [edit.of(choice) for edit in edits]
 
     def edited(layer: int, scores: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
-from rag_posfix.evaluation.record import Progress, counted
+from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
 from rag_posfix.probing.intervals import draw_estimates, estimate, shown
-from rag_posfix.probing.prompts import KeyValuePrompt, key_value_prompts
-from rag_posfix.probing.subject import Subject, Watch, language_model
+from rag_posfix.probing.prompts import KeyValuePrompt, after_context, key_value_prompts
+from rag_posfix.probing.subject import LanguageModel, Subject, Watch, language_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,18 +24,18 @@ HEADS = 8
 
 
 def slot_masses(
-    model: Subject, prompts: Sequence[KeyValuePrompt], progress: Callable[[int, int], None] | None = None
+    model: LanguageModel, prompts: Sequence[KeyValuePrompt], progress: Callable[[int, int], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the attention that the last token of each prompt pays to each pair, and to each key.
 
-    Cost: each prompt is read once; the (H, T, T) probabilities of one layer at a time.
+    Cost: pairs that several prompts share are read once, each question once.
 
     Shapes:
         returns: the sum over the pair's tokens, and the mean over the key's tokens; (len(prompts), L, H, pairs)
             float32 each.
     """
     masses = torch.zeros(2, len(prompts), model.n_layers, model.n_heads, len(prompts[0].pairs))
-    for number, prompt in enumerate(counted(prompts, progress)):
+    for number, (prompt, prefix, _) in enumerate(after_context(model, prompts, progress)):
 
         def keep(layer: int, weights: Tensor, number: int = number, prompt: KeyValuePrompt = prompt) -> None:
             last_query = weights[0, :, -1].cpu()  # (H, T)
@@ -43,7 +43,7 @@ def slot_masses(
                 masses[0, number, layer, :, slot] = last_query[:, pair.slice].sum(dim=-1)
                 masses[1, number, layer, :, slot] = last_query[:, key.slice].mean(dim=-1)
 
-        model.read(prompt.tensor, Watch(weights=keep))
+        model.read(prompt.tensor[:, len(prompt.context) :], Watch(weights=keep), prefix=prefix)
     return masses[0], masses[1]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 from textwrap import fill as wrap
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -14,19 +14,13 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
-from rag_posfix.evaluation.record import Progress
+from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.intervals import draw_estimates, estimate, shown
 from rag_posfix.probing.positional_channels import FEWEST_TOKENS, find_channels, mean_hidden_states
-from rag_posfix.probing.prompts import (
-    KeyValuePrompt,
-    check_length,
-    key_value_prompts,
-    random_strings,
-    retrieval_losses,
-)
-from rag_posfix.probing.subject import Change, Subject, Watch, language_model
+from rag_posfix.probing.prompts import KeyValuePrompt, answer_loss, check_length, key_value_prompts, random_strings
+from rag_posfix.probing.subject import Change, LanguageModel, Subject, Watch, language_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,22 +29,6 @@ UNCHANGED, SHIFTED = "unchanged", "ids shifted"
 CROPPED, RANDOM = "cropped, token 0 seen", "random window hidden"
 SINK, CROPPED_WITH_SINK = "token 0 alone hidden", "cropped with token 0"
 CHANGES = (UNCHANGED, SHIFTED, CROPPED, RANDOM, SINK, CROPPED_WITH_SINK)
-
-
-def shifted_positions(tokens: int, first: int, last: int, shift: int) -> Change:
-    """Return the change that moves the position ids of a span: t - ``shift`` for first <= t < last."""
-    positions = torch.arange(tokens)
-    return Change(positions=torch.where((positions >= first) & (positions < last), positions - shift, positions))
-
-
-def hidden_keys(first: int, last: int, keys: range) -> Change:
-    """Return the change that hides tokens from the queries of a span."""
-
-    def mask(query: Tensor, key: Tensor) -> Tensor:
-        inside = (query >= first) & (query < last)
-        return (key <= query) & ~(inside & (key >= keys.start) & (key < keys.stop))
-
-    return Change(mask=mask)
 
 
 def implied_shift(curve: Tensor, changed: Tensor, first: int, last: int, margin: int) -> Tensor:
@@ -127,14 +105,12 @@ class CausalPerturbation(MeasuredProbe):
         check_length(model, self.tokens)
         with progress("random text, choosing the channel") as report:
             channel, layer = self._channel(model, report)
-        curves, losses = {}, {}
         every = key_value_prompts(model, self.pairs, 2 * self.pairs, self.seed)
         prompts = [every[number * len(every) // self.prompts] for number in range(self.prompts)]
-        for name in CHANGES:
-            with progress(f"random text, {name}") as report:
-                curves[name] = self._curves(model, name, channel, layer, report)
-            with progress(f"retrieval, {name}") as report:
-                losses[name] = retrieval_losses(model, prompts, partial(self._change_of, name), report)
+        with progress("random text, changed") as report:
+            curves = dict(zip(CHANGES, self.curves(model, channel, layer, report), strict=True))
+        with progress("retrieval, changed") as report:
+            losses = dict(zip(CHANGES, self.losses(model, prompts, report), strict=True))
         inside = torch.tensor([self.first <= prompt.pairs[prompt.gold].start < self.last for prompt in prompts])
 
         def by_place(values: Tensor) -> dict[str, Any]:
@@ -169,33 +145,67 @@ class CausalPerturbation(MeasuredProbe):
         span = (self.first, self.last, self.shift)
         return estimate(both, lambda means: implied_shift(means[..., 0, :], means[..., 1, :], *span))
 
-    def _change_of(self, name: str, prompt: KeyValuePrompt) -> Change:
-        return self.change_of(name, prompt.with_answer.shape[1], prompt.gold)
+    def changes(self, rows: Sequence[tuple[str, int]], tokens: int) -> Change:
+        """Return the change of a pass with these changes in its rows; a text's number places its random window."""
+        ids = torch.arange(tokens)
+        shifts = torch.tensor([[self.shift * (name == SHIFTED)] for name, _ in rows])
+        hidden = torch.tensor([self._hidden(*row) for row in rows]).T[:, :, None, None, None]
 
-    def change_of(self, name: str, tokens: int, number: int) -> Change:
-        """Return a change; the number of the text decides where its random window is."""
-        if name == SHIFTED:
-            return shifted_positions(tokens, self.first, self.last, self.shift)
+        def mask(query: Tensor, key: Tensor) -> Tensor:  # (B, 1, Tq, Tk)
+            start, stop = hidden.to(key.device).unbind()
+            inside = (query >= self.first) & (query < self.last)
+            return (key <= query) & ~(inside & (key >= start) & (key < stop))
+
+        return Change(ids - shifts * ((ids >= self.first) & (ids < self.last)), mask)
+
+    def _hidden(self, name: str, number: int) -> tuple[int, int]:
+        """Return the first key that a change hides from the span, and the key after the last."""
         start = random.Random(f"{self.seed}:{number}").randint(1, self.first - self.shift + 1)
-        keys = {
-            CROPPED: range(1, self.shift),
-            RANDOM: range(start, start + self.shift - 1),
-            SINK: range(1),
-            CROPPED_WITH_SINK: range(self.shift),
-        }
-        return hidden_keys(self.first, self.last, keys[name]) if name in keys else Change()
+        crop, window = (1, self.shift), (start, start + self.shift - 1)
+        return {CROPPED: crop, RANDOM: window, SINK: (0, 1), CROPPED_WITH_SINK: (0, self.shift)}.get(name, (0, 0))
 
-    def _curves(self, model: Subject, name: str, channel: int, layer: int, report: Any) -> Tensor:
-        """Return the channel of each string as it enters the layer, (strings, T)."""
-        curves: list[Tensor] = []
+    def curves(self, model: LanguageModel, channel: int, layer: int, report: Callable[[int, int], None]) -> Tensor:
+        """Return the channel of each string as it enters the layer, (changes, strings, T).
 
-        def keep(index: int, states: Tensor) -> None:
-            if index == layer:
-                curves.append(states[0, :, channel].float().cpu())
-
+        No change reaches tokens before the span: they are read once, and the others in a row per change.
+        """
+        curves = []
         for number, ids in enumerate(random_strings(model, self.strings, self.tokens, self.seed, report)):
-            model.read(ids, Watch(states=keep), self.change_of(name, self.tokens, number))
-        return torch.stack(curves)
+            parts: list[Tensor] = []
+
+            def keep(index: int, states: Tensor, parts: list[Tensor] = parts) -> None:
+                if index == layer:
+                    parts.append(states[..., channel].float().cpu())
+
+            rows = model.read_prefix(ids[0, : self.first].tolist(), Watch(states=keep), len(CHANGES))
+            change = self.changes([(name, number) for name in CHANGES], self.tokens)
+            model.read(ids[:, self.first :].expand(len(CHANGES), -1), Watch(states=keep), change, prefix=rows)
+            curves.append(torch.cat((parts[0].expand(len(CHANGES), -1), parts[1]), dim=1))
+        return torch.stack(curves, dim=1)
+
+    def losses(
+        self, model: LanguageModel, prompts: Sequence[KeyValuePrompt], report: Callable[[int, int], None]
+    ) -> Tensor:
+        """Return the loss of each prompt with each change, (changes, prompts) float64.
+
+        Pairs that prompts in a row share are read once for all, but for the random window of each prompt.
+        """
+        losses = []
+        for context, group in groupby(counted(prompts, report), key=lambda prompt: prompt.context):
+            asked = list(group)
+            tried = [(name, 0) for name in CHANGES if name != RANDOM] + [(RANDOM, prompt.gold) for prompt in asked]
+            before = min(self.first, len(context) - 1)
+            rows = model.read_prefix(context[:before], rows=len(tried))
+            ids = torch.tensor([context[before:]]).expand(len(tried), -1)
+            model.read(ids, change=self.changes(tried, len(context)), prefix=rows)
+            for prompt in asked:
+                chosen = [(name, prompt.gold if name == RANDOM else 0) for name in CHANGES]
+                branch = rows.copy(len(context), torch.tensor([tried.index(each) for each in chosen]))
+                ids = prompt.with_answer[:, len(context) :].expand(len(chosen), -1)
+                change = self.changes(chosen, prompt.with_answer.shape[1])
+                logits = model.read(ids, change=change, keep=len(prompt.answer), prefix=branch)
+                losses.append(torch.stack([answer_loss(row, prompt) for row in logits]))
+        return torch.stack(losses, dim=1)
 
     def _channel(self, model: Subject, report: Any) -> tuple[int, int]:
         """Return the channel, and a layer in which it follows the position."""

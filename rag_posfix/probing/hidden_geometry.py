@@ -219,4 +219,4 @@ class HiddenGeometry(MeasuredProbe):
             )
             for layer in head["summary"]["layers"]
         ]
-        return [("layer", *MEASURES.values()), *rows]
+        return [(f"layer, n = {head['summary']['contexts']}", *MEASURES.values()), *rows]

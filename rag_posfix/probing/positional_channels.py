@@ -50,11 +50,7 @@ def find_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalC
 
 
 def channel_profile(
-    subject: Subject,
-    channels: Sequence[PositionalChannel],
-    channel: int,
-    factor: float,
-    settings: Mapping[str, Any],
+    subject: Subject, channels: Sequence[PositionalChannel], channel: int, factor: float, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the profile that ``hidden_scaling`` reads."""
     layers = default_layers(subject.n_layers)
@@ -75,11 +71,7 @@ def channel_profile(
 
 
 def mean_hidden_states(
-    subject: Subject,
-    n_strings: int,
-    n_tokens: int,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    subject: Subject, n_strings: int, n_tokens: int, seed: int = 0, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states in each layer at each position, averaged over strings of random tokens.
 

@@ -68,7 +68,7 @@ class PositionalDimensions(Probe):
 
     name: ClassVar[str] = "positional-dimensions"
 
-    strings: Annotated[int, Integer(1)] = 64
+    strings: Annotated[int, Integer(1)] = 24
     tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 1000
     top: Annotated[int, Integer(1)] = 10
     factor: float | None = None
@@ -101,10 +101,10 @@ class PositionalDimensions(Probe):
                 key_value_prompts(subject, self.pairs, self.prompts, seed) for seed in (self.seed, self.seed + 1)
             )
             with progress("trying channels and factors") as report:
-                channel, factor, tried = best_scale(ScaleTrials.of(subject, prompts), channels, progress=report)
+                channel, factor, tried = best_scale(ScaleTrials(subject, prompts), channels, progress=report)
             with progress("controls on other prompts") as report:
                 controls = random_channels(subject, prompts, channel, following, self.seed)
-                trials = ScaleTrials.of(subject, others)
+                trials = ScaleTrials(subject, others)
                 controlled = {"held_out": held_out(trials, channel, factor, channels, controls, report)}
         settings = {name: value for name, value in self.parameters.items() if name not in ("top", "factor")}
         profile = channel_profile(subject, candidates, channel, factor, settings)

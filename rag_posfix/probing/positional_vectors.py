@@ -14,6 +14,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
+from rag_posfix.probing.hidden_geometry import decompose
 from rag_posfix.probing.intervals import shown
 from rag_posfix.probing.prompts import check_length, states_of
 from rag_posfix.probing.state_sums import StateSums, intervals_by_group, sums_by_group
@@ -31,22 +32,6 @@ PLACES = 48
 FORMED = 0.1
 
 
-def positional_vectors(sums: StateSums) -> tuple[Tensor, Tensor]:
-    """Return the positional vectors, and their share of the variance of hidden states by layer.
-
-    Formula: p_lt = mean over strings of h_lt; c_lt = h_lt - p_lt. With m_l the mean of p_lt over t, the share is
-        sum_t |p_lt - m_l|^2 / sum_t mean |h_lt - m_l|^2.
-
-    Shapes:
-        returns: (L, T, width) less m_l, and (L,), float64.
-    """
-    means = sums.total / sums.count
-    centre = means.mean(dim=1, keepdim=True)
-    spread = sums.squares / sums.count - means.shape[1] * centre[:, 0].square().sum(dim=-1)
-    centred = means - centre
-    return centred, centred.square().sum(dim=(1, 2)) / spread.clamp(min=1e-12)
-
-
 def similarities(vectors: Tensor) -> Tensor:
     """Return the cosine similarity of the vectors of every two positions.
 
@@ -60,10 +45,10 @@ def similarities(vectors: Tensor) -> Tensor:
 
 def by_layer(sums: StateSums) -> Tensor:
     """Return share, similarity to the next position and similarity half the length away of each layer, (3 L,)."""
-    vectors, shares = positional_vectors(sums)
-    alike = similarities(vectors)
+    parts = decompose(sums)
+    alike = similarities(parts.position)
     near, far = (alike.diagonal(offset, dim1=1, dim2=2).mean(dim=-1) for offset in (1, alike.shape[1] // 2))
-    return torch.cat((shares, near, far))
+    return torch.cat((parts.shares[0], near, far))
 
 
 @PROBES.register("positional-vectors")
@@ -99,8 +84,7 @@ class PositionalVectors(MeasuredProbe):
         with progress("reading random text") as report:
             states = states_of(subject, self.strings, self.tokens, self.seed, report)
             parts = sums_by_group(states, self.skip)
-        vectors, _ = positional_vectors(StateSums.merged(parts))
-        alike = similarities(vectors)
+        alike = similarities(decompose(StateSums.merged(parts)).position)
         step = max(1, alike.shape[1] // PLACES)
         shares, near, far = by_layer(StateSums.merged(parts)).view(3, -1)
         intervals = iter(intervals_by_group(parts, by_layer))
@@ -146,4 +130,4 @@ class PositionalVectors(MeasuredProbe):
             )
             for layer in range(len(summary["share_of_variance"]))
         ]
-        return [("layer", *MEASURES.values()), *rows]
+        return [(f"layer, n = {summary['strings']}", *MEASURES.values()), *rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.record import counted
+from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.plan.layout import Span
-from rag_posfix.probing.subject import Change, LanguageModel, Subject, Watch
+from rag_posfix.probing.subject import LanguageModel, Subject, Watch
 
 
 def check_length(subject: Subject, tokens: int, fewest: int = 2) -> None:
@@ -70,6 +71,9 @@ def states_of(
         yield residual
 
 
+States = Mapping[int, Tensor]
+"""Layer -> what its attention reads, (1, T, width)."""
+
 TASK = "Find the value of the key in the data.\n\n"
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 
@@ -98,6 +102,11 @@ class KeyValuePrompt:
     def tensor(self) -> Tensor:
         """The tokens of the prompt, (1, T)."""
         return torch.tensor([self.ids])
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens before the question."""
+        return self.ids[: self.pairs[-1].stop]
 
     @property
     def with_answer(self) -> Tensor:
@@ -158,23 +167,22 @@ def _prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int)
     return KeyValuePrompt(tuple(ids), tuple(spans), tuple(keys), tuple(values), gold, answer)
 
 
-def retrieval_losses(
-    model: Subject,
-    prompts: Sequence[KeyValuePrompt],
-    change: Callable[[KeyValuePrompt], Change] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Tensor:
-    """Return the loss of each prompt's answer: -log p per token, given the prompt and the tokens before.
+def after_context(
+    model: LanguageModel, prompts: Sequence[KeyValuePrompt], progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[KeyValuePrompt, GrowingCache, States]]:
+    """Yield each prompt with keys, values and states of the tokens before its question; neighbours may share them."""
+    ids: tuple[int, ...] = ()
+    for prompt in counted(prompts, progress):
+        if ids != prompt.context:
+            ids, states = prompt.context, dict[int, Tensor]()
+            prefix = model.read_prefix(ids, Watch(inputs=states.__setitem__))
+        yield prompt, prefix.branch(), states
 
-    Args:
-        change: Returns what is changed while a prompt is read; None reads it unchanged.
+
+def answer_loss(logits: Tensor, prompt: KeyValuePrompt) -> Tensor:
+    """Return the loss of an answer, -log p per token, given the prompt and the tokens before; () float64.
 
     Shapes:
-        returns: (len(prompts),) float64.
+        logits: (A, vocabulary).
     """
-    losses = []
-    for prompt in counted(prompts, progress):
-        changed = Change() if change is None else change(prompt)
-        logits = model.read(prompt.with_answer, Watch(), changed, keep=len(prompt.answer))
-        losses.append(cross_entropy(logits[0].double().cpu(), torch.tensor(prompt.answer)))
-    return torch.stack(losses)
+    return cross_entropy(logits.double().cpu(), torch.tensor(prompt.answer))

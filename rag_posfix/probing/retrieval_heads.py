@@ -28,7 +28,6 @@ from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
 from rag_posfix.probing.intervals import estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
-from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +37,7 @@ CUT = 10
 
 
 def probe_retrieval_heads(
+    engine: Engine,
     data: Path | Sequence[PositionExample],
     *,
     documents: int = 10,
@@ -45,8 +45,6 @@ def probe_retrieval_heads(
     skip: int = 0,
     keep: int = 8,
     seed: int = 0,
-    engine: Engine | None = None,
-    settings: Settings | None = None,
     out: Path | None = None,
     progress: Progress = silent,
 ) -> ProfileRecord:
@@ -71,13 +69,8 @@ def probe_retrieval_heads(
         raise ConfigError(
             f"{len(examples)} questions with {documents} passages rank no heads; give two or more of each"
         )
-    for example in examples:  # before the model: too few passages are told at once
+    for example in examples:  # too few passages are told at once
         example.documents(documents)
-    if engine is None:
-        with progress("loading the model"):
-            from rag_posfix.pipeline.build import build_engine
-
-            engine = build_engine(settings or Settings())
     with progress("reading prompts") as report:
         scores, gold = passage_scores(engine, examples, documents, seed, report)
     heads, gains = best_heads(scores, gold, keep)
@@ -135,8 +128,8 @@ class RetrievalHeads(Probe):
         """Return the record of ``probe_retrieval_heads``, with a figure."""
         engine = language_model(subject, self.name).engine
         profile = probe_retrieval_heads(
-            self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads, seed=self.seed,
-            engine=engine, out=out, progress=progress,
+            engine, self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads,
+            seed=self.seed, out=out, progress=progress,
         )  # fmt: skip
         return with_figure(profile, self.draw)
 
@@ -156,10 +149,10 @@ class RetrievalHeads(Probe):
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per head."""
         rows = [
-            (str(layer), str(head_index), f"{gain:.2f}")
-            for (layer, head_index), gain in zip(head["heads"], head["gains"], strict=True)
+            (str(layer), str(head_index), shown({"value": gain, "ci95": ci95}))
+            for (layer, head_index), gain, ci95 in zip(head["heads"], head["gains"], head["gains_ci95"], strict=True)
         ]
-        return [("layer", "head", "gain (nDCG@10)"), *rows]
+        return [("layer", "head", f"gain (nDCG@10), n = {head['n']}"), *rows]
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
         """Return the recall of the heads together, and how the list is used."""

@@ -16,7 +16,7 @@ from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.intervals import draw_estimates, estimate, shown
 from rag_posfix.probing.prompts import check_length
-from rag_posfix.probing.subject import Subject, Watch
+from rag_posfix.probing.subject import LanguageModel, Subject, Watch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 FIRST = 1
 """The first token is no distractor: much attention goes to it whatever it is."""
 SMALLEST = 1e-30
-TEXTS = {
-    "same length, once": (1, 1),
-    "twice the length, once": (2, 1),
-    "same length, twice": (1, 2),
-    "same length, four times": (1, 4),
-}
-"""Texts that are compared: how many times as long, and how often the word occurs."""
+ONCE = "same length, once"
+TEXTS = {"twice the length, once": (2, 1), "same length, twice": (1, 2), "same length, four times": (1, 4)}
+"""Texts that are compared with the first: how many times as long, and how often the word occurs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,43 +55,47 @@ def score_curves(
 ) -> tuple[Tensor, Tensor]:
     """Return the scores of the last token for its own word at distances, and for other words at all distances.
 
-    The text is of random tokens; the last token's word occurs once before, or more often: then the other occurrences
-    are at random places. Scores are log-probabilities of attention, less their mean over the other words of the same
-    row: softmax leaves differences as they are.
+    A text of random tokens has a word for each distance, which is nowhere else, or, with more occurrences, at random
+    places too. It is read with each of the words as the last token. Scores are log-probabilities of attention, less
+    their mean over what is none of these words: softmax leaves differences as they are.
 
     Shapes:
         returns: (strings, L, H, len(distances)), and (strings, L, H, T): the other words at distance 1 to T, the
-            largest of ``distances``, averaged over the texts of a string, one per distance; float64.
+            largest of ``distances``, averaged over the last tokens of a string; float64.
     """
     shape, farthest = (strings, subject.n_layers, subject.n_heads), max(distances)
     target = torch.zeros(*shape, len(distances), dtype=torch.float64)
     other = torch.zeros(*shape, farthest, dtype=torch.float64)
-    counts = torch.zeros(strings, farthest, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    for done in counted(range(strings * len(distances)), progress):
-        string, index = divmod(done, len(distances))
-        ids = torch.randint(0, subject.vocabulary - 1, (1, tokens), generator=generator)
-        word = torch.randint(0, subject.vocabulary, (1,), generator=generator)
-        ids[ids >= word] += 1  # the word is nowhere but where it is put
-        offset = distances[index] - 1
-        places = torch.randperm(tokens - 1 - FIRST, generator=generator)
-        copies = torch.cat((torch.tensor([offset]), places[places != offset][: occurrences - 1]))
-        ids[0, -1] = word[0]
-        ids[0, -2 - copies] = word[0]
-        is_other = torch.ones(tokens - 1 - FIRST, dtype=torch.bool)
-        is_other[copies] = False
-        counts[string] += is_other[:farthest]
+    at = torch.tensor(distances) - 1
+    for string in counted(range(strings), progress):
+        vocabulary = torch.randperm(subject.vocabulary, generator=generator)
+        words, others = vocabulary[: len(at)], vocabulary[len(at) :]
+        ids = others[torch.randint(0, len(others), (tokens - 1,), generator=generator)]
+        free = torch.randperm(tokens - 1 - FIRST, generator=generator)
+        free = free[~torch.isin(free, at)][: len(at) * (occurrences - 1)].view(len(at), -1)
+        copies = torch.cat((at[:, None], free), dim=1)  # (distances, occurrences), counted back from the last token
+        ids[-1 - copies] = words[:, None]
+        is_other = torch.ones(len(at), 1, tokens - 1 - FIRST, dtype=torch.bool)
+        is_other.scatter_(2, copies[:, None], value=False)
 
-        def add(
-            layer: int, weights: Tensor, string: int = string, index: int = index, is_other: Tensor = is_other
-        ) -> None:
-            row = weights[0, :, -1, FIRST:-1].double().cpu().clamp(min=SMALLEST).log().flip(-1)  # distance 1 first
-            row = row - row[:, is_other].mean(dim=-1, keepdim=True)
-            target[string, layer, :, index] = row[:, distances[index] - 1]
-            other[string, layer] += torch.where(is_other[:farthest], row[:, :farthest], 0.0)
+        def add(layer: int, weights: Tensor, string: int = string, is_other: Tensor = is_other) -> None:
+            rows = weights[:, :, -1, FIRST:-1].double().cpu().clamp(min=SMALLEST).log().flip(-1)  # distance 1 first
+            rows = rows - rows[..., is_other.all(dim=0)[0]].mean(dim=-1, keepdim=True)
+            target[string, layer] = rows[torch.arange(len(at)), :, at].T
+            near = is_other[..., :farthest]
+            other[string, layer] = (rows[..., :farthest] * near).sum(dim=0) / near.sum(dim=0).clamp(min=1)
 
-        subject.read(ids, Watch(weights=add))
-    return target, other / counts.clamp(min=1)[:, None, None]
+        _read_with_each(subject, ids, words, Watch(weights=add))
+    return target, other
+
+
+def _read_with_each(subject: Subject, ids: Tensor, words: Tensor, watch: Watch) -> None:
+    """Read a text with each of these words as the last token: once, where keys and values can be kept, or in rows."""
+    if isinstance(subject, LanguageModel):
+        subject.read(words[:, None], watch, prefix=subject.read_prefix(ids.tolist(), rows=len(words)))
+    else:
+        subject.read(torch.cat((ids.expand(len(words), -1), words[:, None]), dim=1), watch)
 
 
 def crossing(distances: Sequence[int], target: Tensor, nearest: float) -> float:
@@ -159,7 +159,7 @@ class ScoreAdvantage(MeasuredProbe):
     Differs from the paper: measured on any attention, whose scores need not fall along a straight line.
 
     Args:
-        strings: Number of random token sequences per distance.
+        strings: Number of random token sequences.
         farthest: Largest tested distance; distances double from 2 up to it.
         seed: Seed of the random tokens.
     """
@@ -192,8 +192,9 @@ class ScoreAdvantage(MeasuredProbe):
         ]
         best = max(range(len(heads)), key=lambda number: float(heads[number]["D"]))
         layer, head = divmod(best, subject.n_heads)
-        chosen = [distances[0], distances[len(distances) // 2], distances[-1]]
-        varied = {}
+        chosen = sorted({distances[0], distances[len(distances) // 2], distances[-1]})
+        once = (target[..., [distances.index(each) for each in chosen]], other)
+        varied = {ONCE: {"tokens": tokens, "occurrences": 1, **_advantage_of(chosen, *once, layer, head)}}
         for name, (length, occurrences) in TEXTS.items():
             with progress(f"random text, {name}") as report:
                 curves = score_curves(
@@ -205,7 +206,6 @@ class ScoreAdvantage(MeasuredProbe):
             {
                 **_shares(heads, float(distances[-1] - 1)),
                 "strings": self.strings,
-                "texts": self.strings * len(distances),
                 "distances": distances,
                 "example": {
                     "layer": layer, "head": head, "word": target.mean(dim=0)[layer, head].tolist(),
@@ -228,7 +228,7 @@ class ScoreAdvantage(MeasuredProbe):
         top.plot(summary["distances"], example["word"], marker="o", color=OTHER_COLORS[2], label="the same word")
         top.axhline(others[0], color="#999999", linestyle=":", label="nearest distractor")
         top.set_xscale("log")
-        finish_axes(top, f"{name}, {n} strings a distance", "distance in tokens", "attention score (nats)", columns=2)
+        finish_axes(top, f"{name}, {n} strings", "distance in tokens", "attention score (nats)", columns=2)
         limit = summary["distances"][-1] * 4.0
         heads = [row for row in summary["by_head"] if row["D"] > 0]
         pairs = [[min(_of(row[key]), limit) + 1 for row in heads] for key in ("predicted", "measured")]
@@ -256,7 +256,8 @@ class ScoreAdvantage(MeasuredProbe):
             )
             for row in best
         ]  # fmt: skip
-        return [("layer", "head", "D (nats)", "d (nats per token)", "predicted crossing", "measured"), *rows]
+        n = head["summary"]["strings"]
+        return [("layer", "head", f"D (nats), n = {n}", "d (nats per token)", "predicted crossing", "measured"), *rows]
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
         """Return the numbers of the summary, and what other texts change."""

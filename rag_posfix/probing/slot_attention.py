@@ -25,22 +25,20 @@ from rag_posfix.parameters import Integer
 from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.layout import Layout
 from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
-from rag_posfix.probing.intervals import estimate, whiskers
+from rag_posfix.probing.intervals import estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
-from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def probe_slot_attention(
+    engine: Engine,
     data: Path | Sequence[PositionExample],
     *,
     documents: int = 10,
     limit: int | None = 24,
     skip: int = 0,
-    engine: Engine | None = None,
-    settings: Settings | None = None,
     out: Path | None = None,
     progress: Progress = silent,
 ) -> ProfileRecord:
@@ -55,13 +53,8 @@ def probe_slot_attention(
         The record, whose head is the profile that ``calibrated_attention`` reads.
     """
     examples = take_examples(data, limit, skip)
-    for example in examples:  # before the model: too few passages are told at once
+    for example in examples:  # too few passages are told at once
         example.documents(documents)
-    if engine is None:
-        with progress("loading the model"):
-            from rag_posfix.pipeline.build import build_engine
-
-            engine = build_engine(settings or Settings())
     layouts = [_layout(engine, example, documents, i % documents) for i, example in enumerate(examples)]
     with progress("reading prompts") as report:
         slots = dummy_attention(engine.loaded, layouts, report)
@@ -110,8 +103,7 @@ class SlotAttention(Probe):
         """Return the record of ``probe_slot_attention``, with a figure."""
         engine = language_model(subject, self.name).engine
         record = probe_slot_attention(
-            self.data, documents=self.documents, limit=self.limit, skip=self.skip, engine=engine, out=out,
-            progress=progress,
+            engine, self.data, documents=self.documents, limit=self.limit, skip=self.skip, out=out, progress=progress,
         )  # fmt: skip
         return with_figure(record, self.draw)
 
@@ -130,8 +122,11 @@ class SlotAttention(Probe):
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per slot."""
         mean = sum(head["profile"]) / len(head["profile"])
-        rows = [(str(slot), f"{value:.3g}", f"{value / mean:.2f}") for slot, value in enumerate(head["profile"])]
-        return [("slot", "attention per token", "relative to the mean"), *rows]
+        rows = [
+            (str(slot), shown({"value": value, "ci95": ci95}, ".3g"), f"{value / mean:.2f}")
+            for slot, (value, ci95) in enumerate(zip(head["profile"], head["ci95"], strict=True))
+        ]
+        return [("slot", f"attention per token, n = {head['n']}", "relative to the mean"), *rows]
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
         """Return how the profile is used."""

@@ -19,7 +19,7 @@ from rag_posfix.evaluation.record import model_facts
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, HiddenScale, MaskFunction
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, MaskFunction
 from rag_posfix.settings import Settings
 
 ByLayer = Callable[[int, Tensor], None]
@@ -52,25 +52,20 @@ class Change:
     """What a probe changes in one pass; None changes nothing.
 
     Attributes:
-        positions: Position ids, (T,), in place of 0, 1, 2 and so on.
-        mask: Which key each query sees, in place of the causal mask.
+        positions: Position ids, (T,) or (B, T), in place of 0, 1, 2 and so on.
+        mask: Which key each query sees, in place of the causal mask; may differ by row.
         scores: Returns other attention scores, given the layer and (B, H, T, T) float32 scores that are scaled and
             masked.
-        hidden_scale: A hidden channel to scale for the queries and keys of the newest tokens, as the method
-            ``hidden_scaling`` does.
-        prompt_length: Tokens of the prompt, with ``hidden_scale``: the last of them and all after it are newest.
     """
 
     positions: Tensor | None = None
     mask: MaskFunction | None = None
     scores: Callable[[int, Tensor], Tensor] | None = None
-    hidden_scale: HiddenScale | None = None
-    prompt_length: int = 1
 
     @property
     def attention(self) -> bool:
-        """Whether attention is computed the plain way, so that it can be changed."""
-        return self.mask is not None or self.scores is not None
+        """Whether attention is computed the plain way; at a step back of positions transformers hides all before."""
+        return self.positions is not None or self.mask is not None or self.scores is not None
 
 
 class Subject(Protocol):
@@ -207,7 +202,7 @@ class SmallDecoder:
     @torch.inference_mode()
     def read(self, ids: Tensor, watch: Watch = Watch(), change: Change = Change(), keep: int = 1) -> Tensor:
         """Read tokens in one pass; see ``Subject.read``."""
-        if change.positions is not None or change.attention or change.hidden_scale is not None:
+        if change.attention:
             raise UnsupportedModelError(
                 f"positions, mask and scores of a small decoder belong to its encoding "
                 f"({self.decoder.encoding.label}) and cannot be changed; give a language model with --model"
@@ -295,12 +290,12 @@ class LanguageModel:
         """Return name, fingerprint, dtype and device."""
         return model_facts(self.engine)
 
-    def read_prefix(self, ids: Sequence[int]) -> GrowingCache:
-        """Return keys and values of first tokens, on whose branches passes over the tokens after them begin."""
+    def read_prefix(self, ids: Sequence[int], watch: Watch = Watch(), rows: int = 1) -> GrowingCache:
+        """Return keys and values of first tokens, after which passes of so many rows read on."""
         self._needs_all_keys()
         cache = GrowingCache(self.n_layers)
-        self.read(torch.tensor([ids]), prefix=cache)
-        return cache
+        self.read(torch.tensor([ids]), watch, prefix=cache)
+        return cache if rows == 1 else cache.copy(len(ids), torch.zeros(rows, dtype=torch.long))
 
     @torch.inference_mode()
     def read(
@@ -322,17 +317,12 @@ class LanguageModel:
         position_ids = torch.arange(before + ids.shape[1]) if change.positions is None else change.positions
         loaded = self.engine.loaded.reading(int(position_ids.max()) + 1)
         ids = ids.to(loaded.device)
-        positions = position_ids.to(loaded.device)[None].expand(ids.shape[0], -1)
-        overrides = Overrides(hidden_scale=change.hidden_scale)
+        positions = position_ids.to(loaded.device).view(-1, position_ids.shape[-1]).expand(ids.shape[0], -1)
+        overrides = Overrides()
         if watch.attention or change.attention:
             self._needs_all_keys()
-            overrides = Overrides(attend=WatchedAttention(watch, change), hidden_scale=change.hidden_scale)
-        context = ForwardContext(
-            overrides, positions.float(), loaded.spec, prompt_length=change.prompt_length,
-            on_hidden_states=watch.inputs,
-            # Several newest queries are aligned with the last keys; a mask of the model's own is made for all queries.
-            starts=(0,) * ids.shape[0] if change.hidden_scale is not None and loaded.keeps_all_keys else None,
-        )  # fmt: skip
+            overrides = Overrides(attend=WatchedAttention(watch, change))
+        context = ForwardContext(overrides, positions.float(), loaded.spec, on_hidden_states=watch.inputs)
         with active(context):
             output = loaded.model(
                 input_ids=ids, position_ids=positions[:, before:], past_key_values=prefix,

@@ -37,7 +37,7 @@ def probed(device: str, name: str) -> object:
 
 
 def retrieval_heads(device: str) -> object:
-    record = probe_retrieval_heads(EXAMPLES, documents=4, keep=3, engine=tiny_engine_on(device, layers=2))
+    record = probe_retrieval_heads(tiny_engine_on(device, layers=2), EXAMPLES, documents=4, keep=3)
     return [record.head["heads"], record.head["gains"], record.head["held_out"]]
 
 

@@ -163,7 +163,7 @@ def test_speed(run, settings, tmp_path):
 
 def test_probes(run, data, settings, tmp_path):
     printed = run("probe", "slot-attention", "--data", data, "--documents", 3, "--out", tmp_path / "slots")
-    record = probe_slot_attention(data, documents=3, settings=settings)
+    record = probe_slot_attention(open_subject(settings).engine, data, documents=3)
     pictures = {kind: str(profile_in(tmp_path / "slots").with_suffix(f".{kind}")) for kind in ("svg", "png")}
     assert {kind: printed.pop(kind) for kind in pictures} == pictures
     assert {"profile": printed.pop("profile"), **record.to_json()} == {"profile": str(profile_in(tmp_path / "slots")),

@@ -7,7 +7,7 @@ import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.attention_mass import AttentionMass, slot_masses
-from rag_posfix.probing.prompts import key_value_prompts, retrieval_losses
+from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 
@@ -19,13 +19,13 @@ class Planted(LanguageModel):
 
     span = slice(0, 1)
 
-    def read(self, ids, watch=Watch(), change=Change(), keep=1):  # noqa: B008
+    def read(self, ids, watch=Watch(), change=Change(), keep=1, prefix=None):  # noqa: B008
         def scores(layer, found):
             if layer == 1:
                 found[:, 3, :, self.span] += 1e4
             return found
 
-        return super().read(ids, watch, Change(scores=scores), keep)
+        return super().read(ids, watch, Change(scores=scores), keep, prefix)
 
 
 def test_the_prompts_hold_what_their_spans_say_and_the_gold_place_goes_round():
@@ -75,7 +75,39 @@ def test_the_loss_is_that_of_the_answer_given_what_stands_before():
     expected = -sum(
         float(logits[0, place].log_softmax(-1)[token]) for place, token in zip(at, prompt.answer, strict=True)
     ) / len(prompt.answer)
-    assert float(retrieval_losses(MODEL, [prompt])[0]) == pytest.approx(expected, rel=1e-4)
+    logits = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
+    assert float(answer_loss(logits, prompt)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_prompts_that_share_their_pairs_read_them_once_and_attend_as_alone():
+    class Counting(LanguageModel):
+        tokens = 0
+
+        def read(self, ids, *arguments, **options):
+            type(self).tokens += ids.numel()
+            return super().read(ids, *arguments, **options)
+
+    prompts = key_value_prompts(MODEL, 4, 8)
+    pairs, keys = slot_masses(Counting(MODEL.engine), prompts)
+    assert Counting.tokens == sum(len(prompt.ids) - len(prompt.context) * (prompt.gold > 0) for prompt in prompts)
+    for number, prompt in enumerate(prompts):
+        weights = {}
+        MODEL.read(prompt.tensor, Watch(weights=weights.__setitem__))
+        for layer, found in weights.items():
+            pair, key = prompt.pairs[1].slice, prompt.keys[1].slice
+            last = found[0, :, -1]
+            torch.testing.assert_close(pairs[number, layer, :, 1], last[:, pair].sum(dim=-1), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(keys[number, layer, :, 1], last[:, key].mean(dim=-1), atol=1e-5, rtol=1e-4)
+
+
+def test_what_was_read_of_the_pairs_is_what_the_whole_prompt_reads_there():
+    for prompt, prefix, inputs in after_context(MODEL, key_value_prompts(MODEL, 3, 5)):
+        assert prefix.get_seq_length() == len(prompt.context) == prompt.pairs[-1].stop
+        whole = {}
+        MODEL.read(prompt.tensor, Watch(inputs=whole.__setitem__))
+        for layer, states in whole.items():
+            shared = states[:, : len(prompt.context)]
+            torch.testing.assert_close(inputs[layer], shared, atol=1e-4, rtol=1e-4)
 
 
 def test_the_record_has_the_mass_by_layer_and_head_and_a_decoder_is_refused(tmp_path):

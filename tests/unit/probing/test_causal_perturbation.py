@@ -8,12 +8,15 @@ import torch
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.causal_perturbation import (
     CHANGES,
+    CROPPED,
+    CROPPED_WITH_SINK,
     RANDOM,
+    SHIFTED,
+    SINK,
     CausalPerturbation,
-    hidden_keys,
     implied_shift,
-    shifted_positions,
 )
+from rag_posfix.probing.prompts import answer_loss, key_value_prompts, random_strings
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
 
@@ -26,21 +29,24 @@ class Planted(LanguageModel):
 
     follows = "ids"
 
-    def read(self, ids, watch=Watch(), change=Change(), keep=1):  # noqa: B008
-        count = ids.shape[1]
+    def read(self, ids, watch=Watch(), change=Change(), keep=1, prefix=None):  # noqa: B008
+        before = 0 if prefix is None else prefix.get_seq_length()
+        logits = super().read(ids, Watch(), change, keep, prefix)
         if watch.states is None:
-            return super().read(ids, watch, change, keep)
-        at = torch.arange(count)
+            return logits
+        at = torch.arange(before + ids.shape[1])
         mask = change.mask or (lambda query, key: key <= query)
         seen = mask(at[:, None], at[None]).sum(dim=-1)
-        sink = at - 1000.0 * ~mask(at, torch.zeros(1, dtype=torch.long))
+        sink = at - 1000.0 * ~mask(at[:, None], torch.zeros(1, 1, dtype=torch.long))[..., 0]
         ids_seen = at if change.positions is None else change.positions
         value = {"mask": seen, "sink": sink, "ids": ids_seen}[self.follows]
+        value = value.reshape(-1, len(at)).expand(len(ids), -1)[:, before:]
         for layer in range(self.n_layers):
-            states = torch.randn(1, count, self.width, generator=torch.Generator().manual_seed(layer))
+            states = torch.randn(1, len(at), self.width, generator=torch.Generator().manual_seed(layer))
+            states = states[:, before:].repeat(len(ids), 1, 1)
             states[..., 9] = 0.5 * value
             watch.states(layer, states)
-        return torch.zeros(1, keep, self.vocabulary)
+        return logits
 
 
 @pytest.mark.parametrize(
@@ -63,21 +69,68 @@ def test_what_the_channel_follows_is_told_and_the_sink_is_told_from_the_mask(fol
 
 
 def test_the_changes_by_hand():
-    assert shifted_positions(6, 3, 5, 2).positions.tolist() == [0, 1, 2, 1, 2, 5]
-    at = torch.arange(4)
-    seen = hidden_keys(2, 3, range(1)).mask(at[:, None], at[None])
-    assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]
-    seen = hidden_keys(2, 4, range(1, 2)).mask(at[:, None], at[None])
-    assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    probe = CausalPerturbation(first=3, last=5, shift=2, tokens=64)
+    at, rows = torch.arange(6), [(name, 0) for name in (SHIFTED, CROPPED, SINK, CROPPED_WITH_SINK, CHANGES[0])]
+    change = probe.changes(rows, 6)
+    assert change.positions.tolist() == [[0, 1, 2, 1, 2, 5], *[[0, 1, 2, 3, 4, 5]] * 4]
+    seen = change.mask(at[:, None], at[None])[:, 0].int()
+    assert seen[1].tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1],
+    ]  # fmt: skip
+    assert seen[:, 3].tolist() == [
+        [1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0],
+    ]  # fmt: skip
 
 
 def test_the_random_window_has_the_size_of_the_crop_and_lies_between_token_0_and_the_span():
     probe, at = CausalPerturbation(**SIZES), torch.arange(140)
-    windows = [(~probe.change_of(RANDOM, 140, number).mask(at[100], at))[:101].nonzero()[:, 0] for number in range(20)]
+    seen = probe.changes([(RANDOM, number) for number in range(20)], 140).mask(at[100:101, None], at[None])[:, 0, 0]
+    windows = [(~row)[:101].nonzero()[:, 0] for row in seen]
     assert {len(window) for window in windows} == {39}
     assert min(int(window[0]) for window in windows) >= 1
     assert max(int(window[-1]) for window in windows) < 80
     assert len({int(window[0]) for window in windows}) > 5
+
+
+def whole_pass(probe, name, ids, number, watch=Watch(), keep=1):  # noqa: B008
+    """Read a text under a change in one pass, from its first token to its last."""
+    at, shift = torch.arange(ids.shape[1]), probe.shift
+    window = probe.changes([(RANDOM, number)], len(at)).mask(torch.tensor([[probe.first]]), at[None])[0, 0, 0]
+    start = next((number for number, seen in enumerate(window.tolist()) if not seen), 0)
+    hidden = {CROPPED: (1, shift), RANDOM: (start, start + shift - 1), SINK: (0, 1), CROPPED_WITH_SINK: (0, shift)}
+
+    def mask(query, key):
+        first, stop = hidden.get(name, (0, 0))
+        return (key <= query) & ((query < probe.first) | (query >= probe.last) | (key < first) | (key >= stop))
+
+    moved = torch.where((at >= probe.first) & (at < probe.last), at - shift, at)
+    change = Change() if name == CHANGES[0] else Change(moved if name == SHIFTED else None, mask)
+    return MODEL.read(ids, watch, change, keep)
+
+
+def test_rows_after_a_shared_prefix_equal_whole_passes_of_each_change():
+    probe, layer, channel = CausalPerturbation(**SIZES), 2, 3
+    curves = probe.curves(MODEL, channel, layer, lambda done, total: None)
+    assert curves.shape == (len(CHANGES), 3, 140)
+    for number, ids in enumerate(random_strings(MODEL, 3, 140, 0)):
+        for row, name in zip(curves[:, number], CHANGES, strict=True):
+            states = {}
+            whole_pass(probe, name, ids, number, Watch(states=states.__setitem__))
+            torch.testing.assert_close(row, states[layer][0, :, channel], atol=1e-4, rtol=1e-4)
+    assert len({round(float(row[-1]), 4) for row in curves[:, 0]}) == len(CHANGES)
+
+
+@pytest.mark.parametrize("first", [80, 1000])  # 1000: the span is behind every prompt
+def test_losses_of_prompts_that_share_their_pairs_equal_whole_passes_of_each_change(first):
+    probe = CausalPerturbation(first=first, last=1040, shift=40, tokens=1100, pairs=6)
+    prompts = key_value_prompts(MODEL, 6, 9)  # six of the first pairs, three of the second
+    losses = probe.losses(MODEL, prompts, lambda done, total: None)
+    for row, name in zip(losses, CHANGES, strict=True):
+        for loss, prompt in zip(row, prompts, strict=True):
+            logits = whole_pass(probe, name, prompt.with_answer, prompt.gold, keep=len(prompt.answer))
+            assert float(loss) == pytest.approx(float(answer_loss(logits[0], prompt)), abs=1e-4)
+    assert len({round(float(loss), 4) for loss in losses[:, 0]}) == (len(CHANGES) if first == 80 else 1)
 
 
 def test_the_shift_is_in_tokens():

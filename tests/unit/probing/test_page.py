@@ -12,12 +12,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from benchmarks.keep_record import RESULTS
+from docs.figure import draw_fine_tuning
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.laboratory.contextual_maps import draw_maps
+from rag_posfix.laboratory.experiment import draw_laboratory
 from rag_posfix.probing import PROBES
 from tests.support.pages import DOCS, examples
 
 PAGE = (DOCS / "probes.md").read_text("utf-8")
+RESULTS_OF_LAB = (DOCS / "laboratory-results.md").read_text("utf-8")
 
 
 def test_the_example_prints_what_the_page_says():
@@ -74,12 +77,14 @@ def heads_of(value):
             yield from heads_of(inner)
 
 
+LABORATORY = [RESULTS / f"{name}.json" for name in re.findall(r"images/(lab-[\w-]+)\.svg", RESULTS_OF_LAB)]
+OTHERS = {"lab-maps": draw_maps, "lab": draw_laboratory, "fine-tuning": draw_fine_tuning}
+
+
 def figure_of(path):
     head = read_head(path)
-    if head.get("kind") == "lab-maps":
-        return head, draw_maps(head)
-    name = head.get("kind", "probe-positional-dimensions").removeprefix("probe-")
-    return head, PROBES.get(name)().draw(head)
+    kind = head.get("kind", "probe-positional-dimensions")
+    return head, OTHERS[kind](head) if kind in OTHERS else PROBES.get(kind.removeprefix("probe-"))().draw(head)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
@@ -108,7 +113,10 @@ def test_a_channel_or_head_that_the_prose_names_is_in_the_record(path):
         assert (int(number), int(layer)) in set(heads_of(summary)), f"head {number} of layer {layer}: {path.name}"
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+DRAWN = dict.fromkeys((*RECORDS, *LABORATORY, RESULTS / "fine-tuning.json"))
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
 def test_the_letters_of_a_picture_are_inside_and_do_not_overlap(path):
     _, figure = figure_of(path)
     canvas = FigureCanvasAgg(figure)
@@ -118,6 +126,9 @@ def test_the_letters_of_a_picture_are_inside_and_do_not_overlap(path):
         left = [text for text in axes.get_children() if isinstance(text, Text)]
         titles = [text for text in left if text.get_text() == axes.get_title(loc="left")]
         written = [axes.title, *titles[:1], axes.xaxis.label, axes.yaxis.label]
+        ticks = [label for label in axes.get_xticklabels() if label.get_rotation() == 0]
+        marks = [label.get_window_extent(canvas.get_renderer()) for label in ticks if label.get_text()]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(marks, 2)), path.stem
         boxes = [text.get_window_extent(canvas.get_renderer()) for text in written if text.get_text()]
         assert all(box.x0 >= -1 and box.x1 <= figure.bbox.width + 1 for box in boxes), [t.get_text() for t in written]
         assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))

@@ -5,18 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.mitigations import create
+from rag_posfix.mitigations.hidden_scaling import default_layers
+from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import HiddenScale
-from rag_posfix.probing import scale_trials
 from rag_posfix.probing.positional_dimensions import PositionalDimensions, broken_line, segmented_fit
-from rag_posfix.probing.prompts import key_value_prompts
-from rag_posfix.probing.scale_trials import FACTORS, ScaleTrials, best_scale, held_out, random_channels
+from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
+from rag_posfix.probing.scale_trials import (
+    FACTORS,
+    UNCHANGED,
+    ScaleTrials,
+    best_scale,
+    held_out,
+    logits_after_prefix,
+    random_channels,
+)
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
-from tests.support.tiny import loaded_model, toy_layout
-from tests.support.toy_encoder import ToyEncoder
 
 MODEL = tiny_model(200)
 
@@ -24,7 +30,7 @@ MODEL = tiny_model(200)
 class Planted(LanguageModel):
     """A model of which attention reads a slow curve of the position in channel 17."""
 
-    def read(self, ids, watch=Watch(), change=Change(), keep=1):  # noqa: B008
+    def read(self, ids, watch=Watch(), change=Change(), keep=1, prefix=None):  # noqa: B008
         def planted(layer, states):
             at = torch.arange(states.shape[1])
             states = states.clone()
@@ -32,7 +38,7 @@ class Planted(LanguageModel):
             watch.states(layer, states)
 
         watched = Watch(states=planted, inputs=watch.inputs) if watch.states is not None else watch
-        return super().read(ids, watched, change, keep)
+        return super().read(ids, watched, change, keep, prefix)
 
 
 def test_a_planted_channel_is_found_with_its_bend(tmp_path):
@@ -45,41 +51,52 @@ def test_a_planted_channel_is_found_with_its_bend(tmp_path):
     assert set(record.files) == {"profile", "svg", "png"}
 
 
-def test_scaling_in_a_probe_is_what_the_method_does():
-    loaded, layout = loaded_model(), toy_layout()
-    method = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 1})
-    with torch.inference_mode():
-        expected = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0].logits[0, -1]
-    model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
-    ids = torch.tensor([layout.token_ids])
-    change = Change(hidden_scale=HiddenScale(5, -1.0, range(1, 2)), prompt_length=len(layout.token_ids))
-    torch.testing.assert_close(model.read(ids, change=change)[0, 0], expected, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(model.read(ids)[0, 0], expected, atol=1e-3)
+@torch.inference_mode()
+def logits_of_the_method(model, prompt, scale):
+    """Return the logits of the answer's tokens as a request with the method ``hidden_scaling`` computes them."""
+    loaded, n = model.engine.loaded, len(prompt.ids)
+    method = create("hidden_scaling", {"channel": scale.channel, "factor": scale.factor,
+                                       "first_layer": scale.layers[0], "last_layer": scale.layers[-1]})  # fmt: skip
+    passage, question = Span(1, n - 1), Span(n - 1, n)
+    layout = Layout(prompt.ids, Span(0, 1), (passage,), (passage,), question, question, ("pairs",))
+    row = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0]
+    after = [row.batch.forward(torch.tensor([[token]]), row.batch.next_positions(), 1) for token in prompt.answer[:-1]]
+    return torch.cat((row.logits[:, -1:], *after), dim=1)[0]
 
 
-def test_tokens_after_the_prompt_are_scaled_as_generated_ones_are():
-    loaded, layout = loaded_model(), toy_layout()
-    method = create("hidden_scaling", {"channel": 5, "factor": -1.0, "first_layer": 1, "last_layer": 2})
-    after = torch.tensor([[7, 9, 11]])
-    with torch.inference_mode():
-        batch = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0].batch
-        expected = torch.cat([batch.forward(one, batch.next_positions(), 1) for one in after.split(1, dim=1)], dim=1)
-    model = LanguageModel(Engine(loaded, ToyEncoder(), "tiny", "print"))
-    ids = torch.cat((torch.tensor([layout.token_ids]), after), dim=1)
-    change = Change(hidden_scale=HiddenScale(5, -1.0, range(1, 3)), prompt_length=len(layout.token_ids))
-    torch.testing.assert_close(model.read(ids, change=change, keep=3), expected, atol=1e-4, rtol=1e-4)
+@torch.inference_mode()
+def test_trials_after_a_shared_prefix_are_what_the_method_does():
+    scales = [HiddenScale(channel, factor, range(1, 3)) for channel in (5, 17) for factor in FACTORS]
+    for prompt, prefix, context in after_context(MODEL, key_value_prompts(MODEL, 3, 4)):
+        rows = logits_after_prefix(MODEL, scales, prompt, prefix, context)
+        plain = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
+        for row, scale in zip(rows, scales, strict=True):
+            torch.testing.assert_close(row, logits_of_the_method(MODEL, prompt, scale), atol=1e-4, rtol=1e-4)
+            assert not torch.allclose(row, plain, atol=1e-3)
+
+
+def test_losses_are_those_of_each_setting_and_prompt_and_of_the_unchanged_model():
+    prompts = key_value_prompts(MODEL, 3, 4)
+    losses = ScaleTrials(MODEL, prompts).losses([(5, 0.0), (17, 2.0)])
+    assert list(losses) == [UNCHANGED, (5, 0.0), (17, 2.0)]
+    layers = default_layers(MODEL.n_layers)
+    for number, prompt in enumerate(prompts):
+        plain = MODEL.read(prompt.with_answer, keep=len(prompt.answer))[0]
+        assert float(losses[UNCHANGED][number]) == pytest.approx(float(answer_loss(plain, prompt)), abs=1e-4)
+        scaled = logits_of_the_method(MODEL, prompt, HiddenScale(17, 2.0, layers))
+        assert float(losses[17, 2.0][number]) == pytest.approx(float(answer_loss(scaled, prompt)), abs=1e-4)
 
 
 def planted_losses(monkeypatch, by_channel, best=-0.5):
     """Make the loss of a prompt a channel's own plus the distance of the factor from the best one; 2 unchanged."""
 
-    def losses(model, prompts, change):
-        scale = change(prompts[0]).hidden_scale
-        base = 2.0 if scale is None else by_channel.get(scale.channel, 2.1) + abs(scale.factor - best)
-        return torch.full((len(prompts),), base, dtype=torch.float64)
+    def losses(self, settings, progress=None):
+        planted = {(c, f): by_channel.get(c, 2.1) + abs(f - best) for c, f in settings}
+        count = len(self.prompts)
+        return {key: torch.full((count,), loss).double() for key, loss in {UNCHANGED: 2.0, **planted}.items()}
 
-    monkeypatch.setattr(scale_trials, "retrieval_losses", losses)
-    return ScaleTrials.of(MODEL, key_value_prompts(MODEL, 2, 4))
+    monkeypatch.setattr(ScaleTrials, "losses", losses)
+    return ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4))
 
 
 def test_the_channel_and_the_factor_with_the_lowest_loss_are_chosen(monkeypatch):
@@ -106,8 +123,8 @@ def test_the_controls_tell_the_chosen_channel_from_random_ones(monkeypatch):
 
 
 def test_primacy_is_the_change_of_late_pairs_less_that_of_early_ones():
-    trials = ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4), torch.zeros(4, dtype=torch.float64))
-    trial = trials.trial(1, 2.0, torch.tensor([0.1, 0.4, 0.1, 0.6]).double())  # places 0, 1, 0, 1
+    losses = {UNCHANGED: torch.zeros(4).double(), (1, 2.0): torch.tensor([0.1, 0.4, 0.1, 0.6]).double()}
+    trial = ScaleTrials(MODEL, key_value_prompts(MODEL, 2, 4)).trial((1, 2.0), losses)  # places 0, 1, 0, 1
     assert trial["late_less_early"]["value"] == pytest.approx(0.4)
     assert trial["by_position"] == pytest.approx([0.1, 0.5])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.probing.positional_vectors import PositionalVectors, positional_vectors, similarities
+from rag_posfix.probing.hidden_geometry import decompose
+from rag_posfix.probing.positional_vectors import PositionalVectors, similarities
 from rag_posfix.probing.state_sums import StateSums, sums_by_group
 from tests.support.probed import FromStates, small_decoder
 
@@ -26,7 +27,8 @@ def planted(layer, number):
 
 def test_planted_vectors_and_their_share_are_recovered():
     states = [torch.stack([planted(layer, n) for layer in (0, 1)]) for n in range(4)]
-    vectors, shares = positional_vectors(StateSums.merged(sums_by_group(states, 1, groups=2)))
+    parts = decompose(StateSums.merged(sums_by_group(states, 1, groups=2)))
+    vectors, shares = parts.position, parts.shares[0]
     centred = CURVE[1:] - CURVE[1:].mean(dim=0)
     torch.testing.assert_close(vectors[1, :, :2].float(), centred)
     assert vectors[1, :, 2:].abs().max() == 0

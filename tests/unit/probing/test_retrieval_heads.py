@@ -40,7 +40,7 @@ def planted(loaded, layouts, kv_lookup=None):
 
 def test_a_planted_head_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "question_attention_by_head", planted)
-    record = probe_retrieval_heads(EXAMPLES, documents=4, keep=1, engine=tiny_engine(400), out=tmp_path)
+    record = probe_retrieval_heads(tiny_engine(400), EXAMPLES, documents=4, keep=1, out=tmp_path)
     assert record.head["heads"] == [[1, 3]]
     assert record.head["gains"] == [1.0]
     assert record.head["held_out"] == {"recall_at_1": 1.0, "recall_at_3": 1.0}
@@ -100,11 +100,12 @@ def test_the_reranker_scores_by_the_heads_that_are_given():
         InContextReranker(generator=engine, heads=((0, 0),), layers=(1,))
 
 
-def test_bad_input_is_told_before_a_model_is_loaded(tmp_path):
+def test_bad_input_is_told_before_a_prompt_is_read(tmp_path):
+    engine = tiny_engine(400)
     with pytest.raises(ConfigError, match="1 questions with 4 passages"):
-        probe_retrieval_heads(EXAMPLES[:1], documents=4)
+        probe_retrieval_heads(engine, EXAMPLES[:1], documents=4)
     with pytest.raises(EvaluationError, match="documents=9"):
-        probe_retrieval_heads(EXAMPLES, documents=9)
+        probe_retrieval_heads(engine, EXAMPLES, documents=9)
     path = tmp_path / "heads.json"
     path.write_text(json.dumps({"profile": []}))
     with pytest.raises(ConfigError, match="holds no heads"):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.probing.score_advantage import ScoreAdvantage, crossing
+from rag_posfix.probing.score_advantage import ScoreAdvantage, crossing, score_curves
 from tests.support.probed import small_decoder, tiny_model
 
 
@@ -24,12 +24,10 @@ class Linear:
         count = ids.shape[1]
         distance = torch.arange(count - 1, -1, -1).double()
         scores = torch.stack(
-            [
-                word * (ids[0] == ids[0, -1]) - step * distance
-                for word, step in zip(self.words, self.steps, strict=True)
-            ]
+            [word * (ids == ids[:, -1:]) - step * distance for word, step in zip(self.words, self.steps, strict=True)],
+            dim=1,
         )
-        watch.weights(0, scores.softmax(dim=-1)[None, :, None].expand(-1, -1, count, -1))
+        watch.weights(0, scores.softmax(dim=-1)[:, :, None].expand(-1, -1, count, -1))
         return torch.zeros(1, keep, self.vocabulary)
 
 
@@ -50,6 +48,39 @@ def test_the_crossing_is_where_the_bound_says(tmp_path):
         assert text["median_D"]["value"] == pytest.approx(0.5, abs=1e-3)
         assert text["heads_with_advantage"]["value"] == pytest.approx(2 / 3)
     assert set(record.files) == {"record", "svg", "png"}
+
+
+@pytest.mark.parametrize("occurrences", [1, 4])
+def test_a_word_is_at_its_distance_and_nowhere_else_but_at_its_copies(occurrences):
+    read = []
+
+    class Recording(Linear):
+        def read(self, ids, *arguments):
+            read.append(ids)
+            return super().read(ids, *arguments)
+
+    score_curves(Recording(), [2, 8, 32], 5, 60, occurrences=occurrences)
+    assert len(read) == 5
+    for ids in read:
+        assert len({tuple(row) for row in ids[:, :-1].tolist()}) == 1  # one text, other last tokens
+        for row, distance in zip(ids, [2, 8, 32], strict=True):
+            places = (59 - (row[:-1] == row[-1]).nonzero()[:, 0]).tolist()
+            assert distance in places
+            assert len(places) == occurrences
+            assert max(places) < 59  # never the first token
+
+
+def test_reading_a_text_once_for_all_last_tokens_equals_reading_it_with_each():
+    model = tiny_model()
+
+    class Whole:
+        """The same model, which the probe reads in whole rows, as it does small decoders."""
+
+        n_layers, n_heads, vocabulary = model.n_layers, model.n_heads, model.vocabulary
+        read = staticmethod(model.read)
+
+    for once, whole in zip(*(score_curves(each, [2, 8], 3, 40) for each in (model, Whole())), strict=True):
+        torch.testing.assert_close(once, whole, atol=1e-4, rtol=1e-4)
 
 
 def test_the_crossing_lies_between_tested_distances():

@@ -39,6 +39,21 @@ def test_positions_that_are_all_moved_change_nothing_and_others_do():
     assert not torch.allclose(model.read(IDS, change=Change(positions=at * 3)), plain, atol=1e-4)
 
 
+def test_tokens_whose_ids_step_back_still_see_the_text_before_them():
+    """transformers takes ids that step back for a second text in the same row, and hides the first from it."""
+    model, at, weights = tiny_model(), torch.arange(30), {}
+    moved = Change(positions=torch.where((at >= 20) & (at < 25), at - 10, at))
+    states = [{}, {}, {}]
+    model.read(IDS, Watch(states=states[0].__setitem__), moved)
+    model.read(IDS, Watch(states=states[1].__setitem__, weights=weights.__setitem__), moved)
+    other = IDS.clone()
+    other[0, 0] = 99
+    model.read(other, Watch(states=states[2].__setitem__), moved)
+    assert weights[0][0, :, 20, :21].min() > 0
+    torch.testing.assert_close(states[0][2], states[1][2], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(states[0][2][0, 22], states[2][2][0, 22], atol=1e-4)  # token 0 reaches the span
+
+
 def test_a_mask_and_scores_reach_attention():
     model, plain = tiny_model(), tiny_model().read(IDS)
     own = Change(mask=lambda query, key: key <= query, scores=lambda layer, scores: scores)
