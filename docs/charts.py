@@ -133,10 +133,13 @@ def _shortfall(head: Mapping[str, Any]) -> str:
     plain = {name: max(shares.values()) for name, shares in methods.items() if name.endswith("/none")}
     places = [f"{place} ({_percent(share)})" for place, share in methods["none"].items() if share > default]
     prompts = [f"`{name}` ({_percent(share)})" for name, share in plain.items() if share > default]
-    compared = f"{head['model']}, {head['summary']['n']} questions: the default ({_percent(default)}) is"
-    unmodified = f"below the unmodified model with the gold passage at {', '.join(places)}"
-    sorted_prompts = f", and below {', '.join(prompts) or 'no sorted plain prompt'}" if plain else ""
-    return f"{compared} {unmodified if places else 'nowhere below the unmodified model'}{sorted_prompts}."
+    better = [f"the unmodified model with the gold passage at position {', '.join(places)}"] if places else []
+    better += [f"the sorted plain prompts {', '.join(prompts)}"] if prompts else []
+    subject, share = f"{head['model']}, {head['summary']['n']} questions", _percent(default)
+    if better:
+        return f"{subject}: right more often than the default ({share}) are {'; and '.join(better)}."
+    others = "the unmodified model at every position" + (" and every sorted plain prompt" if plain else "")
+    return f"{subject}: the default ({share}) is right at least as often as {others}."
 
 
 def _percent(share: float) -> str:

@@ -248,7 +248,7 @@ class Settings(CheckedSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=30.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: str = Field(default="dense", pattern=r"^(dense|bm25|hybrid|[a-z0-9_-]+:.*)$")
+    retriever: str = "dense"
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
@@ -273,6 +273,13 @@ class Settings(CheckedSettings):
         if method is not None:
             check_method(str(info.field_name), method)
         return method
+
+    @field_validator("retriever")
+    @classmethod
+    def _known_retriever(cls, retriever: str) -> str:
+        if re.match(r"(dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
+            raise ConfigError(f"retriever={shown(retriever)} must be dense, bm25, hybrid, or KIND:key=value,...")
+        return retriever
 
     @field_validator("floor", mode="before")
     @classmethod

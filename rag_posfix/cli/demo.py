@@ -63,7 +63,8 @@ def demo(
     The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
     answer, is put first, in the middle and last.
     """
-    choices = {name: checked_choice(name) for name in ("none", mitigation)}
+    method = checked_choice(mitigation)
+    choices = {"none": checked_choice("none"), mitigation: method}
     started = time.perf_counter()
     engine = load_engine(settings)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
