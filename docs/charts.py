@@ -134,10 +134,10 @@ def _shortfall(head: Mapping[str, Any]) -> str:
     places = [f"{place} ({_percent(share)})" for place, share in methods["none"].items() if share > default]
     prompts = [f"`{name}` ({_percent(share)})" for name, share in plain.items() if share > default]
     better = [f"the unmodified model with the gold passage at position {', '.join(places)}"] if places else []
-    better += [f"the sorted plain prompts {', '.join(prompts)}"] if prompts else []
+    better += [f"sorted plain prompts, {', '.join(prompts)}"] if prompts else []
     subject, share = f"{head['model']}, {head['summary']['n']} questions", _percent(default)
     if better:
-        return f"{subject}: right more often than the default ({share}) are {'; and '.join(better)}."
+        return f"{subject}, right more often than the default ({share}): {'; '.join(better)}."
     others = "the unmodified model at every position" + (" and every sorted plain prompt" if plain else "")
     return f"{subject}: the default ({share}) is right at least as often as {others}."
 

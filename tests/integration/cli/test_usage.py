@@ -205,3 +205,17 @@ class TestUsage:
         assert (done.returncode, done.stdout) == (1, "")
         assert part in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+    def test_warnings_of_libraries_stay_off_the_terminal(self):
+        program = (
+            "import logging\nfrom rag_posfix.cli.main import app\napp(['models', 'list'], standalone_mode=False)\n"
+            "import huggingface_hub.utils._http, transformers.utils.logging\n"
+            "for name in ('huggingface_hub.utils._http', 'transformers.configuration_utils', 'pypdf._reader'):\n"
+            "    transformers.utils.logging.get_logger(name).warning('Retrying in 1s')\n"
+            "logging.getLogger('rag_posfix.x').warning('ours')\n"
+        )
+        environment = {name: value for name, value in os.environ.items() if not name.endswith("_VERBOSITY")}
+        command = [sys.executable, "-c", program]
+        environment["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stderr == "WARNING rag_posfix.x: ours\n"
