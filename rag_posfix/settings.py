@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rag_posfix.checked import Checked, check_method, checked_floor
+from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
 from rag_posfix.folders import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
@@ -248,7 +248,7 @@ class Settings(CheckedSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=30.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: str = "dense"
+    retriever: Annotated[str, AfterValidator(checked_retriever)] = "dense"
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
@@ -273,13 +273,6 @@ class Settings(CheckedSettings):
         if method is not None:
             check_method(str(info.field_name), method)
         return method
-
-    @field_validator("retriever")
-    @classmethod
-    def _known_retriever(cls, retriever: str) -> str:
-        if re.match(r"(dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
-            raise ConfigError(f"retriever={shown(retriever)} must be dense, bm25, hybrid, or KIND:key=value,...")
-        return retriever
 
     @field_validator("floor", mode="before")
     @classmethod
