@@ -240,7 +240,8 @@ def _summarize_update(update: IndexUpdate, settings: Settings) -> dict[str, Any]
 
 
 def _show(data: dict[str, Any]) -> None:
-    say(f"indexed {data['passages']} passages in {data['seconds']:.1f} s: {data['index']}")
+    noun = "passage" if data["passages"] == 1 else "passages"
+    say(f"indexed {data['passages']} {noun} in {data['seconds']:.1f} s: {data['index']}")
     if data["added"] < data["passages"] or data["removed"] or data["skipped"]:
         say(", ".join(f"{data[name]} {name}" for name in ("added", "changed", "unchanged", "removed")))
     if data["invalidated"]["pending"]:
