@@ -77,6 +77,7 @@ def run(
         server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
         with serve_metrics(limits.metrics_address, server.metrics):
             server.run(sockets=[listener])
+        _log.info("stopped")
     if server.failure is not None:
         raise server.failure
 
