@@ -83,7 +83,6 @@ def demo(
 def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
     from rag_posfix.demo_data import load_passages
-    from rag_posfix.generation.load import quiet_loading
     from rag_posfix.pipeline.build import build_embeddings
     from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -92,8 +91,7 @@ def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     with status(f"indexing {len(passages)} passages"):
         embeddings = build_embeddings(settings)
         store = FaissVectorStore(embeddings)
-        with quiet_loading():
-            store.add_documents(passages)
+        store.add_documents(passages)
         store.save(folder)
         return PassageRetriever(store=FaissVectorStore.load(folder, embeddings), k=PASSAGES), len(passages)
 

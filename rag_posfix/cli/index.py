@@ -149,12 +149,10 @@ def index(
 
 def _load_embeddings(settings: Settings) -> SentenceEmbeddings:
     with status("loading the embeddings"):
-        from rag_posfix.generation.load import quiet_loading
         from rag_posfix.pipeline.build import build_embeddings
 
         embeddings = build_embeddings(settings, many=True)
-        with quiet_loading():
-            _ = embeddings.identity  # loads the weights
+        _ = embeddings.identity  # loads the weights
     return embeddings
 
 
