@@ -22,9 +22,9 @@ class DataSettings:
         max_tokens: About the most tokens of the segments of a sample together.
         length_bins: Parts of that range that get equally many samples.
         segment_words: Maximum number of words of a segment.
-        multi: Share of the samples whose answer depends on several segments, where the source can choose.
-        own_distractors: The distractors of a pair in its file stand around it before any others do.
-        n_gram: Words in a row that a training sample may not share with evaluation data.
+        multi: Share of samples whose answer needs several segments.
+        own_distractors: Use a pair's own distractors first.
+        n_gram: Reject samples that share this many words with evaluation.
         seed: Seed of everything that is drawn.
 
     Raises:
@@ -68,21 +68,20 @@ class TrainSettings:
     Attributes:
         steps: Most steps of the optimizer.
         batch: Samples per step; their gradients are accumulated.
-        packing: Most tokens of a forward pass that reads several prompts of a step, each as if alone; 0 reads them one
-            by one.
-        learning_rate: Of AdamW, after ``warmup`` steps; it then falls along half a cosine to a tenth.
+        packing: Pack prompts into passes of at most N tokens; 0: off.
+        learning_rate: Rate of AdamW after the warmup; falls to a tenth.
         warmup: Steps in which the rate rises from 0.
         weight_decay: Of AdamW.
         rank: Rank of the LoRA matrices; 0 trains all weights.
         alpha: Scale of LoRA: its product is multiplied by alpha / rank.
-        targets: Modules that LoRA is added to: ``all-linear``, or names separated by commas.
-        dtype: What the frozen weights, or with rank 0 the products, are computed in.
+        targets: Add LoRA to ``all-linear``, or to names with commas.
+        dtype: Compute with this dtype.
         checkpointing: Layers are computed again for the gradient instead of kept.
         evaluate_every: Steps between two evaluations; a checkpoint follows each.
-        held_out: Samples at the end of the file that are not trained on, but evaluated.
-        places: Places of the gold passages in an evaluation, spread from the first to the last.
-        patience: Evaluations without a better worst place after which training stops; 0 never stops early.
-        seed: Of the order of the samples, the start of LoRA and the places of ``distill``.
+        held_out: Evaluate on this many samples at the end of the file.
+        places: Evaluate this many gold positions, first to last.
+        patience: Stop after N evaluations without progress; 0: never.
+        seed: Seed of sample order, LoRA start and distill positions.
 
     Raises:
         ConfigError: a value is out of range.

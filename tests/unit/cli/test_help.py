@@ -21,6 +21,9 @@ HELP = {
 }
 
 
+TYPERS = ("install_completion", "show_completion")
+
+
 @pytest.mark.parametrize("path", HELP)
 def test_no_line_is_too_long_and_no_word_is_cut(path):
     command, text = HELP[path]
@@ -72,3 +75,11 @@ def test_every_example_is_a_command_with_its_options():
         assert {word for word in words if word.startswith("--")} <= options
         required = [p.opts for p in known[path].params if p.required and p.param_type_name == "option"]
         assert all(set(names) & set(words) for names in required), f"{example} lacks one of {required}"
+
+
+@pytest.mark.parametrize("path", HELP)
+def test_a_command_and_an_option_are_described_in_about_60_characters(path):
+    command, _ = HELP[path]
+    texts = [(command.help or "").split("\n\n")[0]]
+    texts += [getattr(parameter, "help", None) or "" for parameter in command.params if parameter.name not in TYPERS]
+    assert [text for text in texts if len(" ".join(text.split())) > 66] == []
