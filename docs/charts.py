@@ -97,7 +97,7 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
         stable = [name for name, result in methods.items() if result["flip_rate"] == 0]
         return (
             f"The unmodified model changes {_percent(methods['none']['flip_rate'])} of {summary['n']} answers when "
-            f"the order of the passages changes; {len(stable)} of {len(methods) - 1} methods change none."
+            f"the order of the passages changes; {len(stable)} of {len(methods) - 1} methods keep every answer."
         )
     if _has_default(heads[0]):
         return f"Right answers: {'; '.join(_right_answers(head) for head in heads)}."
@@ -106,7 +106,7 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
         key=lambda name: methods[name]["worst_log_probability"],
     )
     return (
-        f"Of the methods whose answers do not depend on the position, `{best}` has the highest log-probability: "
+        f"Of the order-invariant methods, `{best}` has the highest log-probability: "
         f"{methods[best]['worst_log_probability']:.2f}; the unmodified model has {_lowest(methods['none']):.2f} to "
         f"{_highest(methods['none']):.2f}, by position."
     )
