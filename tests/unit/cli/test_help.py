@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from rag_posfix.cli.help import EXAMPLES, WIDTH
 from rag_posfix.cli.main import app
@@ -83,3 +84,12 @@ def test_a_command_and_an_option_are_described_in_about_60_characters(path):
     texts = [(command.help or "").split("\n\n")[0]]
     texts += [getattr(parameter, "help", None) or "" for parameter in command.params if parameter.name not in TYPERS]
     assert [text for text in texts if len(" ".join(text.split())) > 66] == []
+
+
+def test_the_shell_completes_commands_and_options():
+    def complete(line):
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_RAG_POSFIX_COMPLETE": "complete_bash"}
+        return CliRunner().invoke(app, env=words, prog_name="rag-posfix").output.split()
+
+    assert complete("rag-posfix eval pos") == ["positions"]
+    assert complete("rag-posfix ask --allow") == ["--allow-ungrounded"]
