@@ -148,11 +148,21 @@ def _show(result: dict[str, Any]) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Yield a function (done, total, text) that shows a bar with the text; without a terminal lines now and then."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = err()
     shown_at = float("-inf")
-    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    columns = (
+        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=None)
 
