@@ -146,7 +146,7 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
     console = out()
     console.print(
         f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the gold passage, which holds "
-        "the answer, changes.\n",
+        "the answer, changes. log p: log-probability of the right answer per token; nearer to 0 is better.\n",
         highlight=False,
     )
     names = ("none", mitigation)
