@@ -98,6 +98,8 @@ def measure(
             asked, dropped = find_questions(pipeline, [(row.id, row.question) for row in rows][:limit])
         elif data is None:
             examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
+        for reason, count in dropped.items():
+            err().print(f"left out: {count} ({reason})", highlight=False, soft_wrap=True)
         asked = asked or from_examples(examples, documents)
         source = questions or data
         record = measure(
