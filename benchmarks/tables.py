@@ -120,7 +120,7 @@ POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "answers that change": lambda result: percent(result["answers_that_change"]),
     "accuracy: worst - best of `none`, p": accuracy_against_none,
     "scorer: recall@1, @3": lambda result: short(f"{result['recall_at_1']:.2f}, {result['recall_at_3']:.2f}"),
-    "sound answers": lambda result: percent(result["sound"]),
+    "well-formed answers": lambda result: percent(result["sound"]),
 }
 
 
@@ -326,7 +326,7 @@ def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
 
 ARRANGEMENT_COLUMNS = (
-    "worst - best of `none`", "accuracy: worst - best of `none`, p", "scorer: recall@1, @3", "sound answers",
+    "worst - best of `none`", "accuracy: worst - best of `none`, p", "scorer: recall@1, @3", "well-formed answers",
 )  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {

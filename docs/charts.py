@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.keep_record import RESULTS
 from benchmarks.tables import label
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.evaluation.figures import COLORS, OTHER_COLORS, draw_permutations, new_axes, new_row, svg_of
+from rag_posfix.evaluation.figures import COLORS, OTHER_COLORS, PANEL, draw_permutations, new_axes, new_row, svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
 
@@ -57,8 +57,8 @@ def _has_default(head: Mapping[str, Any]) -> bool:
 
 
 def draw_accuracy(heads: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return the share of correct answers by position, a panel per model."""
-    figure, panels = new_row(len(heads), (4.2 * len(heads), 3.2), share_y=True)
+    """Return the share of correct answers by position, a panel per model, one below the other: phones are narrow."""
+    figure, panels = new_row(len(heads), (PANEL, 0.6 + 2.2 * len(heads)), share_y=True, column=True)
     for panel, head in zip(panels, heads, strict=True):
         for name, colour in (("none", COLORS["none"]), (DEFAULT, DEFAULT_COLOUR)):
             cells = head["summary"]["mitigations"][name]["positions"]
@@ -67,10 +67,10 @@ def draw_accuracy(heads: Sequence[Mapping[str, Any]]) -> Figure:
             panel.set_xticks(range(len(values)), list(cells))
         gold_only = 100 * head["summary"]["gold_only"]["accuracy"]
         panel.axhline(gold_only, color="#999999", linestyle=":", label="right passage alone")
-        panel.set_xlabel(f"position of the right passage among {head['settings']['documents']}")
         panel.set_title(head["model"], fontsize=10, loc="left")
+        panel.set_ylabel("right answers, %")
     panels[0].set_ylim(bottom=0)  # after the last panel: it fixes the top of the shared axis
-    panels[0].set_ylabel("correct answers, %")
+    panels[-1].set_xlabel(f"position of the right passage among {heads[0]['settings']['documents']}, from 0")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
@@ -79,13 +79,13 @@ def draw_accuracy(heads: Sequence[Mapping[str, Any]]) -> Figure:
 def _draw_ranges(head: Mapping[str, Any]) -> Figure:
     """Return the lowest and the highest log-probability over the positions, for each method."""
     methods = sorted(head["summary"]["mitigations"].items(), key=lambda entry: entry[1]["worst_log_probability"])
-    figure, axes = new_axes((7.2, 1.1 + 0.27 * len(methods)))
+    figure, axes = new_axes((5.6, 1.3 + 0.27 * len(methods)))
     for row, (name, result) in enumerate(methods):
         values = [cell["log_probability"] for cell in result["positions"].values()]
         colour = COLORS.get(name, DEFAULT_COLOUR)
         axes.plot([min(values), max(values)], [row, row], color=colour, linewidth=2.2, marker="o", markersize=4)
     axes.set_yticks(range(len(methods)), [NAMES.get(name, label(name).strip("`")) for name, _ in methods], fontsize=8)
-    axes.set_xlabel("log-probability of the accepted answer, lowest and highest over the positions")
+    axes.set_xlabel("log-probability of the accepted answer,\nlowest and highest over the positions")
     axes.set_title(f"{head['model']}, {head['summary']['n']} questions", fontsize=10, loc="left")
     return figure
 
@@ -97,7 +97,7 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
         stable = [name for name, result in methods.items() if result["flip_rate"] == 0]
         return (
             f"The unmodified model changes {_percent(methods['none']['flip_rate'])} of {summary['n']} answers when "
-            f"the order of the passages changes; {len(stable)} of {len(methods) - 1} methods change none."
+            f"the order of the passages changes; {len(stable)} of {len(methods) - 1} methods keep every answer."
         )
     if _has_default(heads[0]):
         return f"Right answers: {'; '.join(_right_answers(head) for head in heads)}."
@@ -106,7 +106,7 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
         key=lambda name: methods[name]["worst_log_probability"],
     )
     return (
-        f"Of the methods whose answers do not depend on the position, `{best}` has the highest log-probability: "
+        f"Of the order-invariant methods, `{best}` has the highest log-probability: "
         f"{methods[best]['worst_log_probability']:.2f}; the unmodified model has {_lowest(methods['none']):.2f} to "
         f"{_highest(methods['none']):.2f}, by position."
     )
@@ -133,10 +133,13 @@ def _shortfall(head: Mapping[str, Any]) -> str:
     plain = {name: max(shares.values()) for name, shares in methods.items() if name.endswith("/none")}
     places = [f"{place} ({_percent(share)})" for place, share in methods["none"].items() if share > default]
     prompts = [f"`{name}` ({_percent(share)})" for name, share in plain.items() if share > default]
-    compared = f"{head['model']}, {head['summary']['n']} questions: the default ({_percent(default)}) is"
-    unmodified = f"below the unmodified model with the gold passage at {', '.join(places)}"
-    sorted_prompts = f", and below {', '.join(prompts) or 'no sorted plain prompt'}" if plain else ""
-    return f"{compared} {unmodified if places else 'nowhere below the unmodified model'}{sorted_prompts}."
+    better = [f"the unmodified model with the gold passage at position {', '.join(places)}"] if places else []
+    better += [f"sorted plain prompts, {', '.join(prompts)}"] if prompts else []
+    subject, share = f"{head['model']}, {head['summary']['n']} questions", _percent(default)
+    if better:
+        return f"{subject}, right more often than the default ({share}): {'; '.join(better)}."
+    others = "the unmodified model at every position" + (" and every sorted plain prompt" if plain else "")
+    return f"{subject}: the default ({share}) is right at least as often as {others}."
 
 
 def _percent(share: float) -> str:

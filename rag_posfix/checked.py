@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -50,6 +51,13 @@ def checked_floor(value: object) -> FloorChoice:
         if 0 <= similarity <= 1:
             return similarity
     raise ConfigError(f"floor={shown(value)} must be auto, off, or a similarity from 0 to 1")
+
+
+def checked_retriever(retriever: str) -> str:
+    """Return the name of a retriever or vector store; raise ``ConfigError`` if it has the form of neither."""
+    if re.match(r"(dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
+        raise ConfigError(f"retriever={shown(retriever)} must be dense, bm25, hybrid, or KIND:key=value,...")
+    return retriever
 
 
 def check_type(name: str, value: Any, kind: Any, allowed: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,20 @@ _ADAPTER = "adapter_config.json"
 _SHOWN = 3
 _COMPUTED = re.compile(r"rotary_emb\.\w*inv_freq$")
 """Rotary frequencies, which older checkpoints hold: transformers computes them from the configuration."""
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep the progress bars of transformers, once it is imported, off the terminal."""
+    library: Any = sys.modules.get("transformers.utils.logging")
+    was_enabled = library is not None and library.is_progress_bar_enabled()
+    if was_enabled:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            library.enable_progress_bar()
 
 
 def folder_of(source: str) -> Path:

@@ -260,7 +260,9 @@ def convert_pydantic_errors(
         if first["type"] == "missing":
             raise ConfigError(f"{label} needs {where}; pass {where}=...") from error
         place = f"{label}: {where}={value}" if describe is None else describe(first["loc"], value)
-        raise ConfigError(f"{place}: {first['msg']}") from error
+        message = first["msg"].partition(", unable to parse")[0]
+        message = f": {message}".replace(": Input should be ", " must be ")
+        raise ConfigError(f"{place}{message}") from error
 
 
 def current_spelling(cls: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:

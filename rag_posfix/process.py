@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,17 @@ def keep_freed_buffers() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(option, size) for option, size in MALLOC_OPTIONS.items())
+
+
+def quiet_libraries() -> None:
+    """Keep warnings of libraries, such as the Hub's retries, off the terminal. Must be called before their import.
+
+    Our errors say what went wrong. ``HF_HUB_VERBOSITY`` and ``TRANSFORMERS_VERBOSITY`` of the environment stay.
+    """
+    for variable in ("HF_HUB_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
+        os.environ.setdefault(variable, "error")
+    for library in ("faiss", "pypdf", "sentence_transformers"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def prepare_process() -> None:

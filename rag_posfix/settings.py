@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rag_posfix.checked import Checked, check_method, checked_floor
+from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
 from rag_posfix.folders import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
@@ -248,7 +248,7 @@ class Settings(CheckedSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=30.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: str = Field(default="dense", pattern=r"^(dense|bm25|hybrid|[a-z0-9_-]+:.*)$")
+    retriever: Annotated[str, AfterValidator(checked_retriever)] = "dense"
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
@@ -350,8 +350,7 @@ class ServiceSettings(CheckedSettings):
         data_dir: Folder of the API keys and of the collections of all tenants, on a local disk.
         collection_passage_tokens: Tokens of the embedding model in a passage of a collection's document; None is 150
             words or 1,000 characters. Documents that are stored keep their passages until they are sent again.
-        collection_overlap: Tokens (words without ``collection_passage_tokens``) that a passage repeats of the passage
-            before it.
+        collection_overlap: Tokens, or words, that a passage repeats of the passage before it.
         max_collections: Maximum number of collections of a tenant; 0 refuses new ones.
         collection_store: ``KIND:key=value,...`` of a vector store that searches the collections, as in ``retriever``;
             None compares vectors in this process. Collections stay in the store that they were created in.

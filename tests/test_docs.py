@@ -282,14 +282,18 @@ def test_a_chart_and_its_sentence_are_those_of_the_record():
     [
         (
             "positions-litm-20-default",
-            "60 questions: the default (12 %) is below the unmodified model with the gold passage at 19 (22 %), and "
-            "below `/reverse/none` (20 %), `embedding:top_n=3/reverse/none` (18 %).",
+            "right more often than the default (12 %): the unmodified model with the gold passage at position 19 "
+            "(22 %); sorted plain prompts, `/reverse/none` (20 %), `embedding:top_n=3/reverse/none` (18 %).",
         ),
         (
             "positions-xquad-5-default",
-            "the default (32 %) is nowhere below the unmodified model, and below no sorted ",
+            "the default (32 %) is right at least as often as the unmodified model at every position and every sorted "
+            "plain prompt.",
         ),
-        ("positions-gemma-litm-10-default", "the default (35 %) is nowhere below the unmodified model.\n"),
+        (
+            "positions-gemma-litm-10-default",
+            "(35 %) is right at least as often as the unmodified model at every position.\n",
+        ),
     ],
 )
 def test_below_a_chart_is_where_the_default_is_below_the_model(record, sentence):

@@ -12,7 +12,7 @@ import typer
 
 from rag_posfix.cli.ask_many import AnswerFile, QuestionRow, answer_all, read_questions
 from rag_posfix.cli.options import AsJson, Filter, check_answer_fits, check_index, filter_of, follows, with_settings
-from rag_posfix.cli.output import emit, emit_json, err, out, say, status
+from rag_posfix.cli.output import emit, emit_json, err, say, status
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.settings import Settings
 from rag_posfix.text import checked_question
@@ -86,7 +86,7 @@ def ask(
                 emit_json(answer.to_dict())
                 continue
             if not stream:
-                out().print(answer.text, markup=False, highlight=False)
+                say(answer.text)
             if answer.query != text:
                 say(f"searched for: {' / '.join(answer.query.splitlines())}")
             _show_sources(answer, settings)

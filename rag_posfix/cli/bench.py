@@ -58,10 +58,11 @@ def bench(
 
     Time to first token, tokens per second and memory of each method are ratios to the unmodified model.
     """
+    choices = None if mitigation is None else checked_choices(mitigation)
     from rag_posfix.evaluation import measure_speed
 
     record = measure_speed(
-        None if mitigation is None else checked_choices(mitigation), documents=documents, tokens=tokens,
+        choices, documents=documents, tokens=tokens,
         repeats=repeats, new_tokens=new_tokens, together=concurrent, warm=warm, redis_url=redis_url,
         settings=settings, out=output, progress=experiment_step,
     )  # fmt: skip

@@ -63,7 +63,8 @@ def demo(
     The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
     answer, is put first, in the middle and last.
     """
-    choices = {name: checked_choice(name) for name in ("none", mitigation)}
+    method = checked_choice(mitigation)
+    choices = {"none": checked_choice("none"), mitigation: method}
     started = time.perf_counter()
     engine = load_engine(settings)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
@@ -82,7 +83,6 @@ def demo(
 def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
     from rag_posfix.demo_data import load_passages
-    from rag_posfix.generation.load import quiet_loading
     from rag_posfix.pipeline.build import build_embeddings
     from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -91,8 +91,7 @@ def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     with status(f"indexing {len(passages)} passages"):
         embeddings = build_embeddings(settings)
         store = FaissVectorStore(embeddings)
-        with quiet_loading():
-            store.add_documents(passages)
+        store.add_documents(passages)
         store.save(folder)
         return PassageRetriever(store=FaissVectorStore.load(folder, embeddings), k=PASSAGES), len(passages)
 
@@ -147,7 +146,7 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
     console = out()
     console.print(
         f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the gold passage, which holds "
-        "the answer, changes.\n",
+        "the answer, changes. log p: log-probability of the right answer per token; nearer to 0 is better.\n",
         highlight=False,
     )
     names = ("none", mitigation)

@@ -94,10 +94,11 @@ def positions(
     repeated for the other positions and marked "reused"; with --check-orders it runs at every position. With --reuse,
     seconds come from a warm cache.
     """
+    choices = checked_choices_and_arrangements(mitigation, arrangement)
     from rag_posfix.evaluation import evaluate_positions
 
     record = evaluate_positions(
-        data, checked_choices_and_arrangements(mitigation, arrangement),
+        data, choices,
         gold_positions=gold_positions_of(gold_positions, documents),
         documents=documents, limit=limit, skip=skip, hostile=hostile, baselines=baselines, max_tokens=max_tokens,
         check_orders=check_orders, fresh=fresh, reuse=reuse, ray=ray, ray_actors=actors, settings=settings,
@@ -128,10 +129,11 @@ def permutations(
     passage first. The other orders are random and the same for every method. Order-invariant methods run with every
     order too.
     """
+    choices = checked_choices_and_arrangements(mitigation, arrangement)
     from rag_posfix.evaluation import evaluate_permutations
 
     record = evaluate_permutations(
-        data, checked_choices_and_arrangements(mitigation, arrangement), orders=orders, documents=documents,
+        data, choices, orders=orders, documents=documents,
         limit=limit, skip=skip, max_tokens=max_tokens, seed=seed, settings=settings, out=output,
         progress=experiment_step,
     )  # fmt: skip

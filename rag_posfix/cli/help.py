@@ -16,13 +16,14 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Data": (
         "data", "corpus", "queries", "qrels", "index", "documents", "gold_positions", "limit", "skip", "split",
         "texts", "pairs", "templates", "data_dir", "decontaminate", "decontaminate_limit",
-        "own_distractors", "hostile", "questions", "passages",
+        "own_distractors", "hostile", "questions", "passages", "filters",
     ),
     "Method": (
         "mitigation", "arrangement", "reranker", "order", "k", "retriever", "first_stage", "template", "precompute",
-        "floor", "allow_ungrounded", "encoding",
+        "floor", "allow_ungrounded", "encoding", "query", "profile",
     ),
     "Model": ("model", "writer", "judge", "adapter", "embedding_model", "device", "dtype", "tp", "max_tokens"),
+    "Service": ("host", "port", "served_model_name", "tls_cert", "tls_key", "open_page"),
     "Output": ("out", "output", "as_json", "stream", "log_format", "fresh"),
     "Running": ("use_ray", "ray", "actors", "ray_actors", "seed", "seeds", "cache", "reuse", "rebuild", "strict"),
 }  # fmt: skip
@@ -30,7 +31,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "rag-posfix": ("rag-posfix demo", "rag-posfix index FILES --out my.index"),
-    "demo": ("rag-posfix demo", "rag-posfix demo --mitigation none,inter_document"),
+    "demo": ("rag-posfix demo", "rag-posfix demo --mitigation inter_document"),
     "index": ("rag-posfix index FILES --out my.index", "rag-posfix index FILES --out my.index --precompute default"),
     "ask": ('rag-posfix ask "Who built it?" --index my.index', "rag-posfix ask --chat --index my.index --k 5"),
     "prompt": ('rag-posfix prompt "Who built it?" --index my.index',),
@@ -42,7 +43,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "rag-posfix measure --data q.jsonl --passages p.jsonl --minutes 30 --out report",
     ),
     "report": ("rag-posfix report results/record.json --out report.html",),
-    "check": ("rag-posfix data check questions.jsonl --passages passages.jsonl",),
+    "data check": ("rag-posfix data check questions.jsonl --passages passages.jsonl",),
     "bench": ("rag-posfix bench --documents 10 --tokens 150",),
     "positions": ("rag-posfix eval positions --data questions.jsonl --out results",),
     "permutations": ("rag-posfix eval permutations --data questions.jsonl --out results",),
@@ -51,13 +52,13 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "slot-attention": ("rag-posfix probe slot-attention --data questions.jsonl --out results",),
     "all": ("rag-posfix probe all --out results",),
     "run": ("rag-posfix lab run counting --encoding rope --out results",),
-    "data": ("rag-posfix train data --out pairs",),
+    "train data": ("rag-posfix train data --out pairs",),
     "in2": ("rag-posfix train in2 --data pairs --out adapter",),
     "fetch": ("rag-posfix models fetch",),
     "clear": ("rag-posfix cache clear",),
     "create": ("rag-posfix keys create my-team --scopes read",),
 }
-"""Command lines by name of the command."""
+"""Command lines by name of the command, with that of its group where groups share the name."""
 
 
 class _ReadableHelp:
@@ -105,7 +106,9 @@ def _help_lines(command: Any, ctx: Any) -> Iterator[str]:
         text = (command.get_command(ctx, name).help or "").split("\n\n")[0]
         yield f"  {name}"
         yield from _indented(" ".join(text.split()))
-    examples = EXAMPLES.get(ctx.info_name, EXAMPLES.get(command.name or "", ()))
+    group = ctx.parent.info_name if ctx.parent else ""
+    name = command.name if ctx.parent else "rag-posfix"
+    examples = EXAMPLES.get(f"{group} {name}") or EXAMPLES.get(name or "", ())
     if examples:
         yield from ("", "Examples:", *(f"  {example}" for example in examples))
 
@@ -124,7 +127,7 @@ def _grouped(parameters: Sequence[Any]) -> dict[str, list[Any]]:
 def _parameter_lines(parameter: Any, ctx: Any) -> Iterator[str]:
     """Yield names and kind of value of a parameter, and below them its text and its default."""
     names, text = parameter.get_help_record(ctx) or (parameter.name, "")
-    names = names.replace(" range>", ">")
+    names = re.sub(r"list\[(\w+)\]", lambda match: match[1].lower(), names.replace(" range>", ">"))
     yield from textwrap.wrap(names, WIDTH, initial_indent="  ", subsequent_indent="      ", **_WHOLE_WORDS)
     text = re.sub(r"\[default: \((.*?)\)([;\]])", r"[default: \1\2", text.replace("\\[", "["))
     description, bracket, value = text.rpartition("  [")

@@ -149,12 +149,10 @@ def index(
 
 def _load_embeddings(settings: Settings) -> SentenceEmbeddings:
     with status("loading the embeddings"):
-        from rag_posfix.generation.load import quiet_loading
         from rag_posfix.pipeline.build import build_embeddings
 
         embeddings = build_embeddings(settings, many=True)
-        with quiet_loading():
-            _ = embeddings.identity  # loads the weights
+        _ = embeddings.identity  # loads the weights
     return embeddings
 
 
@@ -240,7 +238,8 @@ def _summarize_update(update: IndexUpdate, settings: Settings) -> dict[str, Any]
 
 
 def _show(data: dict[str, Any]) -> None:
-    say(f"indexed {data['passages']} passages in {data['seconds']:.1f} s: {data['index']}")
+    noun = "passage" if data["passages"] == 1 else "passages"
+    say(f"indexed {data['passages']} {noun} in {data['seconds']:.1f} s: {data['index']}")
     if data["added"] < data["passages"] or data["removed"] or data["skipped"]:
         say(", ".join(f"{data[name]} {name}" for name in ("added", "changed", "unchanged", "removed")))
     if data["invalidated"]["pending"]:

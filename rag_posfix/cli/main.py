@@ -29,7 +29,7 @@ from rag_posfix.cli.help import make_readable
 from rag_posfix.cli.output import emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.extras import missing_package
-from rag_posfix.process import prepare_process
+from rag_posfix.process import prepare_process, quiet_libraries
 from rag_posfix.text import clean_text
 
 _INTERRUPTED = 130
@@ -85,6 +85,8 @@ def options(
     """Answer questions from documents, whatever their order."""
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    if not verbose:
+        quiet_libraries()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

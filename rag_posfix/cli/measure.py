@@ -98,6 +98,8 @@ def measure(
             asked, dropped = find_questions(pipeline, [(row.id, row.question) for row in rows][:limit])
         elif data is None:
             examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
+        for reason, count in dropped.items():
+            err().print(f"left out: {count} ({reason})", highlight=False, soft_wrap=True)
         asked = asked or from_examples(examples, documents)
         source = questions or data
         record = measure(
@@ -148,11 +150,21 @@ def _show(result: dict[str, Any]) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Yield a function (done, total, text) that shows a bar with the text; without a terminal lines now and then."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = err()
     shown_at = float("-inf")
-    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    columns = (
+        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=None)
 

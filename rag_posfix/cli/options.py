@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic_settings import BaseSettings
 
+from rag_posfix.checked import check_method
 from rag_posfix.cli.output import status
 from rag_posfix.contracts.filters import combine_filters, read_filter
 from rag_posfix.contracts.method_spec import parse_method, split_outside
@@ -193,6 +194,7 @@ def parse_choice(text: str) -> MitigationChoice:
 
 def checked_choice(text: str) -> MitigationChoice:
     """Parse a mitigation and check it against the registry, so that errors are reported before a model is loaded."""
+    check_method("mitigation", text)  # without torch
     from rag_posfix.mitigations import MITIGATIONS
 
     choice = parse_choice(text)
@@ -202,7 +204,10 @@ def checked_choice(text: str) -> MitigationChoice:
 
 def checked_choices(text: str) -> list[MitigationChoice]:
     """Parse several mitigations, separated by commas, and check each; none may occur twice."""
-    choices = [checked_choice(choice) for choice in split_outside(text, ",")]
+    names = split_outside(text, ",")
+    for name in names:
+        check_method("mitigation", name)
+    choices = [checked_choice(name) for name in names]
     for index, choice in enumerate(choices):
         if choice in choices[:index]:
             raise ConfigError(
@@ -216,12 +221,12 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
 
     Without ``--mitigation`` there is the baseline and, without ``--arrangement`` too, the default method.
     """
+    choices = checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))
     from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, parse_arrangement
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
     from rag_posfix.reranking import RERANKERS
 
-    choices = checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))
     arrangements = [Arrangement(choice) for choice in choices]
     for text in split_outside(arrangement, ",") if arrangement else ():
         parsed = parse_arrangement(text)
@@ -298,7 +303,24 @@ def settings_from(**changes: Any) -> Settings:
     """
     settings = Settings(**_as_text(changes))
     check_device_is_here(settings.device)
+    _check_files(settings)
     return settings
+
+
+def _check_files(settings: Settings) -> None:
+    """Check the files that settings name, before a model is loaded."""
+    if settings.profile is not None and not settings.profile.is_file():
+        raise ConfigError(
+            f"profile={str(settings.profile)!r} is not a file; give the profile.json that rag-posfix measure wrote"
+        )
+    if settings.adapter is not None:
+        from rag_posfix.generation.model.checkpoint import check_adapter
+
+        check_adapter(settings.adapter)
+    if "template" in settings.model_fields_set:
+        from rag_posfix.assembly.templates import read_template
+
+        read_template(settings.template)
 
 
 def service_settings_from(**changes: Any) -> ServiceSettings:

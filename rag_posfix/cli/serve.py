@@ -19,7 +19,7 @@ from rag_posfix.cli.options import (
     with_settings,
 )
 from rag_posfix.cli.output import emit, err, out, say, table
-from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.settings import ServiceSettings, Settings, TorchrunSettings
 
 if TYPE_CHECKING:
     from rag_posfix_api.keys.store import KeyStore
@@ -59,6 +59,10 @@ def serve(
     service = service_settings_from(**options, host=host, port=port, log_format=log_format)
     if settings.index is not None:
         check_index(settings.index)
+    if TorchrunSettings().rank in (None, 0):  # follower ranks listen on no port
+        from rag_posfix_api.listener import listen
+
+        listen(service).close()
     from rag_posfix.pipeline.build import resolve_methods
 
     resolve_methods(settings)

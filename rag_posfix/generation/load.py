@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.checked import check_type
-from rag_posfix.checkpoints import check_tensors, folder_of, refuse_adapter
+from rag_posfix.checkpoints import check_tensors, folder_of, quiet_loading, refuse_adapter
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError, RagPosfixError, UnsupportedModelError, missing_extra
 from rag_posfix.folders import default_cache_dir
@@ -37,18 +37,6 @@ from rag_posfix.patching.spec import Ranks
 from rag_posfix.patching.verify_plain import plain_shape
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.process import allowed_threads
-
-__all__ = [
-    "convert",
-    "generation_config_of",
-    "is_quantised",
-    "load_engine",
-    "load_pretrained",
-    "quiet_loading",
-    "read_shape",
-    "source_of",
-    "usable_device",
-]
 
 __all__ = ["load_engine"]
 
@@ -249,20 +237,6 @@ def _dtype(dtype: str, device: str) -> Any:
     if device != "cpu":
         return torch.bfloat16
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Keep transformers' progress bars off the terminal, where the command line shows its own."""
-    from transformers.utils import logging as transformers_logging
-
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tuple[Any, Any]:

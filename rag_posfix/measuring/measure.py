@@ -287,7 +287,9 @@ def _by_flips(
             for start in range(0, len(questions), TOGETHER):
                 candidate_rows += run.ask(questions[start : start + TOGETHER], candidate, repeats=0)
                 done = min(start + TOGETHER, len(questions))
-                run.report(done, len(questions), f"trying {candidate.label}, {run.budget.left() / 60:.1f} min left")
+                run.report(
+                    done, len(questions), f"trying {candidate.label}, {max(run.budget.left(), 0) / 60:.1f} min left"
+                )
                 if done < len(questions) and run.budget.left() < 0:
                     skipped[candidate.label] = "out of time"
                     break
@@ -332,7 +334,9 @@ def _by_positions(
             stop = min(start + BLOCK, len(examples) if is_first else taken)
             candidate_rows += run.answer(examples[start:stop], candidate)
             taken = stop if is_first else taken
-            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.left() / 60:.1f} min left")
+            run.report(
+                stop, len(examples), f"{candidate.label} by position, {max(run.budget.left(), 0) / 60:.1f} min left"
+            )
         answered = [row for row in candidate_rows if row.gold_position is not None]
         if len({row.question for row in answered}) < taken:
             skipped[candidate.label] = "out of time"

@@ -33,7 +33,7 @@ from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched,
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine, quiet_loading, read_metadata
+from rag_posfix.generation.load import load_engine, read_metadata
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
@@ -316,8 +316,7 @@ def build_reranker_models(settings: Settings) -> RerankerModels:
     @functools.cache
     def embeddings() -> Embeddings:
         model = build_embeddings(settings)
-        with quiet_loading():
-            embedding_identity(model)  # loads the weights
+        embedding_identity(model)  # loads the weights
         return model
 
     generator = functools.cache(lambda: build_generator(settings))

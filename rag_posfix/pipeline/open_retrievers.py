@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.load import quiet_loading
 from rag_posfix.retrieval.base import UNDECIDED, as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.dense import PassageRetriever
@@ -37,8 +36,7 @@ def open_retriever(
     """Return the retriever that the settings name, on an index, and its vector store if it has one."""
     if settings.retriever == "bm25":
         return BM25Retriever.load(folder, k=settings.k).model_copy(update={"similarity": UNDECIDED}), None
-    with quiet_loading():
-        store = FaissVectorStore.load(folder, embeddings)
+    store = FaissVectorStore.load(folder, embeddings)
     dense = PassageRetriever(store=store, k=settings.k)
     if settings.retriever != "hybrid":  # further indexes next to an external store too
         return dense, store

@@ -101,7 +101,9 @@ class Edit:
 @PROBES.register("attention-edit")
 @dataclass(frozen=True)
 class AttentionEdit(MeasuredProbe):
-    """Double the newest token's score for another value, layer by layer and in single heads: does the answer move?
+    """Double one attention score; measure the answer's change.
+
+    The last token's score for another value is doubled, layer by layer and in single heads.
 
     It tests whether attention to a place causes the answer, where other probes see both together.
 
@@ -116,7 +118,7 @@ class AttentionEdit(MeasuredProbe):
 
     Args:
         pairs: Pairs of a prompt, 3 or more.
-        prompts: Number of prompts; the gold place goes round, the other pair is the next one.
+        prompts: Number of prompts; the gold position goes round.
         factor: What scores are multiplied by.
         seed: Seed of keys and values, and of the random heads.
     """

@@ -50,7 +50,7 @@ def slot_masses(
 @PROBES.register("attention-mass")
 @dataclass(frozen=True)
 class AttentionMass(MeasuredProbe):
-    """Measure the attention to the pair that is asked for in key-value retrieval, by layer, head and slot.
+    """Measure the attention to the gold pair, by layer, head and slot.
 
     Two measures, which rank other heads: the mass of the whole pair, value included, and the mean over the positions
     of its key, which is the source's. A head that reads the value has much of the first and nothing of the second.

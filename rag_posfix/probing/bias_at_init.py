@@ -98,7 +98,7 @@ def create_untrained(subject: Subject, seed: int) -> Any:
 @PROBES.register("bias-at-init")
 @dataclass(frozen=True)
 class BiasAtInit(MeasuredProbe):
-    """Measure how the last token depends on each position, in the model and in one of its shape with random weights.
+    """Compare the position bias of the model and of random weights.
 
     What the untrained model shows comes from the causal mask, the residual stream and the position encoding alone.
 

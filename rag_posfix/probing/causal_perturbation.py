@@ -51,7 +51,7 @@ def implied_shift(curve: Tensor, changed: Tensor, first: int, last: int, margin:
 @PROBES.register("causal-perturbation")
 @dataclass(frozen=True)
 class CausalPerturbation(MeasuredProbe):
-    """Shift the position ids of a span, or hide tokens from it, and measure the positional channel and retrieval.
+    """Shift position ids or hide tokens; measure the effect.
 
     If the channel follows the position ids, the shift moves it back; if it counts the tokens that the causal mask
     shows, hiding as many moves it back, whichever they are. Token 0 stays visible: most attention goes to it whatever
@@ -69,13 +69,13 @@ class CausalPerturbation(MeasuredProbe):
     Args:
         first: First token of the span.
         last: Token after the span.
-        shift: By how much ids are shifted, and how many first tokens are hidden, token 0 counted.
+        shift: Shift ids by this much; hide as many first tokens.
         tokens: Tokens per sequence of random text.
         strings: Number of random token sequences.
         pairs: Pairs of the retrieval prompts.
-        prompts: Number of retrieval prompts; their gold places are spread evenly.
-        channel: Hidden channel to watch; the smoothest one of this text by default.
-        seed: Seed of the random tokens, of keys and of values, and of the random windows.
+        prompts: Retrieval prompts; gold positions are spread evenly.
+        channel: Hidden channel to watch; the smoothest by default.
+        seed: Seed of tokens, keys, values and random windows.
     """
 
     name: ClassVar[str] = "causal-perturbation"

@@ -118,7 +118,7 @@ def mean_cosine(left: Tensor, right: Tensor) -> float:
 @PROBES.register("hidden-geometry")
 @dataclass(frozen=True)
 class HiddenGeometry(MeasuredProbe):
-    """Split hidden states into mean, position, context and residual, and measure rank, smoothness and angles.
+    """Split hidden states into mean, position, context and residual.
 
     Source: Song and Zhong (2023), Uncovering Hidden Geometry in Transformers via Disentangling Position and Context,
         https://arxiv.org/abs/2310.04861

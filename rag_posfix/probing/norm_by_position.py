@@ -129,7 +129,7 @@ def resolution(norm: Tensor, spread: Tensor) -> list[int]:
 @PROBES.register("norm-by-position")
 @dataclass(frozen=True)
 class NormByPosition(MeasuredProbe):
-    """Measure how the variance of attention's output falls with the position, beside decoders with random weights.
+    """Measure how the variance of attention falls with the position.
 
     Without a position encoding the causal mask makes a token at place t the mean of about t values, so that the
     variance of attention's output tells the position. The law needs scores near 0; where scores differ, the output
@@ -147,7 +147,7 @@ class NormByPosition(MeasuredProbe):
         strings: Number of random token sequences.
         tokens: Tokens per sequence.
         scale: Factor of all scores of the NoPE decoder with a scale.
-        seed: Seed of the random tokens, and first seed of the decoders' weights; each has three.
+        seed: Seed of the tokens; first of three seeds of the weights.
     """
 
     name: ClassVar[str] = "norm-by-position"

@@ -41,7 +41,7 @@ PLACES = 128
 @PROBES.register("positional-dimensions")
 @dataclass(frozen=True)
 class PositionalDimensions(Probe):
-    """Find the hidden channel that varies most smoothly with the position, and write a profile for hidden_scaling.
+    """Find the positional channel; write a profile for hidden_scaling.
 
     Without ``factor`` the candidates are tried on key-value retrieval: the channel with the lowest loss when set to 0,
     then its factor with the lowest loss over all gold positions. With a factor, or where nothing can be tried, the
@@ -60,10 +60,10 @@ class PositionalDimensions(Probe):
         strings: Number of random token sequences.
         tokens: Tokens per sequence.
         top: Number of candidate channels to report.
-        factor: Scaling factor of hidden_scaling that the profile contains; searched by default.
-        pairs: Pairs of the prompts on which factors are tried; the gold place goes round.
-        prompts: Prompts on which channel and factor are chosen, and as many others on which they are held out.
-        seed: Seed of the random tokens, of keys and of values, and of the random channels.
+        factor: Write this factor of hidden_scaling; searched by default.
+        pairs: Pairs per prompt; the gold position goes round.
+        prompts: Prompts to choose on, and as many held out.
+        seed: Seed of tokens, keys, values and random channels.
     """
 
     name: ClassVar[str] = "positional-dimensions"

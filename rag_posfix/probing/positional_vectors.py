@@ -54,7 +54,7 @@ def by_layer(sums: StateSums) -> Tensor:
 @PROBES.register("positional-vectors")
 @dataclass(frozen=True)
 class PositionalVectors(MeasuredProbe):
-    """Split hidden states into a vector of the position and one of the content, and compare those of positions.
+    """Split hidden states into position and content vectors.
 
     Source: Dong et al. (2024), Exploring Context Window of Large Language Models via Decomposed Positional Vectors,
         section 3, https://arxiv.org/abs/2405.18009

@@ -95,13 +95,13 @@ def probe_retrieval_heads(
 @PROBES.register("retrieval-heads")
 @dataclass(frozen=True)
 class RetrievalHeads(Probe):
-    """Rank attention heads by how well they find the gold passage, and write a list for the reranker in_context.
+    """Rank attention heads; write a list for the reranker in_context.
 
     Source: QRHead (2025), section 3, https://arxiv.org/abs/2506.09944
     Formula: see ``probe_retrieval_heads``.
 
     Args:
-        data: Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format; .gz or plain.
+        data: Read questions from this file; .gz or plain.
         documents: Number of passages per prompt.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.

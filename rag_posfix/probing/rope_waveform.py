@@ -75,7 +75,7 @@ def deepest_troughs(wave: Tensor, limit: int = MOST_TROUGHS) -> list[int]:
 @PROBES.register("rope-waveform")
 @dataclass(frozen=True)
 class RopeWaveform(MeasuredProbe):
-    """Draw the waveform of the rotary encoding, and find bases that cover its troughs.
+    """Draw the rotary waveform; find bases that cover its troughs.
 
     A token at the distance of a trough gets less attention than one before and behind it. Reading with several bases
     covers the troughs of one by the peaks of another.

@@ -146,7 +146,7 @@ def advantage(distances: Sequence[int], target: Tensor, other: Tensor) -> Advant
 @PROBES.register("score-advantage")
 @dataclass(frozen=True)
 class ScoreAdvantage(MeasuredProbe):
-    """Measure how far away attention finds a word, against the bound by score advantage and slope of positions.
+    """Measure how far away attention finds a word, and its bound.
 
     A word that is asked for has the score advantage D over other words. Positions take d per token of distance. Then
     the nearest distractor has the higher score beyond D / d tokens. The bound motivates CoPE.

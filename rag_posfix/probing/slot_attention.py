@@ -74,7 +74,7 @@ def probe_slot_attention(
 @PROBES.register("slot-attention")
 @dataclass(frozen=True)
 class SlotAttention(Probe):
-    """Measure the attention to a dummy passage in each slot, and write a profile for calibrated_attention.
+    """Measure attention per slot; write a calibrated_attention profile.
 
     Source: Hsieh et al. (2024), Found in the Middle, section 3, https://arxiv.org/abs/2406.16008
     Formula: mean over prompts of Attn(dummy, k), the attention per token of a dummy in slot k, over layers and heads.

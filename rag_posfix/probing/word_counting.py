@@ -88,7 +88,7 @@ def _pair(first: str, last: str) -> Iterator[CountingPrompt]:
 @PROBES.register("word-counting")
 @dataclass(frozen=True)
 class WordCounting(MeasuredProbe):
-    """Ask how often a word stands in the last of two sentences, and see whether the first one is counted too.
+    """Count a word in the last of two sentences; does the first leak?
 
     The answer is the most likely of the numbers 0 to 9 as the next token. It is wrong in a telling way if it is the
     count of both sentences, or that of the first.

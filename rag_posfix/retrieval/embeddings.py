@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.checked import check_type
-from rag_posfix.checkpoints import check_encoder
+from rag_posfix.checkpoints import check_encoder, quiet_loading
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.text import clean_text, text_beginning
@@ -171,8 +171,9 @@ class SentenceEmbeddings(Embeddings):
                 raise missing_extra("sentence_transformers", "local") from error
             try:
                 device = None if self.device == "auto" else self.device
-                loaded = SentenceTransformer(location, device=device, prompts=prompts)
-                check_encoder(location, loaded.transformers_model)
+                with quiet_loading():
+                    loaded = SentenceTransformer(location, device=device, prompts=prompts)
+                    check_encoder(location, loaded.transformers_model)
                 self._loaded = loaded
             except Exception as error:
                 # The hub, the files and the device raise many types of errors; the user gets one line.

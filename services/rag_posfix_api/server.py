@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import logging
-import socket
 import threading
 import time
 import webbrowser
@@ -22,11 +20,10 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.app import create_app, error_form
-from rag_posfix_api.http.auth import KeyChecker
-from rag_posfix_api.http.connection import BoundedConnection, check_tls
+from rag_posfix_api.http.connection import BoundedConnection
 from rag_posfix_api.http.logs import LogFormat, configure_logging
 from rag_posfix_api.http.middleware import LOOPBACK_NAMES
-from rag_posfix_api.keys.store import KeyStore
+from rag_posfix_api.listener import is_loopback, listen, needs_key
 from rag_posfix_api.runtime.service import Service
 
 _CUT_SECONDS = 5
@@ -63,18 +60,9 @@ def run(
         RagPosfixError: the pipeline cannot be loaded, or its model cannot answer any more.
     """
     limits = service or ServiceSettings()
-    check_tls(limits.tls_cert, limits.tls_key)
-    listener = bind(limits.host if host is None else host, limits.port if port is None else port)
-    with listener:
+    with listen(limits, host, port) as listener:
         address, number = listener.getsockname()[:2]
-        on_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
-        if not (on_loopback or with_keys or limits.allow_anonymous):
-            raise ConfigError(
-                f"{address} can be reached from other machines, and there is no API key; create one with: rag-posfix "
-                "keys create TENANT (or set RAG_POSFIX_SERVICE_API_KEY), listen on 127.0.0.1, or set "
-                "RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS=true to serve everyone who reaches the port"
-            )
+        on_loopback, with_keys = is_loopback(address), needs_key(limits)
         configure_logging(log_format or limits.log_format)
         if not (on_loopback or with_keys):
             _log.warning(
@@ -89,6 +77,7 @@ def run(
         server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
         with serve_metrics(limits.metrics_address, server.metrics):
             server.run(sockets=[listener])
+        _log.info("stopped")
     if server.failure is not None:
         raise server.failure
 
@@ -219,40 +208,6 @@ def serve_metrics(address: str | None, registry: CollectorRegistry) -> Iterator[
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. It is created first, so that a taken port is reported before a model is loaded.
-
-    Args:
-        port: Port; 0 takes a free one.
-
-    Raises:
-        ConfigError: the port is in use, or the address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"host {host!r} cannot be resolved; give an address of this machine with --host") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(error, host, port) from error
-    return listener
-
-
-def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port {port} on {host} is in use; choose another with --port")
-    if error.errno == errno.EACCES:
-        return ConfigError(f"port {port} on {host} needs privileges; choose one above 1023 with --port")
-    return ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}; choose another with --host and --port")
 
 
 def page_address(host: str, port: int, scheme: str = "http") -> str:

@@ -34,7 +34,7 @@ def test_bad_files_are_listed_and_the_others_are_indexed(run, files, tmp_path):
     code, out, _ = run("index", files, "--out", tmp_path / "index")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("indexed 1 passages")
+    assert lines[0].startswith("indexed 1 passage in ")
     assert lines[1] == "1 added, 0 changed, 0 unchanged, 0 removed"
     assert lines[2:] == [
         "skipped, cannot be read: 1 file",

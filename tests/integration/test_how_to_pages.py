@@ -29,6 +29,7 @@ PAGES = {
     "add-a-cache-backend.md": (1, 0, {}),
     "add-a-dialect.md": (1, 1, {}),
     "add-a-generator.md": (1, 0, {}),
+    "add-a-probe.md": (4, 3, {}),
 }
 
 

@@ -295,8 +295,9 @@ def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(capl
         client.post(CHAT, json=chat(documents=[BRIDGE]), headers={"x-request-id": "r1"})
         client.post(CHAT, json=chat(order="secret order"), headers={"x-request-id": "r2"})
         client.get("/secret", headers={"x-request-id": "r3"})
+        client.get("/openapi.json", headers={"x-request-id": "r4"})
     lines = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("rag_posfix_api.")]
-    answered, refused, unknown = map(json.loads, lines)
+    answered, refused, unknown, schema = map(json.loads, lines)
     assert answered["request_id"] == "r1"
     assert (answered["route"], answered["status"], answered["method"]) == (CHAT, 200, "POST")
     assert (answered["mitigation"], answered["order"], answered["cache"]) == ("context_experts", "relevance", "off")
@@ -304,6 +305,7 @@ def test_a_request_leaves_one_json_line_without_any_text_of_client_or_model(capl
     assert {"assemble", "queue", "prefill", "decode"} <= set(answered["stage_seconds"])
     assert (refused["status"], refused["error"]) == (400, "unknown_name")
     assert (unknown["route"], unknown["status"]) == ("unmatched", 404)
+    assert (schema["route"], schema["status"]) == ("/openapi.json", 200)
     everything = "\n".join(JsonFormatter().format(record) for record in caplog.records if "httpx" not in record.name)
     for text in ("bridge", "Arvo", "secret"):
         assert text not in everything

@@ -67,7 +67,7 @@ def test_documents_of_the_request_come_back_with_their_text_only_if_asked(client
 def test_responses_cite_files(client):
     (message,) = ask(client, "/v1/responses")["output"]
     citation = {"type": "file_citation", "index": len(ANSWER), "file_id": "5f2a", "filename": "policies/bridges.pdf"}
-    assert citation in message["content"][0]["annotations"]
+    assert message["content"][0]["annotations"].count(citation) == 1
     events = client.post("/v1/responses", json={"input": QUESTION, "stream": True}).text
     assert "response.output_text.annotation.added" in events
 

@@ -152,8 +152,8 @@ def test_parts_are_made_for_those_who_take_them_and_are_no_parameters(methods):
         (MethodSpec("plan"), "unknown method 'plan'. Did you mean 'plain'"),
         (MethodSpec("plain", {"shape": 1}), "method plain has no parameter 'shape'. Did you mean 'share'"),
         (MethodSpec("plain", {"share": 2}), "plain: share=2 must be a number between 0 and 1"),
-        (MethodSpec("loaded", {"count": 0}), "loaded: count=0: Input should be greater than or equal to 1"),
-        (MethodSpec("loaded", {"count": "many"}), "loaded: count='many': Input should be a valid integer"),
+        (MethodSpec("loaded", {"count": 0}), "loaded: count=0 must be greater than or equal to 1"),
+        (MethodSpec("loaded", {"count": "many"}), "loaded: count='many' must be a valid integer"),
     ],
 )
 def test_names_types_and_ranges_are_checked(methods, act, spec, message):

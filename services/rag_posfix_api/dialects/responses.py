@@ -310,15 +310,11 @@ class ResponseRenderer(AnswerRenderer):
 
 def _annotations(answer: Answer) -> list[FileCitation]:
     documents = {document.id: document for document in answer.documents}
+    cited = dict.fromkeys((citation.end, name) for citation in answer.citations for name in citation.document_ids)
     return [
-        FileCitation(
-            index=citation.end,
-            file_id=identity,
-            filename=documents[identity].source or documents[identity].title or identity,
-        )
-        for citation in answer.citations
-        for identity in citation.document_ids
-        if identity in documents
+        FileCitation(index=end, file_id=name, filename=documents[name].source or documents[name].title or name)
+        for end, name in cited
+        if name in documents
     ]
 
 

@@ -1,4 +1,4 @@
-"""Connections: TLS files, and limits that hold before any key is checked: head size, time to send a request.
+"""Connections: limits that hold before any key is checked: head size, time to send a request.
 
 uvicorn's parser of HTTP/1.1 takes a request line and headers of any length, and waits for the rest of a request for
 ever. ``BoundedConnection`` adds both limits and leaves everything else to uvicorn.
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rag_posfix.errors import ConfigError
 from rag_posfix_api.http.errors import INVALID, ErrorForm, Problem
 from rag_posfix_api.http.json_bodies import encode_json
 
@@ -149,34 +146,3 @@ class BoundedConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raise unless both files are absent, or both are there, readable and belong together. The protocol is uvicorn's.
-
-    Args:
-        cert: The certificate and its issuers' certificates, in PEM format.
-        key: Its private key in PEM format, without a passphrase.
-
-    Raises:
-        ConfigError: one is missing, cannot be read, is not in PEM format, needs a passphrase, or is of another pair.
-    """
-    if cert is None and key is None:
-        return
-    if cert is None or key is None:
-        present, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
-        raise ConfigError(f"{present} is given and {missing} is not; TLS needs both files")
-    for name, path in (("--tls-cert", cert), ("--tls-key", key)):
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ConfigError(f"{name} {path} cannot be read: {error.strerror}; give a file in PEM format") from error
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(cert, key, password=lambda: b"")  # no prompt for a passphrase on the terminal
-    except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", None) or type(error).__name__
-        raise ConfigError(
-            f"--tls-cert {cert} and --tls-key {key} cannot be used ({reason}): they must be a certificate and its own "
-            "key, in PEM format, the key without a passphrase"
-        ) from error

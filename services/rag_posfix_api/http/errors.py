@@ -306,7 +306,9 @@ def _describe_invalid(error: RequestValidationError) -> tuple[str, str | None]:
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{_shorten(step)}" for step in path).lstrip(".")
     value = "" if first["type"] == "missing" else f", got {_describe_value(first.get('input'))}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    reason = (first["msg"][:1].lower() + first["msg"][1:]).removeprefix("value error, ")
+    if first["type"] == "extra_forbidden":
+        reason = "no such field; GET /openapi.json lists the fields"
     return f"{name or 'body'}: {reason}{value}{more}", name or None
 
 

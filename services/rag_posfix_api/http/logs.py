@@ -138,8 +138,8 @@ def configure_logging(log_format: LogFormat = "json", level: int = logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for library in ("faiss", "sentence_transformers"):
-        logging.getLogger(library).setLevel(max(level, logging.WARNING))  # else how each was loaded
+    for library in ("faiss", "sentence_transformers", "uvicorn.error"):
+        logging.getLogger(library).setLevel(max(level, logging.WARNING))  # else how each was loaded and started
 
 
 def _format_stack(error: BaseException) -> str:

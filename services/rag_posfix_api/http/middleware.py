@@ -273,6 +273,8 @@ class ObservedRequests:
         self, scope: Scope, request_id: str, status: int, seconds: float, fields: LogFields, span: RequestSpan
     ) -> None:
         path = getattr(scope.get("route"), "path", None)
+        if status == 200 and scope["path"] == "/openapi.json":  # its route is not in the scope
+            path = "/openapi.json"
         route = path or "unmatched"
         unexplained = "ok" if status < 400 else "client_closed_request" if status == 499 else "internal_error"
         code = fields.error or unexplained

@@ -109,7 +109,7 @@ class TestAsk:
             (["--order", "revers"], "UnknownNameError", "Did you mean 'reverse'"),
             (["--reranker", "likelyhood"], "UnknownNameError", "Did you mean 'likelihood'"),
             (["--reranker", "likelihood:batch=2"], "ConfigError", "Did you mean 'batch_size'"),
-            (["--reranker", "likelihood:batch_size=0"], "ConfigError", "likelihood: batch_size=0: "),
+            (["--reranker", "likelihood:batch_size=0"], "ConfigError", "likelihood: batch_size=0 must be greater"),
             (
                 ["--model", "/no/such/model"],
                 "ConfigError",

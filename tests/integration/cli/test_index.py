@@ -29,7 +29,7 @@ class TestIndex:
 
     def test_without_json_it_is_one_line(self, run, files, tmp_path):
         result = run("index", files / "bread.txt", "--out", tmp_path / "new.index")
-        assert result.out.startswith("indexed 1 passages in ")
+        assert result.out.startswith("indexed 1 passage in ")
         assert "added" not in result.out
         again = run("index", files, "--out", tmp_path / "new.index")
         assert "2 added, 0 changed, 1 unchanged, 0 removed" in again.out.splitlines()

@@ -6,14 +6,29 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from rag_posfix.assembly.orders import ORDERS
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
+from tests.support.letter_embeddings import LetterEmbeddings
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_within(limit_seconds, *arguments, **variables):
+    """Return the finished command, run in its own process within a processor time: the best of up to three runs."""
+    command = [sys.executable, "-m", "rag_posfix.cli.main", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'services'}", **variables}
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if seconds < limit_seconds:
+            return done
+    pytest.fail(f"{' '.join(command[3:])} took {seconds:.1f} s of processor time, at most {limit_seconds} are allowed")
 
 
 class TestMethods:
@@ -133,9 +148,9 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("name", "value", "part"),
         [
-            ("RAG_POSFIX_K", "0", "RAG_POSFIX_K='0': "),
-            ("RAG_POSFIX_DTYPE", "int3", "RAG_POSFIX_DTYPE='int3': "),
-            ("RAG_POSFIX_CACHE_TTL_SECONDS", "soon", "RAG_POSFIX_CACHE_TTL_SECONDS='soon': "),
+            ("RAG_POSFIX_K", "0", "RAG_POSFIX_K='0' must be greater than or equal to 1"),
+            ("RAG_POSFIX_DTYPE", "int3", "RAG_POSFIX_DTYPE='int3' must be 'auto', "),
+            ("RAG_POSFIX_CACHE_TTL_SECONDS", "soon", "RAG_POSFIX_CACHE_TTL_SECONDS='soon' must be a valid number"),
             ("RAG_POSFIX_CACHE", "{", "cache"),
         ],
     )
@@ -157,15 +172,50 @@ class TestUsage:
         ]
 
     def test_help_takes_less_than_a_second(self):
-        command = [sys.executable, "-m", "rag_posfix.cli.main", "--help"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        wall, processor = [], []
-        for _ in range(5):
-            before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            wall.append(time.perf_counter() - started)
-            processor.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert "Usage:" in done.stdout
-        assert min(processor) < 1.0
-        assert min(wall) < 2.0  # on a machine that does other things too
+        assert "Usage:" in run_within(1.0, "--help").stdout
+
+    @pytest.mark.parametrize(
+        ("words", "variables", "part"),
+        [
+            ("ask x --index {index} --device nope", {}, "device='nope' cannot be used"),
+            ("ask x --index {folder}", {}, "no index in"),
+            ("ask x --index {index} --mitigation nope", {}, "unknown mitigation 'nope'"),
+            ("ask x --index {index} --max-tokens 8192", {}, "--max-tokens 8192 leaves no room"),
+            ("ask x --index {index} --retriever nope", {}, "retriever='nope' must be dense, bm25, hybrid"),
+            ("ask x --index {index} --template nope", {}, "template='nope' is neither"),
+            ("ask x --index {index} --profile nope", {}, "profile='nope' is not a file"),
+            ("ask x --index {index} --adapter nope", {}, "adapter='nope' holds no adapter_config.json"),
+            ("ask x --index {index}", {"RAG_POSFIX_K": "many"}, "RAG_POSFIX_K='many' must be a valid integer\n"),
+            ("index {folder} --out {folder}/new", {}, "no documents in"),
+            ("demo --mitigation nope", {}, "unknown mitigation 'nope'"),
+            ("bench --mitigation nope", {}, "unknown mitigation 'nope'"),
+            ("eval positions --data x --out y --mitigation nope", {}, "unknown mitigation 'nope'"),
+            ("serve --index {folder}", {}, "no index in"),
+            ("serve --host 0.0.0.0 --port 0", {}, "0.0.0.0 can be reached from other machines, and there is no API"),
+            ("serve", {"RAG_POSFIX_SERVICE_PORT": "abc"}, "RAG_POSFIX_SERVICE_PORT='abc' must be a valid integer\n"),
+        ],
+    )
+    def test_a_wrong_value_is_reported_in_little_processor_time(self, tmp_path, words, variables, part):
+        """Half of the limit is the interpreter with its command line: ``--version`` takes as long."""
+        folder, index = tmp_path / "files", tmp_path / "my.index"
+        folder.mkdir()
+        FaissVectorStore.from_texts(["aaa"], LetterEmbeddings()).save(index)
+        arguments = [word.format(index=index, folder=folder) for word in words.split()]
+        done = run_within(1.5, *arguments, RAG_POSFIX_SERVICE_DATA_DIR=str(tmp_path), **variables)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert part in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+    def test_warnings_of_libraries_stay_off_the_terminal(self):
+        program = (
+            "import logging\nfrom rag_posfix.cli.main import app\napp(['models', 'list'], standalone_mode=False)\n"
+            "import huggingface_hub.utils._http, transformers.utils.logging\n"
+            "for name in ('huggingface_hub.utils._http', 'transformers.configuration_utils', 'pypdf._reader'):\n"
+            "    transformers.utils.logging.get_logger(name).warning('Retrying in 1s')\n"
+            "logging.getLogger('rag_posfix.x').warning('ours')\n"
+        )
+        environment = {name: value for name, value in os.environ.items() if not name.endswith("_VERBOSITY")}
+        command = [sys.executable, "-c", program]
+        environment["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stderr == "WARNING rag_posfix.x: ours\n"

