@@ -69,7 +69,7 @@ class PositionalDimensions(Probe):
     name: ClassVar[str] = "positional-dimensions"
 
     strings: Annotated[int, Integer(1)] = 24
-    tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 1000
+    tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 640
     top: Annotated[int, Integer(1)] = 10
     factor: float | None = None
     pairs: Annotated[int, Integer(2)] = 8
