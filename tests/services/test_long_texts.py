@@ -49,7 +49,7 @@ def test_the_longest_document_costs_100_mb_and_a_second_at_most(name: str, serve
     text = long_text(name, 1_000_000)
     (cost,) = [cost for cost in measure(*served, DOCUMENTS, body, text) if cost.field == "documents.0.text"]
     assert cost.status == 200
-    assert (cost.megabytes < MOST_MEGABYTES, cost.seconds < MOST_SECONDS) == (True, True), cost
+    assert (cost.megabytes < MOST_MEGABYTES, cost.seconds <= MOST_SECONDS) == (True, True), cost
 
 
 def test_every_route_that_reads_a_body_is_measured() -> None:

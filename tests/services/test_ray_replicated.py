@@ -16,7 +16,7 @@ from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UpstreamError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix_api.ray_serve.replicas import GeneratorReplica, ReplicaLost, ReplicaModel, ReplicatedGenerator
-from rag_posfix_api.ray_serve.routing import RoutedRequest, marked_passages
+from rag_posfix_api.ray_serve.routing import RoutedRequest, Sketches, marked_passages
 from tests.support.serving import BRIDGE, HARBOUR, QUESTION, make_pipeline
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
@@ -141,7 +141,8 @@ async def test_a_replica_answers_and_says_what_it_read():
     chunks = await replied(replica, asked())
     assert chunks == list(FakeGenerator(ToyEncoder()).stream(asked()))
     stats = await replica.record_routing_stats()
-    assert stats["marks"] == sorted(marked_passages(asked()))
+    marks = list(marked_passages(asked()))
+    assert Sketches(30.0).held({"replica": stats}, marks, stats["made_at"]).tolist() == [[True] * len(marks)]
     assert await replica.counts() == {}
     await replica.check_health()
 
@@ -151,9 +152,8 @@ async def test_the_sketch_of_a_replica_with_a_store_leaves_out_what_the_store_dr
     store = SimpleNamespace(memory_tags=lambda: frozenset({kept}), stats=lambda: {"hits": 1})
     replica = GeneratorReplica(lambda: ReplicaModel(FakeGenerator(ToyEncoder()), store), 2)
     await replied(replica, asked())
-    marks = (await replica.record_routing_stats())["marks"]
-    assert len(marks) == 1
-    assert set(marks) < set(marked_passages(asked()))
+    stats, marks = await replica.record_routing_stats(), list(marked_passages(asked()))
+    assert Sketches(30.0).held({"replica": stats}, marks, stats["made_at"]).tolist() == [[True, False]]
     assert await replica.counts() == {"hits": 1}
 
 

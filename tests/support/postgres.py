@@ -49,4 +49,4 @@ def pgvector_collection(url: str, documents: list, ids: list[str]) -> None:
     if not has_extension:
         pytest.skip("this PostgreSQL has no pgvector")
     store = PGVector.from_documents(documents, LetterEmbeddings(), connection=url, collection_name="docs", ids=ids)
-    store._engine.dispose()
+    store.session_maker().get_bind().dispose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from uuid import uuid4
 
 import pytest
 from langchain_core.documents import Document
@@ -29,11 +30,11 @@ COUNT = 30
 
 
 class Noisy(OrderBiasedGenerator):
-    """Answers with a new number each time, whatever it reads."""
+    """Answers with another name each time, whatever it reads; questions are open together."""
 
     def generate(self, request):
         found = super().generate(request)
-        return Generation(f"answer {len(self.asked)}", found.token_ids, found.finish_reason, found.usage)
+        return Generation(f"answer {uuid4().hex}", found.token_ids, found.finish_reason, found.usage)
 
 
 def without_table(row):

@@ -104,7 +104,7 @@ def postgres():
 def pgvector(postgres):
     pgvector_collection(postgres, DOCUMENTS, [str(number) for number in range(24)])
     yield (retriever := open_external(f"pgvector:url={postgres},collection=docs", LetterEmbeddings(), 5))
-    retriever.store.vectors._engine.dispose()
+    retriever.store.vectors.session_maker().get_bind().dispose()
 
 
 @pytest.fixture(scope="module")
