@@ -20,7 +20,7 @@ PARAMETERS = {
     "causal-perturbation": {"first": 20, "last": 40, "shift": 8, "tokens": 64, "strings": 2, "pairs": 3},
     "hidden-geometry": {"contexts": 3, "tokens": 24, "words": 2},
     "norm-by-position": {"strings": 3, "tokens": 24},
-    "positional-dimensions": {"strings": 2, "tokens": 64, "top": 2, "pairs": 2},
+    "positional-dimensions": {"strings": 2, "tokens": 64, "top": 2, "pairs": 2, "prompts": 4},
     "positional-vectors": {"strings": 2, "tokens": 24},
     "rope-waveform": {"context": 32, "bases": 2, "candidates": 3},
     "score-advantage": {"strings": 2, "farthest": 8},

@@ -181,7 +181,8 @@ def test_a_sketch_has_all_of_its_marks_and_one_in_a_hundred_others():
 def test_a_choice_among_many_replicas_takes_little_of_the_event_loop(replicas: int, milliseconds: float):
     rng = random.Random(0)
     marks = [[rng.getrandbits(64) for _ in range(4096)] for _ in range(8)]
-    stats = {f"replica-{row}": Sketch.of(marks[row % 8], 100.0).as_stats() for row in range(replicas)}
+    made = [Sketch.of(each, 100.0).as_stats() for each in marks]
+    stats = {f"replica-{row}": dict(made[row % 8]) for row in range(replicas)}
     sketches, recent = Sketches(30.0), RecentRoutes(10.0)
     passages = {**dict.fromkeys(marks[3][:5], 150), **{rng.getrandbits(64): 150 for _ in range(5)}}
     for name in stats:
