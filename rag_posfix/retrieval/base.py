@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.floor import SimilarityRange
 from rag_posfix.contracts.retrieval import Retriever, first_matching
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters
+from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, stored_id
 from rag_posfix.text import checked_question
 
 PACKAGED_SIMILARITY = SimilarityRange(low=0.2, clear=0.6)
@@ -111,6 +111,19 @@ def cosine_relevance(cosine: float) -> float:
     (cosine 0) would have relevance 0.5, and the logarithms of all passages would be almost equal.
     """
     return min(max(float(cosine), 0.0), 1.0)
+
+
+def scored_documents(hits: Iterable[tuple[Document, float]]) -> list[Document]:
+    """Return copies of hits with their cosines as ``relevance_score``, best first, ties by id."""
+    documents = [
+        Document(
+            id=stored_id(document),
+            page_content=document.page_content,
+            metadata={**document.metadata, "relevance_score": cosine_relevance(cosine)},
+        )
+        for document, cosine in hits
+    ]
+    return sorted(documents, key=lambda document: (-document.metadata["relevance_score"], str(document.id)))
 
 
 def check_count(name: str, count: int) -> int:

@@ -11,8 +11,8 @@ from langchain_core.vectorstores import VectorStore
 from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.floor import SimilarityRange
 from rag_posfix.contracts.retrieval import first_matching
-from rag_posfix.retrieval.base import QuestionRetriever, cosine_relevance
-from rag_posfix.retrieval.index.documents import both_filters, stored_id
+from rag_posfix.retrieval.base import QuestionRetriever, scored_documents
+from rag_posfix.retrieval.index.documents import both_filters
 
 __all__ = ["PassageRetriever"]
 
@@ -41,10 +41,10 @@ class PassageRetriever(QuestionRetriever):
         store = self.store
         if metadata_filter is None or getattr(store, "evaluates_filters", False):
             options = _options(both_filters(self.filter, metadata_filter))
-            return _scored(store.similarity_search_with_relevance_scores(question, k, **options))
+            return scored_documents(store.similarity_search_with_relevance_scores(question, k, **options))
         options = _options(self.filter)
         return first_matching(
-            lambda width: _scored(store.similarity_search_with_relevance_scores(question, width, **options)),
+            lambda width: scored_documents(store.similarity_search_with_relevance_scores(question, width, **options)),
             k,
             parse_filter(metadata_filter),
         )
@@ -53,20 +53,8 @@ class PassageRetriever(QuestionRetriever):
         if metadata_filter is not None:
             return await super()._asearch(question, k, metadata_filter)
         options = _options(self.filter)
-        return _scored(await self.store.asimilarity_search_with_relevance_scores(question, k, **options))
+        return scored_documents(await self.store.asimilarity_search_with_relevance_scores(question, k, **options))
 
 
 def _options(metadata_filter: Any) -> dict[str, Any]:
     return {} if metadata_filter is None else {"filter": metadata_filter}
-
-
-def _scored(hits: list[tuple[Document, float]]) -> list[Document]:
-    documents = [
-        Document(
-            id=stored_id(document),
-            page_content=document.page_content,
-            metadata={**document.metadata, "relevance_score": cosine_relevance(score)},
-        )
-        for document, score in hits
-    ]
-    return sorted(documents, key=lambda document: (-document.metadata["relevance_score"], str(document.id)))

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rag_posfix.contracts.filters import AllOf, AnyOf, Condition, Exists, InRange, Negation, OneOf, Scalar
-from rag_posfix.retrieval.external import UntranslatableError
 
 _SIGNS: Final = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+
+
+class UntranslatableError(ValueError):
+    """A condition that a store's language cannot state exactly."""
 
 
 def qdrant_filter(condition: Condition, payload_key: str = "metadata") -> Any:

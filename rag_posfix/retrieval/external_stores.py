@@ -1,25 +1,29 @@
-"""The external stores of ``--retriever``: Qdrant, pgvector, Elasticsearch and Milvus, by langchain's packages."""
+"""Retrieval from vector stores that other programs fill: ``qdrant:url=...,collection=...``, or a plugin's.
+
+Filters are translated into the store's language; what cannot be translated is checked in the documents.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 
-from rag_posfix.contracts.filters import Condition
+from rag_posfix.contracts.filters import AllOf, Condition, conjuncts, parse_filter
 from rag_posfix.contracts.method_spec import split_outside
-from rag_posfix.contracts.retrieval import Retriever
-from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
-from rag_posfix.retrieval.base import as_retriever, packaged_similarity
+from rag_posfix.contracts.retrieval import Retriever, first_matching
+from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError, missing_extra
+from rag_posfix.retrieval.base import QuestionRetriever, as_retriever, packaged_similarity, scored_documents
 from rag_posfix.retrieval.dense import PassageRetriever
-from rag_posfix.retrieval.external import ExternalRetriever, ExternalStore
 from rag_posfix.retrieval.external_filters import (
+    UntranslatableError,
     elasticsearch_filter,
     milvus_expression,
     postgres_clause,
@@ -31,6 +35,76 @@ GROUP: Final = "rag_posfix.retrievers"
 
 Options: TypeAlias = Mapping[str, str]
 Hits: TypeAlias = list[tuple[Document, float]]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalStore:
+    """A vector store of langchain and what this package has to know of it.
+
+    Attributes:
+        search: Returns documents with ids and cosines for a question, a number, and a translated filter or None.
+        translate: Returns a condition in the store's language, or raises ``UntranslatableError``.
+        check: Raises an error if the store or its collection cannot be reached.
+        vectors: The vector store, for those who write.
+    """
+
+    search: Callable[[str, int, Any], Hits]
+    translate: Callable[[Condition], Any]
+    check: Callable[[], object]
+    vectors: VectorStore
+
+
+class ExternalRetriever(QuestionRetriever):
+    """Returns passages of an external store with its ids and scores, best first, ties by id.
+
+    ``relevance_score`` is the cosine that the store computed, or 0 for a negative cosine; nothing is embedded but the
+    question.
+
+    Attributes:
+        name: The kind of the store, for errors.
+        store: The store.
+    """
+
+    name: str
+    store: Any
+
+    def check(self) -> None:
+        """Raise RetrievalError if the store cannot be reached."""
+        self._call(self.store.check)
+
+    def _search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
+        if metadata_filter is None:
+            return self._hits(question, k, None)
+        condition = parse_filter(metadata_filter)
+        pushed = []
+        for conjunct in conjuncts(condition):
+            try:
+                self.store.translate(conjunct)
+            except UntranslatableError:
+                continue  # checked in each document below
+            pushed.append(conjunct)
+        argument = self.store.translate(AllOf(tuple(pushed))) if pushed else None
+        return first_matching(lambda width: self._hits(question, width, argument), k, condition)
+
+    def _hits(self, question: str, k: int, argument: Any) -> list[Document]:
+        hits = self._call(lambda: self.store.search(question, k, argument))
+        return scored_documents((document, round(cosine, 6)) for document, cosine in hits)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        advice = "check that it runs, its address and its collection"
+        return call_client(work, RetrievalError, f"the vector store {self.name} failed with", advice)
+
+
+def call_client(work: Callable[[], T], kind: type[RagPosfixError], problem: str, advice: str) -> T:
+    """Return what a client library returns; of its errors the type alone is told, messages may have secrets."""
+    try:
+        return work()
+    except RagPosfixError:
+        raise
+    except Exception as error:
+        raise kind(f"{problem} {type(error).__name__}; {advice}") from error
 
 
 def _open_qdrant(embeddings: Embeddings, options: Options) -> ExternalStore:
@@ -104,12 +178,7 @@ def _open_pgvector(embeddings: Embeddings, options: Options) -> ExternalStore:
             if store.get_collection(session) is None:
                 raise RetrievalError(f"pgvector has no collection {options['collection']!r}")
 
-    return ExternalStore(search, lambda condition: _checked_clause(condition, store), check, store)
-
-
-def _checked_clause(condition: Condition, store: Any) -> Condition:
-    postgres_clause(condition, store.EmbeddingStore.cmetadata)
-    return condition
+    return ExternalStore(search, lambda condition: condition, check, store)  # translated by the class
 
 
 def _open_elasticsearch(embeddings: Embeddings, options: Options) -> ExternalStore:

@@ -185,8 +185,7 @@ class FaissVectorStore(VectorStore):
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Return copies of the documents with these ids, in this order; unknown ids are left out."""
         with self._contents.lock:
-            keys = [key for key in map(self.table.key_of, ids) if key is not None]
-            return [deep_copy(self.table.entries[key].document) for key in keys]
+            return [deep_copy(entry.document) for entry in map(self.table.entry_of, ids) if entry is not None]
 
     def vectors_of(self, ids: Sequence[str]) -> NDArray[np.float32]:
         """Return the unit vectors of documents that are in the store, one row per id."""

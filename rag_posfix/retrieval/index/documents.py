@@ -147,6 +147,11 @@ class DocumentTable:
         """Return the key of the document with this id, or None."""
         return self._key_by_id().get(document_id)
 
+    def entry_of(self, document_id: str) -> IndexEntry | None:
+        """Return the entry with this id, or None."""
+        key = self.key_of(document_id)
+        return None if key is None else self.entries.get(key)
+
     def ids(self) -> list[str]:
         """Return all ids, in the order in which the documents were added."""
         return list(self._key_by_id())

@@ -26,11 +26,11 @@ from rag_posfix.errors import IndexBusyError, OverloadedError, RetrievalError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.embeddings import matches_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile
-from rag_posfix.retrieval.index.documents import IndexEntry, stored_copy
+from rag_posfix.retrieval.index.documents import IndexEntry, deep_copy, stored_copy
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.conversion import collection_file
 from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
-from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, split_documents, stored_entry
+from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, split_documents
 from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError
 
 _log = logging.getLogger(__name__)
@@ -189,12 +189,10 @@ class Collection:
         self._passages: dict[str, list[str]] = {}  # ids of passages by the id of their document
         self._passages_of: tuple[Passages, int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._current())
-
     def documents(self) -> list[Document]:
         """Return copies of all documents; a long one is several passages."""
-        return self._current().documents()
+        with self._lock:
+            return [deep_copy(entry.document) for entry in self._current().table.entries.values()]
 
     def search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None = None) -> list[Document]:
         """Return the ``k`` nearest documents that match, with ``relevance_score`` in their metadata, best first."""
@@ -291,8 +289,8 @@ class Collection:
                 names = [row for rows in stored.values() for row in rows]
                 file.remove(names)
                 facts = self._without(file.facts(), store, names)
-                documents = facts.get("documents", len(store)) - len(stored)
-                file.set_facts({**facts, "count": len(store) - len(names), "documents": documents})
+                documents = facts.get("documents", len(store.table)) - len(stored)
+                file.set_facts({**facts, "count": len(store.table) - len(names), "documents": documents})
         self._current()
         return len(stored)
 
@@ -307,7 +305,7 @@ class Collection:
                 self._passages_of = (store, store.table.revision)
             if document_id in self._passages:
                 return self._passages[document_id]
-            entry = stored_entry(store.table, document_id)
+            entry = store.table.entry_of(document_id)
             return [] if entry is None or entry.files else [document_id]
 
     def _write(
@@ -318,24 +316,25 @@ class Collection:
         prepared: Mapping[str, bytes],
         ids: tuple[str, ...],
     ) -> PutResult:
+        table = store.table
         changed: dict[str, IndexEntry] = {}
         removed: list[str] = []
         added = replaced = 0
         for document_id, entries in passages.items():
             old = self._rows_of(store, document_id)
-            check_ids({name: entry for name in entries if (entry := stored_entry(store.table, name))}, entries)
-            new = {name: entry for name, entry in entries.items() if stored_entry(store.table, name) != entry}
+            check_ids({name: entry for name in entries if (entry := table.entry_of(name))}, entries)
+            new = {name: entry for name, entry in entries.items() if table.entry_of(name) != entry}
             stale = [name for name in old if name not in entries]
             changed |= new
             removed += stale
             added += not old
             replaced += bool(old and (new or stale))
         facts = file.facts()
-        count = len(store) + sum(stored_entry(store.table, name) is None for name in changed) - len(removed)
-        documents = facts.get("documents", len(store)) + added
+        count = len(table) + sum(table.entry_of(name) is None for name in changed) - len(removed)
+        documents = facts.get("documents", len(table)) + added
         if count > self._max_documents:
             raise TooLargeError(
-                f"the collection has {len(store)} passages and would have {count}, at most {self._max_documents} are "
+                f"the collection has {len(table)} passages and would have {count}, at most {self._max_documents} are "
                 "allowed; delete some documents, or use another collection",
                 param="documents",
             )
@@ -413,7 +412,8 @@ class Collection:
         try:
             with self._transaction() as (file, store):
                 facts = file.facts()
-                stale = [*facts.get("stale", ()), *cast("ExternalPassages", store).unused(prepared)]
+                names = cast("ExternalPassages", store).names
+                stale = [*facts.get("stale", ()), *(copy for copy in sent_copies(prepared) if copy not in names)]
                 failure = self._external.try_delete(stale)
                 if stale or failure:
                     file.set_facts({**facts, "stale": stale if failure else []})
@@ -423,16 +423,17 @@ class Collection:
             raise failure
 
     def _read_changes(self, file: DocumentFile, store: Passages) -> None:
+        table = store.table
         with file.snapshot():
             count, rows = file.facts()["count"], file.rows(self._last_key)
             while batch := list(islice(rows, _ROWS_PER_STEP)):
                 store.put_rows(batch)
                 self._last_key = batch[-1][0]
-            if len(store) > count:
+            if len(table) > count:
                 stored = set(file.ids())
-                store.delete([name for name in store.table.ids() if name not in stored])
-            if len(store) != count:
-                raise RetrievalError(f"{str(file.path)!r} is damaged: it has {len(store)} documents, not {count}")
+                store.delete([name for name in table.ids() if name not in stored])
+            if len(table) != count:
+                raise RetrievalError(f"{str(file.path)!r} is damaged: it has {len(table)} documents, not {count}")
 
 
 def metadata_size(metadata: Mapping[str, Any]) -> int:

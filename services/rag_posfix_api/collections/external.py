@@ -16,16 +16,14 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
-from rag_posfix.contracts.filters import AllOf, Exists, Negation, combine_filters, parse_filter
+from rag_posfix.contracts.filters import combine_filters, parse_filter
 from rag_posfix.contracts.retrieval import first_matching
 from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError
 from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.external import ExternalRetriever
-from rag_posfix.retrieval.external_stores import open_external, store_options
+from rag_posfix.retrieval.external_stores import ExternalRetriever, call_client, open_external, store_options
 from rag_posfix.retrieval.faiss_store import DeleteListener
 from rag_posfix.retrieval.index.document_file import StoredRow
 from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, deep_copy, searchable_text
-from rag_posfix_api.collections.passages import stored_entry
 from rag_posfix_api.http.errors import StorageError
 
 SCOPE: Final = "posfix_collection"
@@ -106,14 +104,8 @@ class PassageStore:
             )
 
     def _call(self, action: str, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except RagPosfixError:
-            raise
-        except Exception as error:  # of each client library its own; their messages may have addresses and secrets
-            raise StorageError(
-                f"cannot {action} the vector store {self.identity}: {type(error).__name__}; check that it runs"
-            ) from error
+        problem = f"cannot {action} the vector store {self.identity}:"
+        return call_client(work, StorageError, problem, "check that it runs")
 
 
 def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
@@ -149,27 +141,25 @@ def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
 
 
 class ExternalPassages:
-    """The passages of a collection, whose vectors are in a ``PassageStore``. Rows store the ids of their copies."""
+    """The passages of a collection, whose vectors are in a ``PassageStore``. Rows store the ids of their copies.
+
+    Attributes:
+        names: The ids of passages by the ids of their copies.
+    """
 
     def __init__(self, store: PassageStore, scope: str, removed: DeleteListener) -> None:
         self.table = DocumentTable()
         self._store = store
         self._scope = scope
         self._removed = removed
-        self._copies: dict[str, str] = {}  # ids of copies by the ids of passages
-        self._names: dict[str, str] = {}  # and the reverse
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def documents(self) -> list[Document]:
-        return [deep_copy(entry.document) for entry in list(self.table.entries.values())]
+        self.names: dict[str, str] = {}
+        self._copies: dict[str, str] = {}  # the reverse
 
     def delete(self, ids: list[str]) -> None:
         stored = [name for name in ids if name in self._copies]
         _, documents = self.table.remove(stored)
         for name in stored:
-            del self._names[self._copies.pop(name)]
+            del self.names[self._copies.pop(name)]
         if documents:
             self._removed(documents)
 
@@ -178,11 +168,11 @@ class ExternalPassages:
         self.table.add(entry for _, entry, _ in rows)
         for _, entry, copy in rows:
             name, copy_id = str(entry.document.id), str(uuid.UUID(bytes=copy or b""))
-            self._copies[name], self._names[copy_id] = copy_id, name
+            self._copies[name], self.names[copy_id] = copy_id, name
 
     def missing(self, entries: Mapping[str, IndexEntry], prepared: Mapping[str, bytes]) -> list[str]:
         """Return the ids of new and changed passages that have no copy yet."""
-        return [name for name in entries if name not in prepared and stored_entry(self.table, name) != entries[name]]
+        return [name for name in entries if name not in prepared and self.table.entry_of(name) != entries[name]]
 
     def prepare(self, keys: Sequence[str], entries: Mapping[str, IndexEntry]) -> dict[str, bytes]:
         copies = {name: uuid.uuid4() for name in keys}
@@ -196,10 +186,6 @@ class ExternalPassages:
         """Return the ids of the copies of passages that are stored."""
         return [self._copies[name] for name in names if name in self._copies]
 
-    def unused(self, prepared: Mapping[str, bytes]) -> list[str]:
-        """Return the ids of copies that were sent and that no passage refers to."""
-        return [copy for copy in sent_copies(prepared) if copy not in self._names]
-
     def retriever(self, k: int) -> QuestionRetriever:
         source = self._store.retriever
         return _CollectionRetriever(
@@ -208,7 +194,7 @@ class ExternalPassages:
 
     def resolve(self, hit: Document) -> Document:
         """Return the passage whose copy was found, with its score; a copy that no passage refers to as it is."""
-        entry = stored_entry(self.table, self._names.get(str(hit.id), ""))
+        entry = self.table.entry_of(self.names.get(str(hit.id), ""))
         if entry is None:
             return hit
         passage = deep_copy(entry.document)
@@ -225,14 +211,13 @@ class _CollectionRetriever(QuestionRetriever):
 
     def _search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
         pushed = combine_filters({SCOPE: {"$eq": self.scope}}, metadata_filter)
-        current = Negation(Exists(SCOPE))  # no passage has the field, see check_reserved
+        current = combine_filters({SCOPE: {"$exists": False}}, metadata_filter)  # of passages, see check_reserved
 
         def hits(width: int) -> list[Document]:
             found = [self.passages.resolve(hit) for hit in self.source.retrieve(question, width, pushed)]
             return sorted(found, key=lambda document: (-document.metadata["relevance_score"], str(document.id)))
 
-        condition = current if metadata_filter is None else AllOf((current, parse_filter(metadata_filter)))
-        return first_matching(hits, k, condition)
+        return first_matching(hits, k, parse_filter(current))
 
 
 def sent_copies(prepared: Mapping[str, bytes]) -> list[str]:

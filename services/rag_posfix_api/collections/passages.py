@@ -23,10 +23,6 @@ class Passages(Protocol):
     @property
     def table(self) -> DocumentTable: ...
 
-    def __len__(self) -> int: ...
-
-    def documents(self) -> list[Document]: ...
-
     def delete(self, ids: list[str]) -> object: ...
 
     def put_rows(self, rows: Sequence[StoredRow]) -> None:
@@ -61,7 +57,7 @@ class EmbeddedPassages(FaissVectorStore):
         """Return the texts whose vectors are neither stored under the same id nor in ``prepared``."""
         texts: dict[str, None] = {}
         for name, entry in entries.items():
-            text, stored = searchable_text(entry.document), stored_entry(self.table, name)
+            text, stored = searchable_text(entry.document), self.table.entry_of(name)
             if text not in prepared and (stored is None or searchable_text(stored.document) != text):
                 texts[text] = None
         return list(texts)
@@ -77,20 +73,24 @@ class EmbeddedPassages(FaissVectorStore):
         return PassageRetriever(store=self, k=k)
 
 
-def stored_entry(table: DocumentTable, name: str) -> IndexEntry | None:
-    """Return the entry with this id, or None."""
-    key = table.key_of(name)
-    return None if key is None else table.entries.get(key)
-
-
 def split_documents(
     documents: Sequence[Document], size: PassageSize, most: int, give_way: Callable[[], None]
 ) -> dict[str, dict[str, IndexEntry]]:
-    """Return the entries of each document by their ids; raise TooLargeError for more than ``most`` passages."""
+    """Return the entries of each document by their ids: itself, or its passages if it is longer than a passage.
+
+    Raises:
+        TooLargeError: there are more than ``most`` passages.
+    """
     entries: dict[str, dict[str, IndexEntry]] = {}
     for document in documents:
         give_way()
-        entries[str(document.id)] = _passage_entries(document, size)
+        name, passages = str(document.id), split_document(document, size)
+        if passages == [document]:
+            entries[name] = {name: IndexEntry(document)}
+        else:
+            for passage in passages:
+                passage.metadata.setdefault("document_id", name)
+            entries[name] = {str(passage.id): IndexEntry(passage, (name,)) for passage in passages}
         if sum(map(len, entries.values())) > most:
             raise TooLargeError(
                 f"the documents of the request are more than {most} passages, which a collection may have; send fewer "
@@ -98,16 +98,6 @@ def split_documents(
                 param="documents",
             )
     return entries
-
-
-def _passage_entries(document: Document, size: PassageSize) -> dict[str, IndexEntry]:
-    """Return the entries of a document by their ids: itself, or its passages if it is longer than a passage."""
-    passages = split_document(document, size)
-    if passages == [document]:
-        return {str(document.id): IndexEntry(document)}
-    for passage in passages:
-        passage.metadata.setdefault("document_id", str(document.id))
-    return {str(passage.id): IndexEntry(passage, (str(document.id),)) for passage in passages}
 
 
 def check_ids(stored: Mapping[str, IndexEntry], entries: Mapping[str, IndexEntry]) -> None:

@@ -16,8 +16,12 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval import external_stores
-from rag_posfix.retrieval.external import UntranslatableError
-from rag_posfix.retrieval.external_filters import elasticsearch_filter, milvus_expression, postgres_clause
+from rag_posfix.retrieval.external_filters import (
+    UntranslatableError,
+    elasticsearch_filter,
+    milvus_expression,
+    postgres_clause,
+)
 from rag_posfix.retrieval.external_stores import open_external
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.postgres import pgvector_collection, postgres_server
