@@ -7,8 +7,15 @@ from html.parser import HTMLParser
 from itertools import accumulate
 
 from rag_posfix.errors import missing_extra
-from rag_posfix.retrieval.ingest.blocks import FileText, Heading, blocks_under, is_heading_text, stated_title
-from rag_posfix.retrieval.ingest.structure import paragraph_blocks, read_markdown
+from rag_posfix.retrieval.ingest.structure import (
+    FileText,
+    Heading,
+    blocks_under,
+    is_heading_text,
+    paragraph_blocks,
+    read_markdown,
+    stated_title,
+)
 from rag_posfix.text import clean_text
 
 _MIN_CONTENT_SHARE = 0.5

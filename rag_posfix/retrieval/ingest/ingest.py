@@ -18,11 +18,10 @@ from langchain_core.documents import Document
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.errors import ConfigError, NotTextError, RetrievalError
 from rag_posfix.retrieval.index.documents import IndexEntry
-from rag_posfix.retrieval.ingest.blocks import passage_title, title_from_path
-from rag_posfix.retrieval.ingest.fields import FieldRoles, parse_fields
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_document, split_text
 from rag_posfix.retrieval.ingest.readers import TEXT_SUFFIXES, read_text
-from rag_posfix.retrieval.ingest.records import RECORD_SUFFIXES, read_records
+from rag_posfix.retrieval.ingest.records import RECORD_SUFFIXES, FieldRoles, parse_fields, read_records
+from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
 from rag_posfix.text import clean_text, content_hash
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def read_documents(
 
     A row of a table (``.csv``, ``.tsv``) and an object of ``.jsonl``, ``.jsonl.gz`` and ``.json`` files is one
     document, which is split if it is longer than a passage. Its text, title and id are found by the names and the
-    content of the fields (``fields.find_roles``); other fields are metadata. In a folder in BEIR's layout only the
+    content of the fields; other fields are metadata. In a folder in BEIR's layout only the
     corpus is read. A document without an id gets a hash of its title and text. A document that occurs several times
     with the same id and content is returned once. What is worth knowing (guessed encodings, documents without text,
     cut sentences) is logged as a warning.
@@ -263,8 +262,9 @@ class _FileReader:
             problems.append(problem)
 
         try:
-            items = list(self._items(file, name, report))
-            originals = [original for item in items if (original := self._add(item, report)) is not None]
+            is_record_file = file.name.lower().endswith(RECORD_SUFFIXES)
+            items = self._record_items(file, name, report) if is_record_file else self._text_items(file, name)
+            originals = [original for item in list(items) if (original := self._add(item, report)) is not None]
         except (OSError, RetrievalError, ConfigError) as error:
             if isinstance(error, OSError):
                 error = RetrievalError(f"cannot read {str(file)!r}: {error.strerror or error}")
@@ -307,11 +307,6 @@ class _FileReader:
         if item.files[0] not in first.files:
             self.documents[document_id] = replace(first, files=first.files + item.files)
         return first.files[0]
-
-    def _items(self, file: Path, name: str, report: Callable[[str], None]) -> Iterator[_ReadDocument]:
-        """Yield the documents of a file."""
-        is_record_file = file.name.lower().endswith(RECORD_SUFFIXES)
-        yield from self._record_items(file, name, report) if is_record_file else self._text_items(file, name)
 
     def _text_items(self, file: Path, name: str) -> Iterator[_ReadDocument]:
         read = read_text(file)

@@ -16,8 +16,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.checked import check_type
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.ingest.blocks import Block, FileText, passage_title
-from rag_posfix.retrieval.ingest.structure import read_plain
+from rag_posfix.retrieval.ingest.structure import Block, FileText, passage_title, read_plain
 
 if TYPE_CHECKING:
     from langchain_core.documents import BaseDocumentTransformer

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rag_posfix.errors import RetrievalError, missing_extra
-from rag_posfix.retrieval.ingest.blocks import Block, FileText, Heading, blocks_under, is_heading_text, stated_title
 from rag_posfix.retrieval.ingest.html import read_html
-from rag_posfix.retrieval.ingest.pdf_headings import PdfLines
-from rag_posfix.retrieval.ingest.structure import paragraph_blocks, read_markdown, read_plain
+from rag_posfix.retrieval.ingest.structure import (
+    Block,
+    FileText,
+    Heading,
+    blocks_under,
+    is_heading_text,
+    paragraph_blocks,
+    read_markdown,
+    read_plain,
+    stated_title,
+)
 from rag_posfix.retrieval.ingest.text_encoding import decode_html, decode_text
 from rag_posfix.text import clean_text
 
@@ -30,6 +40,16 @@ TEXT_SUFFIXES = (".docx", ".htm", ".html", ".md", ".pdf", ".txt", *OFFICE_SUFFIX
 
 _MARKUP_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _HEADING_STYLE = re.compile(r"Heading (\d)")
+
+_LARGER = 1.15
+"""How many times larger than most of the text a heading is, at least: 11 to 13 points, 12 to 14."""
+
+_MAX_TITLE_WORDS = 15
+_MAX_TITLE_SHARE = 0.25
+"""Larger letters in more than this share of the characters are no headings: slides, forms, posters."""
+
+_MAX_TITLE_LEVELS = 4
+_SENTENCE_ENDS = (".", ",", ";", ":")
 
 
 def read_text(path: str | Path) -> FileText:
@@ -80,7 +100,7 @@ def _open_document(path: Path, kind: str, advice: str) -> Iterator[BinaryIO]:
 def _read_pdf(path: Path) -> FileText:
     """Return the text of a PDF file under the entries of its outline; an entry begins where its title is on its page.
 
-    Without an outline, lines in larger letters than most of the text are the entries (``pdf_headings``). The title in
+    Without an outline, lines in larger letters than most of the text are the entries (``_PdfLines``). The title in
     the file's properties is often a template's, so it is not used.
     """
     try:
@@ -89,7 +109,7 @@ def _read_pdf(path: Path) -> FileText:
         raise missing_extra("pypdf (needed for PDF files)", "pdf") from error
     with _open_document(path, "PDF", "without encryption") as handle:
         reader = pypdf.PdfReader(handle)
-        lines = PdfLines()
+        lines = _PdfLines()
         texts = [clean_text(page.extract_text(visitor_text=lines.visitor(n))) for n, page in enumerate(reader.pages)]
         outline = list(_outline_entries(reader, reader.outline)) or lines.headings()
     starts, length = [], 0
@@ -111,6 +131,50 @@ def _read_pdf(path: Path) -> FileText:
         headings.append(Heading(title, level, start, end))
     blocks = paragraph_blocks(text, headings)
     return FileText(text, stated_title(headings, blocks), pages=tuple(starts), blocks=blocks_under(headings, blocks))
+
+
+class _PdfLines:
+    """The lines of a PDF file with the height of their letters, collected while pypdf extracts its text."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, float, int]] = []  # text, height in points, page index
+
+    def visitor(self, page: int) -> Callable[..., None]:
+        """Return the ``visitor_text`` of a page."""
+
+        def visit(text: str, cm: Sequence[float], tm: Sequence[float], _font: Any, size: float) -> None:
+            height = round(abs(size) * math.hypot(tm[2], tm[3]) * math.hypot(cm[2], cm[3]), 1)
+            for line in filter(None, (" ".join(part.split()) for part in text.split("\n"))):
+                self._lines.append((line, height, page))
+
+        return visit
+
+    def headings(self) -> list[tuple[str, int, int | None]]:
+        """Return title, level and page index of each heading; the largest letters are level 1.
+
+        Formula: a heading is at least ``_LARGER`` times as high as the height with the most characters, has at most
+        ``_MAX_TITLE_WORDS`` words and ends without a mark of a sentence. There are none if more than
+        ``_MAX_TITLE_SHARE`` of the characters were in headings.
+        """
+        characters: Counter[float] = Counter()
+        for line, height, _ in self._lines:
+            characters[height] += len(line)
+        body = max(characters, key=lambda height: (characters[height], -height), default=0.0)
+        headings = [entry for entry in self._lines if body and entry[1] >= _LARGER * body and _is_title(entry[0])]
+        if sum(len(line) for line, _, _ in headings) > _MAX_TITLE_SHARE * characters.total():
+            return []
+        heights = sorted({height for _, height, _ in headings}, reverse=True)
+        return [(line, min(heights.index(height) + 1, _MAX_TITLE_LEVELS), page) for line, height, page in headings]
+
+
+def _is_title(line: str) -> bool:
+    words = line.split()
+    return (
+        is_heading_text(line)
+        and len(words) <= _MAX_TITLE_WORDS
+        and any(character.isalpha() for character in line)
+        and not line.endswith(_SENTENCE_ENDS)
+    )
 
 
 def _outline_entries(

@@ -1,4 +1,7 @@
-"""Reads records: each JSON object, each line of JSON lines, and each row of a table is one document."""
+"""Reads records: each JSON object, each line of JSON lines, and each row of a table is one document.
+
+Which fields are text, title and id is found by name, by content, or named by the user.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.errors import RetrievalError
-from rag_posfix.retrieval.ingest.fields import ID_FIELDS, TEXT_FIELDS, FieldRoles, field_text, find_roles
+from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.text_encoding import decode_text
 from rag_posfix.text import clean_text, content_hash, parse_json
 
@@ -28,6 +31,98 @@ _DELIMITERS = ",;\t|"
 _SAMPLED_RECORDS = 1000
 _MAX_OPEN_QUOTES = 20
 """Rows whose quote is never closed, before the remaining rows are given up: each of them costs a pass."""
+
+# Our names, BEIR's names, and langchain's. Where records have such a text, other fields are metadata, and ids count.
+_ID_FIELDS = ("id", "_id")
+_TEXT_FIELDS = ("text", "page_content", "contents")
+
+# Other common names, without case, spaces and marks. The first of several titles counts; every text counts.
+_TITLES = ("title", "subject", "headline", "heading", "question", "topic", "name")
+_TEXTS = (
+    "content", "body", "text", "answer", "description", "message", "passage", "article", "abstract", "summary",
+    "details", "comment", "comments", "note", "notes", "resolution", "solution", "response", "reply", "review",
+)  # fmt: skip
+_MIN_PROSE_WORDS = 8
+_ROLES = ("text", "title", "id")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRoles:
+    """The fields of records that are their text, title and id; empty where records have none.
+
+    Several text fields are joined, each but the first after its name. Other fields are metadata.
+    """
+
+    text: tuple[str, ...] = ()
+    title: str = ""
+    id: str = ""
+
+    def describe(self) -> str:
+        """Return the roles on one line."""
+        text = ", ".join(self.text) if self.text else "all fields, one line each"
+        return "; ".join(
+            [f"text: {text}", *(f"{role}: {name}" for role, name in (("title", self.title), ("id", self.id)) if name)]
+        )
+
+
+def parse_fields(specs: Iterable[str]) -> FieldRoles:
+    """Return roles from ``NAME`` (text), ``ROLE=NAME`` with the roles text, title and id; commas separate several.
+
+    Raises:
+        ConfigError: a role is unknown, a name is empty, or a title or id is given twice.
+    """
+    roles: dict[str, list[str]] = {role: [] for role in _ROLES}
+    for spec in (item for group in specs for item in group.split(",")):
+        role, equals, name = spec.strip().rpartition("=")
+        if not equals:
+            role = "text"
+        if role not in roles or not name.strip():
+            raise ConfigError(
+                f"field {spec.strip()!r} must be NAME for a field with text, or text=NAME, title=NAME or id=NAME"
+            )
+        roles[role].append(name.strip())
+    if twice := next((role for role in ("title", "id") if len(roles[role]) > 1), None):
+        raise ConfigError(f"field {twice}={roles[twice][1]!r}: the {twice} is given twice; name one field")
+    return FieldRoles(tuple(roles["text"]), "".join(roles["title"]), "".join(roles["id"]))
+
+
+def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles) -> FieldRoles:
+    """Return the roles of the fields of records, of which some are enough; ``requested`` roles count first."""
+    names = list(dict.fromkeys(name for record in records for name in record if name))
+    plain = {name: re.sub(r"[\W_]+", "", name).lower() for name in names}
+    known = next((name for name in _TEXT_FIELDS if name in names), "")
+    title = requested.title or next(
+        (name for wanted in _TITLES for name in names if plain[name] == wanted and _is_text(records, name)), ""
+    )
+    title = title or ("title" if known else "")
+    text = requested.text or ((known,) if known else ())
+    record_id = requested.id or next(
+        (name for name in _ID_FIELDS if name in names and set(text) & {*_TEXT_FIELDS}), ""
+    )
+    if not text:
+        others = [name for name in names if name not in (title, record_id, "metadata", *_ID_FIELDS)]
+        by_name = [name for wanted in _TEXTS for name in others if plain[name] == wanted and _is_text(records, name)]
+        prose = [name for name in others if name not in by_name and _mean_words(records, name) >= _MIN_PROSE_WORDS]
+        text = tuple(by_name + prose)
+    return FieldRoles(text, title, record_id)
+
+
+def _field_text(value: Any) -> str:
+    """Return a value as text: strings as they are, lists of strings by line, and no text for other structures."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return "\n".join(value)
+    if value is None or isinstance(value, dict | list):
+        return ""
+    return str(value).strip()
+
+
+def _is_text(records: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return any(isinstance(record.get(name), str) and record[name].strip() for record in records)
+
+
+def _mean_words(records: Sequence[Mapping[str, Any]], name: str) -> float:
+    values = [record[name] for record in records if isinstance(record.get(name), str) and record[name].strip()]
+    return sum(len(value.split()) for value in values) / len(values) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +168,7 @@ def read_records(file: Path, requested: FieldRoles, report: Callable[[str], None
         records = list(_json_records(text, source, report))
     else:
         records = list(_json_lines(text, source, report))
-    roles = find_roles([record.fields for record in records[:_SAMPLED_RECORDS]], requested)
+    roles = _find_roles([record.fields for record in records[:_SAMPLED_RECORDS]], requested)
     documents = []
     without_text = 0
     for record in records:
@@ -183,27 +278,27 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
     """Return the document of a record; ValueError with the reason if a field is missing or of a wrong type."""
     fields = record.fields
     title = fields.get(roles.title)
-    has_known_text = bool(roles.text) and set(roles.text) <= set(TEXT_FIELDS)
+    has_known_text = bool(roles.text) and set(roles.text) <= set(_TEXT_FIELDS)
     if has_known_text:
-        names: tuple[str, ...] = tuple(name for name in TEXT_FIELDS if fields.get(name) is not None)[:1]
+        names: tuple[str, ...] = tuple(name for name in _TEXT_FIELDS if fields.get(name) is not None)[:1]
         text = fields[names[0]] if names else None
         if not isinstance(text, str):
-            raise ValueError(f"no text; the record needs a string in one of {', '.join(TEXT_FIELDS)}")
+            raise ValueError(f"no text; the record needs a string in one of {', '.join(_TEXT_FIELDS)}")
         if title not in (None, "") and not isinstance(title, str):
             raise ValueError(f"title {title!r} must be a string")
     else:
         names = roles.text
         if not any(name in fields for name in (*names, roles.title)) if names else not fields:
-            raise ValueError(f"no text; the record needs one of the fields {', '.join(names or TEXT_FIELDS)}")
+            raise ValueError(f"no text; the record needs one of the fields {', '.join(names or _TEXT_FIELDS)}")
         text = _joined_text(fields, names, roles)
-    title = field_text(title)
+    title = _field_text(title)
     if not has_known_text and not text.strip():
         text, title = title, ""
     has_ids = has_known_text or bool(roles.id)
-    metadata = _metadata(record, {*names, roles.title, *((roles.id, *ID_FIELDS) if has_ids else ())}, source)
+    metadata = _metadata(record, {*names, roles.title, *((roles.id, *_ID_FIELDS) if has_ids else ())}, source)
     if title:
         metadata["title"] = title
-    known = next((fields[name] for name in (roles.id, *ID_FIELDS) if fields.get(name) not in (None, "")), None)
+    known = next((fields[name] for name in (roles.id, *_ID_FIELDS) if fields.get(name) not in (None, "")), None)
     if known is not None and (not isinstance(known, str | int) or isinstance(known, bool)):
         raise ValueError(f"id {known!r} must be a string or an integer")
     content = (str(metadata.get("title", "")), text)
@@ -218,9 +313,9 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
 def _joined_text(fields: dict[str, Any], names: tuple[str, ...], roles: FieldRoles) -> str:
     """Return the texts of some fields, each but the first after its name; without names, all fields by line."""
     if not names:
-        lines = {name: field_text(value) for name, value in fields.items() if name not in ("", roles.title)}
+        lines = {name: _field_text(value) for name, value in fields.items() if name not in ("", roles.title)}
         return "\n".join(f"{name}: {value}" for name, value in lines.items() if value)
-    texts = {name: text for name in names if (text := field_text(fields.get(name))).strip()}
+    texts = {name: text for name in names if (text := _field_text(fields.get(name))).strip()}
     return "\n\n".join(text if name == next(iter(texts)) else f"{name}: {text}" for name, text in texts.items())
 
 
