@@ -58,9 +58,8 @@ def single_spaced(text: str) -> str:
 def text_beginning(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
     """Return a beginning of a long text that has the same first ``tokens`` tokens.
 
-    A tokenizer needs about 250 bytes and a microsecond for each character, also for those that it then cuts off. The
-    beginning ends before a space and has 32 tokens more, so that its last tokens, which the cut can change, are not
-    needed. A short text is returned as it is.
+    A tokenizer reads all characters, also those that it then cuts off. The beginning ends before a space and has 32
+    tokens more, so that its last tokens, which the cut can change, are not needed. A short text is returned as it is.
 
     Limits: of a word or a run of spaces without end, 64 characters for each token are read, and at least 262,144.
     """

@@ -1,4 +1,4 @@
-"""Retrievers and rerankers: their protocols, reranking with the index of each document, and failures of rerankers."""
+"""Retrievers and rerankers: protocols, filtered and weighted searches, indexed reranking, failures of rerankers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.contracts.filters import Condition, matches, parse_filter
-from rag_posfix.errors import RerankingError
+from rag_posfix.errors import ConfigError, RerankingError
 
 _INDEX = "_rag_posfix_index"
 """Metadata of each document during reranking: ids may be missing or equal, and do not identify a document."""
@@ -32,6 +32,23 @@ QUESTION_TOO_LONG = "question_too_long"
 
 FAILING_AFTER = 3
 """Failures in a row after which a reranker counts as failing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarityRange:
+    """Similarities of an embedding model between which another judge decides.
+
+    Attributes:
+        low: A passage below it is not about the question.
+        clear: With a passage from here on, the passages are about the question.
+    """
+
+    low: float
+    clear: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.clear <= 1:
+            raise ConfigError(f"similarities low={self.low}, clear={self.clear} must be 0 <= low <= clear <= 1")
 
 
 @runtime_checkable

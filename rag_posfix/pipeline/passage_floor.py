@@ -10,8 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.checked import FloorChoice
 from rag_posfix.contracts.cache_salt import salted
-from rag_posfix.contracts.floor import SimilarityRange
-from rag_posfix.contracts.retrieval import Reranker, Retriever, rerank_indexed
+from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.pipeline.run import QuestionRun
 
 LEAST_GAIN = 0.8

@@ -19,8 +19,7 @@ from pydantic import Field
 
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.filters import parse_filter
-from rag_posfix.contracts.floor import SimilarityRange
-from rag_posfix.contracts.retrieval import Retriever, first_matching
+from rag_posfix.contracts.retrieval import Retriever, SimilarityRange, first_matching
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, stored_id
 from rag_posfix.text import checked_question

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.storage import write_similarity

@@ -9,8 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from rag_posfix.contracts.filters import parse_filter
-from rag_posfix.contracts.floor import SimilarityRange
-from rag_posfix.contracts.retrieval import first_matching
+from rag_posfix.contracts.retrieval import SimilarityRange, first_matching
 from rag_posfix.retrieval.base import QuestionRetriever, scored_documents
 from rag_posfix.retrieval.index.documents import both_filters
 

@@ -16,7 +16,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
 from rag_posfix.checked import check_type, checked_list
-from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.base import check_count, cosine_relevance, packaged_similarity

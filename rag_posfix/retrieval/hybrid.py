@@ -68,9 +68,7 @@ class HybridRetriever(QuestionRetriever):
             )
 
     def _search(self, question: str, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
-        width = max(k, self.candidates)
-        results = [retrieve_matching(retriever, question, width, metadata_filter) for retriever in self.retrievers]
-        return self._fused(results, k)
+        return self.retrieve_query(SearchQuery(question), k, metadata_filter)
 
     def retrieve_query(self, query: SearchQuery, k: int, metadata_filter: Mapping[str, Any] | None) -> list[Document]:
         """Fuse what the retrievers return for the whole query: its weights are of scores, and fused ranks are none."""

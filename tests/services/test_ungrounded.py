@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.serving import BRIDGE, CHAT, QUESTION, ListRetriever, chat, client_for, make_pipeline

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rag_posfix.contracts.floor import SimilarityRange
-from rag_posfix.durable_files import flush
+from rag_posfix.contracts.retrieval import SimilarityRange
+from rag_posfix.durable_files import flush, replace_durably
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import IndexEntry
@@ -142,17 +142,10 @@ def write_similarity(folder: Path, similarity: SimilarityRange) -> None:
     folder = Path(os.path.realpath(folder))
     with locked(folder, wait_seconds=_WAIT_SECONDS):
         manifest = read_manifest(folder).model_copy(update={"similarity": similarity})
-        staging = partial_folder(folder, uuid.uuid4().hex[:12])
         try:
-            staging.mkdir(parents=True)
-            (staging / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            flush(staging / _MANIFEST)
-            (staging / _MANIFEST).replace(folder / _MANIFEST)
-            flush(folder)
+            replace_durably(folder / _MANIFEST, f"{manifest.model_dump_json(indent=2)}\n".encode())
         except OSError as error:
             raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> IndexManifest:

@@ -39,9 +39,9 @@ _NO_HEADING_END = re.compile(r"[.!?,;:…。！？：，；]$")  # noqa: RUF001 
 _MAX_TITLE_WORDS, _MAX_TITLE_CHARACTERS = 10, 80
 _MIN_TEXT_WORDS = 5
 _MAX_LINES = 15_000
-"""Lines of a text whose structure is read: a block takes up to 1 kB and 0.1 ms, however short it is."""
+"""Lines of a text whose structure is read: a block costs time and memory, however short it is."""
 _MAX_READ_HEADINGS = 50_000
-"""Characters of headings whose marks are read; later ones are taken as written. A bracket costs 30 µs."""
+"""Characters of headings whose marks are read; later ones are taken as written: brackets are slow to read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ WAIT_SECONDS = 30.0
 """How long a writer waits for another one."""
 
 MOST_TEXT = 1_000_000
-"""Characters of a document's text: splitting them takes up to a second, in which nothing else is embedded."""
+"""Characters of a document's text: nothing else is embedded while they are split."""
 MOST_METADATA = 50_000
 """Characters of a document's metadata as JSON: a search returns the metadata of all that it finds."""
 _MOST_COPIES = 16_000_000

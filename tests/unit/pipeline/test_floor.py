@@ -6,7 +6,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.passage_floor import PassageFloor

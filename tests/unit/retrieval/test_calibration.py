@@ -9,7 +9,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.contracts.floor import SimilarityRange
+from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.base import PACKAGED_SIMILARITY
 from rag_posfix.retrieval.calibration import FOREIGN_QUESTIONS, calibrate_index
