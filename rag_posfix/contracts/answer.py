@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Literal
 
 from langchain_core.documents import Document
 
-from rag_posfix.checked import FloorChoice, check_method, check_type, checked_floor
+from rag_posfix.checked import FloorChoice, check_method, check_type, checked_floor, checked_list
 from rag_posfix.contracts.answer_form import FormFault, find_form_fault
 from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, ScoredToken, Usage
+from rag_posfix.contracts.spent_usage import Collected
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import shown
 from rag_posfix.text import checked_question
 
 
@@ -77,8 +75,11 @@ class Question:
 
     def __post_init__(self) -> None:
         checked_question(self.text)
-        _check_documents(self.documents)
-        _check_history(self.history)
+        lists: list[tuple[str, Any, str]] = [("history", Mapping, 'messages {"role": "user", "content": text}')]
+        if self.documents is not None:
+            lists.append(("documents", Document, "langchain_core Documents: Document(page_content=text)"))
+        for name, kind_of_entry, allowed in lists:
+            object.__setattr__(self, name, tuple(checked_list(name, getattr(self, name), kind_of_entry, allowed)))
         for kind in ("mitigation", "reranker"):
             method = getattr(self, kind)
             if method is not None:
@@ -120,22 +121,6 @@ def as_question(question: Question | str, documents: Sequence[Document] | None =
     return question
 
 
-def _check_documents(documents: Any) -> None:
-    if documents is None:
-        return
-    if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Sequence):
-        raise ConfigError(
-            f"documents is {type(documents).__name__}, must be a list of langchain_core Documents; wrap text in "
-            "[Document(page_content=...)]"
-        )
-    for index, document in enumerate(documents):
-        if not isinstance(document, Document):
-            raise ConfigError(
-                f"documents[{index}] is {type(document).__name__}, must be a langchain_core Document; "
-                "wrap text in Document(page_content=...)"
-            )
-
-
 def _check_filter(metadata_filter: object, documents: Sequence[Document] | None) -> None:
     parse_filter(metadata_filter)
     if documents is not None:
@@ -143,16 +128,6 @@ def _check_filter(metadata_filter: object, documents: Sequence[Document] | None)
             "documents and a filter are given; a filter chooses among retrieved passages, so send only the documents "
             "that may be read"
         )
-
-
-def _check_history(history: Any) -> None:
-    if isinstance(history, str | bytes | Mapping) or not isinstance(history, Sequence):
-        raise ConfigError(f'history={shown(history)} must be a list of messages {{"role": ..., "content": ...}}')
-    for index, message in enumerate(history):
-        if not isinstance(message, Mapping):
-            raise ConfigError(
-                f'history[{index}] is {type(message).__name__}, must be {{"role": "user", "content": text}}'
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,23 +258,5 @@ class AnswerChunk:
     prompt_tokens: int = 0
 
 
-# langchain's interface of a reranker returns documents only, so that a reranker cannot return a warning with them.
-_WARNINGS: ContextVar[list[str] | None] = ContextVar("rag_posfix_warnings", default=None)
-
-
-@contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """Yield the list to which ``warn`` adds during the block."""
-    warnings: list[str] = []
-    token = _WARNINGS.set(warnings)
-    try:
-        yield warnings
-    finally:
-        _WARNINGS.reset(token)
-
-
-def warn(message: str) -> None:
-    """Add a warning to the answer of the current question; no-op outside of a question."""
-    warnings = _WARNINGS.get()
-    if warnings is not None:
-        warnings.append(message)
+_WARNINGS = Collected[str]("rag_posfix_warnings")
+collected_warnings, warn = _WARNINGS.during, _WARNINGS.add

@@ -154,7 +154,7 @@ class TestDocuments:
 
     def test_what_is_no_document_is_refused_with_or_without_a_reranker(self):
         for reranker in (None, ByLength()):
-            with pytest.raises(ConfigError, match=r"documents\[1\] is str, must be a langchain_core Document"):
+            with pytest.raises(ConfigError, match=r"documents\[1\] is str, must be one of langchain_core Documents"):
                 pipeline(reranker=reranker).ask(Question(QUESTION, [ROME, "Rome"]))
 
     def test_history_is_part_of_the_prompt(self):
