@@ -32,9 +32,8 @@ from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, 
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.families import FAMILIES, family_of, shape_of
-from rag_posfix.patching.prepare import prepare
+from rag_posfix.patching.prepare import plain_shape, prepare
 from rag_posfix.patching.spec import Ranks
-from rag_posfix.patching.verify_plain import plain_shape
 from rag_posfix.plan.model_shape import ModelShape
 from rag_posfix.process import allowed_threads
 

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.families import FAMILIES, UNSUPPORTED
+from rag_posfix.patching.families import FAMILIES, UNSUPPORTED, main_device
 from rag_posfix.patching.install import install, uninstall
-from rag_posfix.patching.plain import PlainForward
+from rag_posfix.patching.plain import PlainCache, PlainForward
 from rag_posfix.patching.spec import Family, ModelSpec, Ranks
 from rag_posfix.patching.structure import read_structure
 from rag_posfix.patching.verify import Verification, verify
-from rag_posfix.patching.verify_plain import plain_shape, verify_plain
+from rag_posfix.plan.model_shape import Capability, ModelShape
 
 _log = logging.getLogger(__name__)
+
+_WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx", "seq_length")
+_UNSTATED_WINDOW = 32768
+"""Context window of models whose configuration states none: recurrent ones."""
+
+_PLAIN_TOKENS, _STEPS = 14, 3
+_PLAIN_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
+"""Largest difference between logits computed with the cache and without, as a share of their spread. Recurrent layers
+sum in another order token by token than over a prompt; a lost state differs by the spread itself."""
 
 
 def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
@@ -35,7 +46,7 @@ def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     if config.model_type in FAMILIES or (ranks is not None and ranks.count > 1):
         spec = install(model, ranks)
         spec.ranks.wait()  # loading takes each rank its time; in a step they wait for each other only so long
-        verify_windows(model, spec)
+        verify(model, spec)
         return spec
     try:
         spec = _prove(model, config._attn_implementation)
@@ -66,7 +77,7 @@ def _prove(model: Any, implementation: str) -> ModelSpec:
     spec = None
     try:
         spec = install(model, structure=read_structure(model))
-        verify_windows(model, spec, thorough=True)
+        verify(model, spec, thorough=True)
     except Exception as error:  # a model that fails in any way is read without the hook
         if spec is not None:
             uninstall(model, spec, implementation)
@@ -77,17 +88,97 @@ def _prove(model: Any, implementation: str) -> ModelSpec:
 def check_again(model: Any, spec: ModelSpec) -> Verification:
     """Return the results of every check on a prepared model, whatever they cost. Errors as those of ``prepare``."""
     if spec.plain is None:
-        return verify_windows(model, spec, thorough=True)
+        return verify(model, spec, thorough=True)
     _, differences = verify_plain(model, spec.plain)
     return Verification(differences)
 
 
-def verify_windows(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verification:
-    """Verify a model with the hook, and where it has sliding windows, calls that fit them."""
-    if spec.within is not None:
-        verify(model, spec.within, thorough=thorough)
-    return verify(model, spec, thorough=thorough)
-
-
 def _no_angles(states: Tensor, positions: Tensor, base_factor: float | None = None) -> tuple[Tensor, Tensor]:
     raise UnsupportedModelError("a model without the attention hook has no angles; please report this")
+
+
+def plain_shape(config: Any, reason: str) -> ModelShape:
+    """Return the shape of a model of which only the rows of a plan may change, by its text configuration."""
+
+    def first(*names: str, default: int) -> int:
+        return next((v for name in names if isinstance(v := _value(config, name), int) and v > 0), default)
+
+    heads = first("num_attention_heads", "n_head", "n_heads", "num_heads", default=1)
+    hidden = first("hidden_size", "n_embd", "d_model", "dim", default=1)
+    return ModelShape(
+        n_layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers", default=1),
+        n_heads=heads,
+        n_kv_heads=first("num_key_value_heads", "num_kv_heads", default=heads),
+        head_dim=first("head_dim", default=max(1, hidden // heads)),
+        hidden_size=hidden,
+        context_window=first(*_WINDOWS, default=_UNSTATED_WINDOW),
+        capabilities=frozenset(),
+        lacks=dict.fromkeys(Capability, f"{config.model_type} runs without the attention hook ({reason})"),
+    )
+
+
+def _value(config: Any, name: str) -> Any:
+    """Return an attribute of a configuration; None where it is missing, or differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # configurations raise errors of their own where an attribute differs from layer to layer
+        return None
+
+
+@torch.inference_mode()
+def verify_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dict[str, float]]:
+    """Compare prompt, steps and continuations on the model's own cache with one pass of the stock model without one.
+
+    Returns how the model is called from now on, and the differences by check: ``prompt``, ``decode``, ``continue``.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding, are not finite, or later tokens change earlier ones.
+    """
+    try:
+        return _compare_plain(model, forward)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # models of any kind, called as decoders are
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UnsupportedModelError(f"{type(model).__name__} cannot read a plain prompt: {reason}") from error
+
+
+def _compare_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dict[str, float]]:
+    size = int(getattr(model.config.get_text_config(decoder=True), "vocab_size", 0)) or model.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, size, (1, _PLAIN_TOKENS + _STEPS), generator=generator).to(main_device(model))
+    full = forward(model, ids, None, _STEPS + 1).float()
+    if not bool(full.isfinite().all()):
+        raise UnsupportedModelError(f"{type(model).__name__} computes logits that are not finite; load other weights")
+    cache = PlainCache()
+    prompt = forward(model, ids[:, :_PLAIN_TOKENS], cache, 1)
+    if cache.held is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} returns no {forward.cache} that an answer could continue; it is not a decoder"
+        )
+    steps = [forward(model, ids[:, i : i + 1], cache, 1) for i in range(_PLAIN_TOKENS, _PLAIN_TOKENS + _STEPS)]
+    differences = {"prompt": _difference(prompt, full[:, :1]), "decode": _difference(torch.cat(steps, 1), full[:, 1:])}
+    allowed = _PLAIN_TOLERANCE.get(model.dtype, 1e-3) * float(full.std())
+    _raise_excess(model, differences, allowed)
+    continued = PlainCache()
+    forward(model, ids[:, :_PLAIN_TOKENS], continued, 1)
+    try:
+        at_once = _difference(forward(model, ids[:, _PLAIN_TOKENS:], continued, _STEPS), full[:, 1:])
+    except (RuntimeError, ValueError, IndexError, NotImplementedError):  # what models raise that take single tokens
+        at_once = float("inf")
+    if not at_once <= allowed:
+        return replace(forward, single_steps=True), differences
+    return forward, {**differences, "continue": at_once}
+
+
+def _difference(logits: Tensor, expected: Tensor) -> float:
+    return float((logits.float() - expected).abs().max())
+
+
+def _raise_excess(model: Any, differences: dict[str, float], allowed: float) -> None:
+    excess = [f"{check} {value:.1e}" for check, value in differences.items() if not value <= allowed]
+    if excess:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes other logits with its cache than without ({', '.join(excess)}, allowed "
+            f"{allowed:.1e}): it is not a decoder, or its cache cannot be used; use another model"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,7 +115,8 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
     layer and one more.
 
     Cost: two passes of all layers over ``IDLE_TOKENS`` tokens (on the CPU one, for more than ``LARGE`` parameters); of
-    the first layers, 13 over at most ``PROBE_TOKENS`` tokens and three over the long prompt.
+    the first layers, 13 over at most ``PROBE_TOKENS`` tokens and three over the long prompt, and all of
+    these again for calls that fit sliding windows (``spec.within``).
 
     Args:
         model: With the attention hook. Not while it is serving.
@@ -139,7 +140,10 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
     for each in (hooked, stock):
         decoder = decoder_of(each)
         decoder.layers = decoder.layers[: _first_layers(model, spec)]
-    results += first.results(thorough=thorough)
+    for each in (spec.within, spec):
+        if each is not None:
+            ids_of_shape = first.ids[:, : each.shape.context_window]
+            results += replace(first, spec=each, ids=ids_of_shape).results(thorough=thorough)
     differences: dict[str, float] = {}
     excess: dict[str, str] = {}
     for check, actual, expected in results:

@@ -250,10 +250,6 @@ def _tags(document_ids: Sequence[str]) -> list[str]:
     return sorted({content_hash("document", document_id) for document_id in document_ids})
 
 
-def _is_position(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _parse(key: str, data: bytes) -> dict[str, Any] | None:
     """Return the envelope in ``data``, or None if it is damaged or belongs to another key."""
     try:
@@ -262,11 +258,12 @@ def _parse(key: str, data: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(envelope, dict) or envelope.get("version") != _ENVELOPE_VERSION or envelope.get("key") != key:
         return None
-    tags = envelope.get("tags")
+    tags, position = envelope.get("tags"), envelope.get("position", 0)
     well_formed = (
         isinstance(envelope.get("value"), dict)
         and isinstance(envelope.get("expires_at"), float)
-        and _is_position(envelope.get("position", 0))
+        and type(position) is int
+        and position >= 0
         and isinstance(tags, list)
         and all(isinstance(tag, str) for tag in tags)
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +14,6 @@ from torch.nn import functional
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.candidate_answers import AnswerText, write_candidates
-from rag_posfix.generation.decode.first_sentence import FirstSentence
 from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute, holds_one_each
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.generation.prefill.prefill import prefill_calibrated
@@ -20,6 +21,33 @@ from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Draft, Plan, RowScores
+
+# A full stop needs a space after it: "3.5" and "example.org" hold none. Chinese and Japanese sentences end without.
+_END = re.compile(r"[.!?\u2026](?=\s)|[\u3002\uff01\uff1f\n]")
+_WINDOW = 8
+"""Tokens that are decoded at each step: a sentence end and the space after it are in neighbouring tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSentence:
+    """The end of the first sentence of a growing answer. White space before the answer is no sentence.
+
+    Attributes:
+        decode: Tokens to text; None where there is no text, then the sentence never ends.
+        last_tokens: The last ``_WINDOW`` tokens.
+        is_over: Whether a sentence has ended.
+    """
+
+    decode: Callable[[Sequence[int]], str] | None = None
+    last_tokens: tuple[int, ...] = ()
+    is_over: bool = False
+
+    def add(self, token: int) -> FirstSentence:
+        """Return the state after one more token."""
+        if self.decode is None or self.is_over:
+            return self
+        tokens = (*self.last_tokens, token)[-_WINDOW:]
+        return FirstSentence(self.decode, tokens, _END.search(self.decode(tokens).lstrip()) is not None)
 
 
 class Session:

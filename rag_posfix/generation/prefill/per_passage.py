@@ -49,13 +49,17 @@ def prefill_per_passage(
 ) -> PrefilledGroup:
     """Read prefix and passages once, concatenate them per row, and read the suffix in all rows together.
 
-    Earlier turns in the suffix are read in passes of their own, whose keys and values are found again in later turns.
+    With ``kv_lookup``, earlier turns in the suffix are read in passes of their own, to be found again in later turns.
     """
     kv, cached = encode_passages(loaded, layout, rows, kv_lookup)
     context = [[kv[key] for key in _keys_of(row)] for row in rows]
     overrides = replace(_encoding_overrides(rows), attend=rows[0].overrides.attend)
-    turns = [] if overrides.attend is not None else _earlier_turns(layout, rows)
-    found = _find_turns(loaded, rows, turns, overrides, kv_lookup)
+    turns: list[_EarlierTurn] = []
+    found: list[list[Tensor]] = []
+    if kv_lookup is not None and layout.turn_starts and overrides.attend is None:
+        encoding = kv_lookup.history_encoding(overrides, len(rows), max(row.layout.suffix.start for row in rows))
+        turns = _earlier_turns(layout, rows)
+        found = _find_turns(loaded, turns, encoding, kv_lookup)
     start = layout.suffix.start
     read = turns[len(found) - 1].span.stop if found else start
     batch = concatenate_kv(
@@ -71,7 +75,7 @@ def prefill_per_passage(
         batch.forward(ids, _positions_of(layout, rows, turn.span), 1, ends_prompt=False)
         if kv_lookup is not None:
             copies = copy_rows(batch, before, [len(turn.span)] * len(rows))
-            kv_lookup.add(_history_encoding(kv_lookup, rows, overrides), list(zip(turn.requests, copies, strict=True)))
+            kv_lookup.add(encoding, list(zip(turn.requests, copies, strict=True)))
     asked = Span(turns[-1].span.stop if turns else start, len(layout.token_ids))
     ids = torch.tensor([layout.tokens(asked)] * len(rows), device=loaded.device)
     observer = Observer()
@@ -103,28 +107,17 @@ def _earlier_turns(layout: Layout, rows: Sequence[ResolvedRow]) -> list[_Earlier
 
 
 def _find_turns(
-    loaded: LoadedModel,
-    rows: Sequence[ResolvedRow],
-    turns: Sequence[_EarlierTurn],
-    overrides: Overrides,
-    kv_lookup: KVLookup | None,
+    loaded: LoadedModel, turns: Sequence[_EarlierTurn], encoding: EncodingKey, kv_lookup: KVLookup
 ) -> list[list[Tensor]]:
     """Return the keys and values in each row of the first turns that are stored for all rows."""
-    if kv_lookup is None or not turns:
-        return []
-    requests = [request for turn in turns for request in turn.requests]
-    entries = kv_lookup.find(loaded, _history_encoding(kv_lookup, rows, overrides), requests)
+    entries = iter(kv_lookup.find(loaded, encoding, [request for turn in turns for request in turn.requests]))
     found: list[list[Tensor]] = []
-    for first in range(0, len(entries), len(rows)):
-        held = [kv for kv in entries[first : first + len(rows)] if kv is not None]
-        if len(held) < len(rows):
+    for turn in turns:
+        held = [kv for _, kv in zip(turn.requests, entries, strict=False) if kv is not None]
+        if len(held) < len(turn.requests):
             break
         found.append(held)
     return found
-
-
-def _history_encoding(kv_lookup: KVLookup, rows: Sequence[ResolvedRow], overrides: Overrides) -> EncodingKey:
-    return kv_lookup.history_encoding(overrides, len(rows), max(row.layout.suffix.start for row in rows))
 
 
 def _positions_of(layout: Layout, rows: Sequence[ResolvedRow], span: Span) -> Tensor:

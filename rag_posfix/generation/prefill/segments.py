@@ -190,16 +190,17 @@ class KVLookup:
 
     def find(self, loaded: LoadedModel, encoding: EncodingKey, requests: Sequence[KVRequest]) -> list[Tensor | None]:
         """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored."""
-        keys = [self._key(loaded.model.dtype, encoding, request) for request in requests]
         shape, dtype = loaded.spec.shape, loaded.model.dtype
-        shapes = {
-            key: EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, dtype, len(request.segment))
-            for key, request in zip(keys, requests, strict=True)
-        }
-        of_history = {key for key, request in zip(keys, requests, strict=True) if request.is_history}
-        entries = self.store.get_many({key: shape for key, shape in shapes.items() if key not in of_history})
-        if of_history:
-            entries |= self.store.get_many({key: shapes[key] for key in of_history}, memory_only=True)
+        keys = [self._key(dtype, encoding, request) for request in requests]
+        entries: dict[str, PassageKV] = {}
+        for is_history in (False, True):
+            shapes = {
+                key: EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, dtype, len(request.segment))
+                for key, request in zip(keys, requests, strict=True)
+                if request.is_history == is_history
+            }
+            if shapes:
+                entries |= self.store.get_many(shapes, memory_only=is_history)
         return [entries[key].kv.to(loaded.device) if key in entries else None for key in keys]
 
     def add(self, encoding: EncodingKey, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:

@@ -33,9 +33,8 @@ from rag_posfix.errors import (
 )
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
 from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits, error_message
-from rag_posfix.generation.remote.judge import ByteCache, ServerJudge
+from rag_posfix.generation.remote.judge import ByteCache, ServerFacts, ServerJudge, read_usage
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, plain_prompts
-from rag_posfix.generation.remote.probe import ServerFacts, probe
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import REPLACEMENT, clean_text, content_hash
 
@@ -119,7 +118,7 @@ class RemoteGenerator:
 
     def probe(self) -> ServerFacts:
         """Return what the server gives, from about six short requests; errors as those of ``generate``."""
-        return probe(self._connection, self._judge, self.model_id)
+        return self._judge.probe()
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Return what caching needs to know of a mitigation; errors as those of ``check_remote_mitigation``."""
@@ -173,8 +172,7 @@ class RemoteGenerator:
             UnsupportedModelError: the server gives no log-probabilities of prompts.
         """
         question = len(self.encoder.decode(layout.tokens(layout.question)))
-        texts = ["\n\n".join(each["content"] for each in row) for row in self._passages_alone(layout, bare=bare)]
-        return tuple(self._judge.likelihood([(text, len(text) - question, len(text)) for text in texts]))
+        return tuple(self._judge.likelihood(self._passages_alone(layout, bare=bare), question))
 
     def _passages_alone(self, layout: Layout, *, bare: bool) -> list[list[ChatMessage]]:
         selections = [(index,) for index in range(layout.n_passages)] + [()] * bare
@@ -330,18 +328,12 @@ class RemoteGenerator:
         stop_reason: object,
     ) -> Generation:
         """Return the whole answer; ``stop_reason`` is vLLM's field: the stop string that ended it."""
-        counted = usage if isinstance(usage, Mapping) else {}
-        details = counted.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+        estimate = Usage(len(request.layout.token_ids), len(self.encoder.encode_text(text)))
         return Generation(
             text=text,
             token_ids=(),  # the server keeps them
             finish_reason=finish,
-            usage=Usage(
-                prompt_tokens=_count(counted.get("prompt_tokens"), len(request.layout.token_ids)),
-                completion_tokens=_count(counted.get("completion_tokens"), len(self.encoder.encode_text(text))),
-                cached_tokens=_count(cached, 0),
-            ),
+            usage=read_usage(usage, estimate),
             timings=timings,
             stop_string=stop_reason if isinstance(stop_reason, str) and stop_reason in request.sampling.stop else None,
         )
@@ -381,10 +373,6 @@ def _sampling_fields(sampling: Sampling, token_limit_field: str) -> dict[str, An
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **strict}}
         fields["response_format"] = {"type": "json_object"} if schema == {"type": "object"} else wanted
     return fields
-
-
-def _count(value: object, otherwise: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
 
 
 def open_remote(

@@ -1,5 +1,7 @@
 """Asks a server about single passages: yes against no as the first word of an answer, and how likely a question is.
 
+``ServerJudge.probe`` asks what the server gives: log-probabilities, its context window, and its prefix cache.
+
 Rows are (constant prefix, passage, question): a server's own prefix cache serves a passage in any order and company.
 """
 
@@ -10,6 +12,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -29,8 +32,12 @@ SAMPLES = 5
 """Sampled answers per passage where a server gives no log-probabilities."""
 _SAMPLE_TOKENS = 4
 _REMEMBERED = 4096
+_NO_USAGE = Usage(0, 0)
 _SPACES = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})  # how byte-level and SentencePiece vocabularies write them
 _CHAT, _COMPLETIONS = "/chat/completions", "/completions"
+_PROBE = "The harbour froze in 1901, and ships waited for weeks until the ice broke. " * 24
+_LIMITS = ("max_model_len", "context_length", "n_ctx", "n_ctx_train")
+"""Where servers list the context window of a model: vLLM, hosted APIs, llama.cpp (in ``meta``)."""
 
 
 class Form(StrEnum):
@@ -39,6 +46,23 @@ class Form(StrEnum):
     CHAT = "chat completions with log-probabilities"
     COMPLETIONS = "completions with log-probabilities"
     SAMPLES = f"the majority of {SAMPLES} sampled answers"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server gives.
+
+    Attributes:
+        judgements: How it says how likely an answer is.
+        prompt_log_probs: Whether it gives the log-probabilities of a prompt.
+        context_window: Token limit that it lists for the model; None if it lists none.
+        cached_tokens: Tokens of a repeated prompt that it took from its prefix cache; None if it does not say.
+    """
+
+    judgements: Form
+    prompt_log_probs: bool
+    context_window: int | None
+    cached_tokens: int | None
 
 
 class ByteCache(Protocol):
@@ -167,7 +191,7 @@ class ServerJudge:
                 raise UpstreamError(
                     f"{self._connection.url} failed while it judged a passage: {error_message(answer)}"
                 )
-        spend(sum_usage([usage_of(answer) for answer in answers]))
+        spend(sum_usage([read_usage(answer.get("usage")) for answer in answers]))
         return answers
 
     def _body(self, form: Form, prompt: Sequence[ChatMessage], top: int | None) -> dict[str, Any]:
@@ -177,29 +201,63 @@ class ServerJudge:
         body = {**shared, "messages": list(prompt), self._token_limit_field: 1}
         return body if top is None else {**body, "logprobs": True, "top_logprobs": top}
 
-    def likelihood(
-        self, texts: Sequence[tuple[str, int, int]], check: Callable[[], None] = lambda: None
-    ) -> list[float]:
-        """Return the mean log-probability of a stretch of each text, by completions that echo their prompt.
+    def likelihood(self, prompts: Sequence[Sequence[ChatMessage]], length: int) -> list[float]:
+        """Return the mean log-probability of the end of each prompt, by completions that echo their prompt.
 
-        vLLM may return wrong values for tokens that it took from its prefix cache: a stretch that begins in cached
-        tokens is an error, not a number.
+        vLLM may return wrong values for tokens that it took from its prefix cache: an end that begins in cached tokens
+        is an error, not a number.
 
         Args:
-            texts: Each with the first and the last character, excluded, of its stretch.
+            length: Characters of the end.
 
         Raises:
             UnsupportedModelError: the server gives no log-probabilities of prompts.
         """
-        shared = {"model": self._model, "max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1}
-        bodies = [{**shared, "prompt": text, "stream": False} for text, _, _ in texts]
+        bodies = [{**self._body(Form.COMPLETIONS, prompt, 1), "echo": True} for prompt in prompts]
+        sizes = [len(body["prompt"]) for body in bodies]
         try:
-            answers = self._send(Form.COMPLETIONS, bodies, sum(len(text) for text, _, _ in texts), check)
+            answers = self._send(Form.COMPLETIONS, bodies, sum(sizes), lambda: None)
         except UpstreamError as error:
             if error.status not in (400, 404, 422, 501):
                 raise
             raise UnsupportedModelError(_NO_PROMPT_SCORES) from error
-        return [_mean_log_prob(answer, *each) for answer, each in zip(answers, texts, strict=True)]
+        return [_mean_log_prob(answer, size - length, size) for answer, size in zip(answers, sizes, strict=True)]
+
+    def probe(self) -> ServerFacts:
+        """Return what the server gives, from about six short requests.
+
+        Raises:
+            UpstreamError: the server cannot be reached, or refuses a plain request.
+        """
+        question: ChatMessage = {
+            "role": "user", "content": f"{_PROBE}\n\nDid the harbour freeze? Reply with Yes or No.\nReply:",
+        }  # fmt: skip
+        for _ in range(2):  # the second finds the prompt in the cache
+            (answer,) = self._send(Form.CHAT, [self._body(Form.CHAT, [question], None)], 1, lambda: None)
+        cached = read_usage(answer.get("usage"), Usage(0, 0, -1)).cached_tokens
+        try:
+            self.likelihood([[{"role": "user", "content": "The harbour froze in 1901."}]], len("froze in 1901."))
+            prompt_log_probs = True
+        except UnsupportedModelError:
+            prompt_log_probs = False
+        return ServerFacts(
+            self.form([question]), prompt_log_probs, self._context_window(), None if cached < 0 else cached
+        )
+
+    def _context_window(self) -> int | None:
+        try:
+            listed = self._connection.get("/models").get("data")
+        except UpstreamError:
+            return None
+        entries = [entry for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
+        own = [entry for entry in entries if entry.get("id") == self._model] or entries[:1]
+        for entry in own:
+            meta = entry.get("meta")
+            for fields in (entry, meta if isinstance(meta, Mapping) else {}):
+                for name in _LIMITS:
+                    if type(fields.get(name)) is int:
+                        return int(fields[name])
+        return None
 
 
 _NO_PROMPT_SCORES = (
@@ -213,14 +271,15 @@ def _tags(key: str, salt: str) -> tuple[str, ...]:
     return (key, *own_tags(salt, (key,))) if key else ()
 
 
-def usage_of(answer: Event) -> Usage:
-    """Return the token counts of an answer; 0 for those that the server did not send."""
-    usage = answer.get("usage")
+def read_usage(usage: object, otherwise: Usage = _NO_USAGE) -> Usage:
+    """Return the token counts of an answer's ``usage``; those of ``otherwise`` that the server did not send."""
     counted = usage if isinstance(usage, Mapping) else {}
     details = counted.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, Mapping) else 0
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
     counts = (counted.get("prompt_tokens"), counted.get("completion_tokens"), cached)
-    return Usage(*(count if type(count) is int and count >= 0 else 0 for count in counts))
+    defaults = (otherwise.prompt_tokens, otherwise.completion_tokens, otherwise.cached_tokens)
+    pairs = zip(counts, defaults, strict=True)
+    return Usage(*(count if type(count) is int and count >= 0 else default for count, default in pairs))
 
 
 def _choice(answer: Event) -> Mapping[str, Any]:
@@ -288,7 +347,7 @@ def _as_text(prompt: Sequence[ChatMessage]) -> str:
     return "\n\n".join(message["content"] for message in prompt)
 
 
-def _mean_log_prob(answer: Event, text: str, start: int, stop: int) -> float:
+def _mean_log_prob(answer: Event, start: int, stop: int) -> float:
     scored = _choice(answer).get("logprobs")
     fields = scored if isinstance(scored, Mapping) else {}
     values, offsets = fields.get("token_logprobs"), fields.get("text_offset")
@@ -299,7 +358,8 @@ def _mean_log_prob(answer: Event, text: str, start: int, stop: int) -> float:
     within = [i for i, (a, b) in enumerate(zip(offsets, ends, strict=True)) if a < stop and b > start]
     if not within or any(type(values[i]) is not float for i in within) or offsets[-1] < stop - 1:
         raise UnsupportedModelError(_NO_PROMPT_SCORES)
-    if within[0] <= usage_of(answer).cached_tokens and usage_of(answer).cached_tokens:
+    cached = read_usage(answer.get("usage")).cached_tokens
+    if cached and within[0] <= cached:
         raise UpstreamError(
             "the server took tokens of the question from its prefix cache, whose log-probabilities may be wrong "
             "(vllm#42019); use the reranker yes_no"

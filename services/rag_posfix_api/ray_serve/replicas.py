@@ -76,7 +76,8 @@ class GeneratorReplica:
             RagPosfixError: as ``Generator.stream``.
         """
         self._read.add(tags_of(routed.request))
-        chunks = self._generator.stream(routed.request)
+        # Planning the prompt takes its time too.
+        chunks = await asyncio.wrap_future(self._threads.submit(self._generator.stream, routed.request))
         step = self._threads.submit(next, chunks, None)
         try:
             while (chunk := await asyncio.wrap_future(step)) is not None:

@@ -95,6 +95,18 @@ def test_an_answer_is_the_same_whether_earlier_turns_are_stored_or_not(loaded, m
     assert cold.log_probs
 
 
+def test_without_a_store_earlier_turns_take_no_passes_of_their_own(loaded):
+    engine = Engine(loaded, ToyEncoder(), "tiny", "print")
+    defaults = Defaults(MethodSpec("default"), order="original", sampling=Sampling(max_tokens=1))
+    questions = Pipeline(engine, Assembler(engine.encoder, engine.context_window), defaults=defaults)
+    passes: list[int] = []
+    handle = loaded.model.register_forward_pre_hook(lambda *_: passes.append(len(history)))
+    for history in ([], [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "There."}] * 2):
+        questions.ask(Question("Why?", documents=DOCUMENTS, history=history))
+    handle.remove()
+    assert passes.count(4) == passes.count(0) > 0
+
+
 def test_deleted_passages_take_the_turns_behind_them_along(loaded):
     _, _, questions = conversation(loaded, "default")
     held = questions.generator.passages.stats()["bytes"]

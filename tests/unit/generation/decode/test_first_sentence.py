@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rag_posfix.generation.decode.first_sentence import FirstSentence
+from rag_posfix.generation.decode.session import FirstSentence
 
 
 @pytest.mark.parametrize(

@@ -246,3 +246,10 @@ def test_tokens_from_a_prefix_cache_are_not_believed():
 def test_a_server_without_scored_prompts_is_named(reply: Reply):
     with asking(reply) as (generator, _), pytest.raises(UnsupportedModelError, match="use the reranker yes_no"):
         generator.question_likelihood(layout_of("passage 1"))
+
+
+def test_a_probe_bounds_its_answers_by_the_field_that_the_server_knows():
+    with asking(judge, token_limit_field="max_completion_tokens") as (generator, server):
+        generator.probe()
+    chats = [body for body in server.bodies if "messages" in body]
+    assert {(body.get("max_completion_tokens"), body.get("max_tokens")) for body in chats} == {(1, None)}
