@@ -180,34 +180,30 @@ def load_engine(settings: Settings) -> Engine:
         return build_engine(settings)
 
 
-def parse_choice(text: str) -> MitigationChoice:
-    """Parse ``name`` or ``name:parameter=value:parameter=value``; a value that is valid JSON is parsed as JSON.
+def checked_choice(text: str) -> MitigationChoice:
+    """Parse ``name`` or ``name:parameter=value``, and check it, so that errors come before a model is loaded.
 
-    A JSON list or a string in double quotes may contain colons and commas. A parameter that takes a file is replaced
-    by the file's content.
+    A value that is valid JSON is parsed as JSON; a list or a string in double quotes may contain colons and commas. A
+    parameter that takes a file is replaced by the file's content.
     """
+    return _checked([text])[0]
+
+
+def _checked(texts: Sequence[str]) -> list[MitigationChoice]:
+    for text in texts:
+        check_method("mitigation", text)  # without torch
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import with_file_parameters
 
-    return with_file_parameters(parse_method(text, "mitigation", "experts=5"), MITIGATIONS)
-
-
-def checked_choice(text: str) -> MitigationChoice:
-    """Parse a mitigation and check it against the registry, so that errors are reported before a model is loaded."""
-    check_method("mitigation", text)  # without torch
-    from rag_posfix.mitigations import MITIGATIONS
-
-    choice = parse_choice(text)
-    MITIGATIONS.check(choice)
-    return choice
+    choices = [with_file_parameters(parse_method(text, "mitigation", "experts=5"), MITIGATIONS) for text in texts]
+    for choice in choices:
+        MITIGATIONS.check(choice)
+    return choices
 
 
 def checked_choices(text: str) -> list[MitigationChoice]:
     """Parse several mitigations, separated by commas, and check each; none may occur twice."""
-    names = split_outside(text, ",")
-    for name in names:
-        check_method("mitigation", name)
-    choices = [checked_choice(name) for name in names]
+    choices = _checked(split_outside(text, ","))
     for index, choice in enumerate(choices):
         if choice in choices[:index]:
             raise ConfigError(
