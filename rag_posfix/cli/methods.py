@@ -58,11 +58,11 @@ def methods(
     entries = [
         (kind, registry.resolve(name), inspect.getdoc(registry.get(name)) or "")
         for kind, registry in (("order", ORDERS), ("reranker", RERANKERS))
-        if name in _names(registry)
+        if name in registry
     ]
     if name in FIRST_STAGES:
         entries.append(("first stage", name, FIRST_STAGES[name]))
-    if name and entries and name not in _names(MITIGATIONS):
+    if name and entries and name not in MITIGATIONS:
         records = [{"kind": kind, "name": entry, "description": text} for kind, entry, text in entries]
         emit(
             {"found": records},
@@ -85,10 +85,6 @@ def methods(
         say(inspect.getdoc(MITIGATIONS.get(name)) or "")
     else:
         _show(mitigations, {"orders": ORDERS, "rerankers": RERANKERS})
-
-
-def _names(registry: Any) -> set[str]:
-    return {alias for name in registry.names() for alias in (name, *registry.aliases(name))}
 
 
 def _show(mitigations: list[dict[str, Any]], registries: Mapping[str, Any]) -> None:

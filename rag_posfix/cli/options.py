@@ -96,8 +96,8 @@ UseRay = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster at R
 RayActors = Annotated[int, typer.Option("--ray-actors", min=1, help="Start this many processes per stage on Ray.")]
 
 
-def with_settings(*names: str, into: str = "settings") -> Callable[[Command], Command]:
-    """Return a decorator for a command whose parameter ``into`` holds the settings, overridden by options.
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Return a decorator for a command whose parameter ``settings`` holds the settings, overridden by options.
 
     Args:
         names: Settings that have an option, in the order of the help.
@@ -108,7 +108,7 @@ def with_settings(*names: str, into: str = "settings") -> Callable[[Command], Co
         limits: dict[str, Any] = {"min": 1} if kind is int else {}
         option = setting_option(f"--{name.replace('_', '-')}", text, **limits)
         options.append(_keyword(name, Annotated[kind | None, option], None))
-    return _replace_parameter(into, options, settings_from)
+    return _replace_parameter("settings", options, settings_from)
 
 
 def with_options_of(cls: type[Any], name: str, flags: Mapping[str, str] | None = None) -> Callable[[Command], Command]:

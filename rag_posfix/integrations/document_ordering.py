@@ -98,12 +98,10 @@ def ordered_documents(
     return [documents[index] for index in _ordered_indices(documents, order, k, seed, distinct)]
 
 
-def checked_count(name: str, count: object, *, optional: bool = True) -> None:
-    """Raise unless a number of documents is an integer >= 1, or None if ``optional``."""
-    if count is None and optional:
-        return
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{name}={count!r} must be an integer >= 1{', or None for all' if optional else ''}")
+def checked_count(name: str, count: object) -> None:
+    """Raise unless a number of documents is an integer >= 1, or None."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ConfigError(f"{name}={count!r} must be an integer >= 1, or None for all")
 
 
 def checked_order(order: str) -> str:

@@ -83,10 +83,10 @@ class Choice:
     n: int
 
 
-def supported_candidates(generator: Generator, names: Sequence[str] = CANDIDATES) -> list[Arrangement]:
-    """Return the arrangements that a generator supports; a remote one supports plain prompts."""
+def supported_candidates(generator: Generator) -> list[Arrangement]:
+    """Return the ``CANDIDATES`` that a generator supports; a remote one supports plain prompts."""
     supported = []
-    for arrangement in map(parse_arrangement, names):
+    for arrangement in map(parse_arrangement, CANDIDATES):
         try:
             generator.describe(arrangement.mitigation)
         except UnsupportedModelError:

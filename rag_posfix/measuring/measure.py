@@ -305,7 +305,7 @@ def _by_flips(
     return table
 
 
-def _by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
     questions: dict[str, list[Row]] = {}
     for row in rows:
         questions.setdefault(row.question, []).append(row)
@@ -313,7 +313,7 @@ def _by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], seconds: float) -> Scores:
-    questions = _by_question(rows)
+    questions = _grouped(rows)
     return Scores(
         values=[[float(not any(row.changed for row in group))] for group in questions.values()],
         second=[mean([float(normalize(row.answer) == usual[name]) for row in g]) for name, g in questions.items()],
@@ -353,7 +353,7 @@ def _by_positions(
 
 
 def _position_scores(rows: Sequence[PositionRow], seconds: float) -> Scores:
-    questions = _by_question(rows)
+    questions = _grouped(rows)
     values = [[row.accuracy for row in group] for group in questions.values()]
     return Scores(
         values=values,
