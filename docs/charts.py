@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.keep_record import RESULTS
 from benchmarks.tables import label
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.evaluation.figures import COLORS, OTHER_COLORS, PANEL, draw_permutations, new_axes, new_row, svg_of
+from rag_posfix.evaluation.figures import COLORS, OTHER_COLORS, PANEL, draw_permutations, new_axes, new_panels, svg_of
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
 
@@ -58,7 +58,7 @@ def _has_default(head: Mapping[str, Any]) -> bool:
 
 def draw_accuracy(heads: Sequence[Mapping[str, Any]]) -> Figure:
     """Return the share of correct answers by position, a panel per model, one below the other: phones are narrow."""
-    figure, panels = new_row(len(heads), (PANEL, 0.6 + 2.2 * len(heads)), share_y=True, column=True)
+    figure, panels = new_panels(len(heads), (PANEL, 0.6 + 2.2 * len(heads)), share_y=True)
     for panel, head in zip(panels, heads, strict=True):
         for name, colour in (("none", COLORS["none"]), (DEFAULT, DEFAULT_COLOUR)):
             cells = head["summary"]["mitigations"][name]["positions"]

@@ -1,4 +1,4 @@
-"""``rag-posfix ask``: one question over an index."""
+"""``rag-posfix ask`` and ``prompt``: a question over an index, and what the model will read for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from rag_posfix.cli.ask_many import AnswerFile, QuestionRow, answer_all, read_questions
 from rag_posfix.cli.options import AsJson, Filter, check_answer_fits, check_index, filter_of, follows, with_settings
-from rag_posfix.cli.output import emit, emit_json, err, say, status
+from rag_posfix.cli.output import emit, emit_json, err, out, say, status
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.settings import Settings
 from rag_posfix.text import checked_question
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rag_posfix.contracts.answer import Answer, AnswerDocument
     from rag_posfix.contracts.generator import ChatMessage
     from rag_posfix.pipeline.pipeline import Pipeline, Question
+    from rag_posfix.pipeline.preview import PromptPreview
 
 NO_PASSAGE = 3
 """Exit code if no passage was found."""
@@ -69,14 +70,11 @@ def ask(
     if questions is not None and output is not None:
         _ask_many(settings, index, read_questions(questions, metadata_filter, cache), AnswerFile(output), as_json)
         return
-    from rag_posfix.pipeline.build import build_pipeline, resolve_methods
     from rag_posfix.pipeline.pipeline import Question
 
-    methods = resolve_methods(settings)
-    if follows(settings):
+    pipeline = _open(settings, index)
+    if pipeline is None:
         return
-    with status("loading the embeddings and the tokenizer"):
-        pipeline = build_pipeline(settings, index=index, deferred=True, methods=methods)
     with closing(pipeline):
         history: list[ChatMessage] = []
         for text in _questions(question, chat):
@@ -97,19 +95,26 @@ def ask(
         raise typer.Exit(NO_PASSAGE)
 
 
+def _open(settings: Settings, index: Path) -> Pipeline | None:
+    """Return the pipeline, whose model is loaded for the first answer; None in a follower rank, which is done."""
+    from rag_posfix.pipeline.build import build_pipeline, resolve_methods
+
+    methods = resolve_methods(settings)
+    if follows(settings):
+        return None
+    with status("loading the embeddings and the tokenizer"):
+        return build_pipeline(settings, index=index, deferred=True, methods=methods)
+
+
 def _ask_many(
     settings: Settings, index: Path, rows: Sequence[QuestionRow], answers: AnswerFile, as_json: bool
 ) -> None:
-    from rag_posfix.pipeline.build import build_pipeline, resolve_methods
-
     with closing(answers):
         missing, n_failed = answers.missing(rows), 0
-        methods = resolve_methods(settings)
-        if follows(settings):
-            return
         if missing:
-            with status("loading the embeddings and the tokenizer"):
-                pipeline = build_pipeline(settings, index=index, deferred=True, methods=methods)
+            pipeline = _open(settings, index)
+            if pipeline is None:
+                return
             with closing(pipeline):
                 n_failed = answer_all(pipeline, missing, answers)
     counts = {"questions": len(rows), "skipped": len(rows) - len(missing), "failed": n_failed}
@@ -210,4 +215,47 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
     say(
         f"{answer.mitigation}, order {answer.order}: {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} "
         f"completion tokens, {seconds:.1f} s{note}"
+    )
+
+
+@with_settings(
+    "mitigation", "reranker", "order", "k", "retriever", "floor", "max_tokens", "template", "model", "adapter",
+    "device",
+)  # fmt: skip
+def prompt(
+    question: Annotated[str, typer.Argument(help="Show the prompt of this question.")],
+    index: Annotated[Path, typer.Option("--index", help="Search this index folder, written by rag-posfix index.")],
+    settings: Settings,
+    as_json: AsJson = False,
+) -> None:
+    """Print the prompt of a question, without answering it.
+
+    Prints the prompt on stdout; on stderr the tokens of each segment, and those that the passage KV store has on disk
+    or in Redis. The weights are loaded only if there is such a store.
+    """
+    checked_question(question)
+    check_index(index)
+    from rag_posfix.pipeline.build import build_pipeline, resolve_methods
+    from rag_posfix.pipeline.pipeline import Question
+
+    methods = resolve_methods(settings)
+    deferred = not settings.passages.is_persistent(settings.cache_dir)
+    with status("loading the embeddings and the tokenizer" if deferred else "loading the model"):
+        pipeline = build_pipeline(settings, index=index, deferred=deferred, methods=methods)
+    with closing(pipeline):
+        preview = pipeline.preview(Question(question))
+    emit(preview.to_dict(), as_json, lambda _: _show_prompt(preview))
+
+
+def _show_prompt(preview: PromptPreview) -> None:
+    out().print(preview.text, markup=False, highlight=False, soft_wrap=True)
+    for segment in preview.segments:
+        name = f"passage {segment.id}" if segment.id is not None else segment.kind
+        say(f"{name}: {segment.tokens} tokens{', cached' if segment.cached else ''}")
+    for identity, reason in preview.dropped:
+        say(f"left out: {identity} ({reason})")
+    note = "; the answer is in the answer cache" if preview.answer_cached else ""
+    say(
+        f"{preview.tokens} prompt tokens, {preview.cached_tokens} of them cached ({preview.mitigation}, order "
+        f"{preview.order}){note}"
     )

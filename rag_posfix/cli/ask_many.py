@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rag_posfix.cli.output import err, progress_bar
+from rag_posfix.cli.output import progress_with_text
 from rag_posfix.contracts.filters import combine_filters
 from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.parameters import shown
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rag_posfix.pipeline.pipeline import Pipeline
 
 _FIELDS = ("id", "question", "history", "filter")
-_SECONDS_BETWEEN_LINES = 10.0
-"""Without a terminal, progress is a line this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,34 +151,13 @@ class AnswerFile:
 
 def answer_all(pipeline: Pipeline, rows: Sequence[QuestionRow], answers: AnswerFile) -> int:
     """Answer the questions together, and write each answer as soon as it is there; return how many failed."""
-    n_failed = 0
-    with _progress() as move, closing(pipeline.batch_as_completed([row.question for row in rows])) as results:
+    n_failed, started = 0, time.monotonic()
+    with progress_with_text() as move, closing(pipeline.batch_as_completed([row.question for row in rows])) as results:
         for done, (index, result) in enumerate(results, 1):
             if isinstance(result, Exception) and not isinstance(result, RagPosfixError):
                 raise result  # a fault of the program, not of the question
             answers.add(rows[index], result)
             n_failed += isinstance(result, Exception)
-            move(done, len(rows))
+            left = (time.monotonic() - started) / done * (len(rows) - done)
+            move(done, len(rows), f"answered, {left:.0f} s left")
     return n_failed
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, total) that shows progress and the time left on stderr: a bar, or lines in a file."""
-    console = err()
-    if console.is_terminal:
-        with progress_bar("answering") as move:
-            yield move
-        return
-    started = shown_at = time.monotonic()
-
-    def line(done: int, total: int) -> None:
-        nonlocal shown_at
-        now = time.monotonic()
-        if done < total and now - shown_at < _SECONDS_BETWEEN_LINES:
-            return
-        shown_at = now
-        left = (now - started) / done * (total - done)
-        console.print(f"{done} of {total} answered, {left:.0f} s left", highlight=False)
-
-    yield line

@@ -12,7 +12,6 @@ from rag_posfix import __version__
 from rag_posfix.cli import (
     ask,
     bench,
-    data,
     demo,
     evaluate,
     index,
@@ -20,7 +19,6 @@ from rag_posfix.cli import (
     measure,
     methods,
     probe,
-    prompt,
     serve,
     storage,
     train,
@@ -45,7 +43,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)
-app.command("prompt")(prompt.prompt)
+app.command("prompt")(ask.prompt)
 app.command("methods")(methods.methods)
 app.command("verify")(methods.verify)
 app.command("serve")(serve.serve)
@@ -53,7 +51,7 @@ app.command("measure")(measure.measure)
 app.command("report")(measure.report)
 app.command("bench")(bench.bench)
 app.add_typer(evaluate.app, name="eval")
-app.add_typer(data.app, name="data")
+app.add_typer(measure.data, name="data")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
 app.add_typer(train.app, name="train")

@@ -1,11 +1,12 @@
-"""``rag-posfix measure`` and ``report``: does a model have a position bias on one's documents, and what to use."""
+"""``rag-posfix measure``, ``report`` and ``data``: a model's position bias on one's own documents, and what to use."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 
 from rag_posfix.cli.ask_many import read_questions
 from rag_posfix.cli.options import AsJson, Fresh, Limit, check_index, out_option, with_settings
-from rag_posfix.cli.output import emit, err, out, say, say_files, status, table
+from rag_posfix.cli.output import emit, err, out, progress_with_text, say, say_files, status, table
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.settings import Settings
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from rag_posfix.measuring.measure import MeasureOptions
     from rag_posfix.pipeline.pipeline import Pipeline
 
-_SECONDS_BETWEEN_LINES = 10.0
 _DEFAULT_QUESTIONS = 50
+_SHOWN_PROBLEMS = 100
 
 Questions = Annotated[
     Path | None,
@@ -93,7 +94,7 @@ def measure(
         pipeline = build_pipeline(asks_itself, index=index)
     asked: list[AskedQuestion] = []
     dropped: Counter[str] = Counter()
-    with closing(pipeline), _progress() as report:
+    with closing(pipeline), progress_with_text() as report:
         if rows is not None:
             asked, dropped = find_questions(pipeline, [(row.id, row.question) for row in rows][:limit])
         elif data is None:
@@ -147,40 +148,6 @@ def _show(result: dict[str, Any]) -> None:
     say_files(result, "report", "profile", "record")
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function (done, total, text) that shows a bar with the text; without a terminal lines now and then."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = err()
-    shown_at = float("-inf")
-    columns = (
-        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=None)
-
-        def move(done: int, total: int, text: str) -> None:
-            nonlocal shown_at
-            bars.update(task, completed=done, total=total, description=text)
-            is_plan = text.startswith("about ")
-            due = done == total or time.monotonic() - shown_at >= _SECONDS_BETWEEN_LINES
-            if is_plan or (not console.is_terminal and due):
-                line = text if is_plan else f"{done} of {total}: {text}"
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
-                shown_at = time.monotonic()
-
-        yield move
-
-
 def report(
     records: Annotated[list[Path], typer.Argument(help="Show these records, each the .json file.")],
     output: Annotated[Path, typer.Option("--out", help="Write this HTML file, and a CSV file next to it.")],
@@ -203,3 +170,40 @@ def report(
     except OSError as error:
         raise EvaluationError(f"--out {str(output)!r} cannot be written: {error.strerror}") from error
     emit({name: str(path) for name, path in files.items()}, as_json, lambda result: say_files(result, *files))
+
+
+data = typer.Typer(help="Check evaluation data.", no_args_is_help=True)
+
+
+@data.callback()
+def data_group() -> None:
+    """Check evaluation data."""
+
+
+@data.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="Check the labelled questions of this file.")],
+    passages: Annotated[
+        Path | None,
+        typer.Option("--passages", help="Read the passages that its rows name.", show_default="in the rows"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with which row of labelled questions.
+
+    Reads what measure --data reads: JSON lines or CSV with --passages, Lost-in-the-Middle and HotpotQA rows, SQuAD's
+    format. The exit code is 1 if a row cannot be used.
+    """
+    from rag_posfix.evaluation.data.labels import check_labels
+
+    usable, problems = check_labels(file, passages)
+
+    def show(_: dict[str, Any]) -> None:
+        say(*(f"row {p.row}: {p.severity}: {p.message}" for p in problems[:_SHOWN_PROBLEMS]))
+        if len(problems) > _SHOWN_PROBLEMS:
+            say(f"and {len(problems) - _SHOWN_PROBLEMS} more; --json lists all")
+        say(f"{usable} questions can be used, {len(problems)} problems")
+
+    emit({"usable": usable, "problems": [asdict(problem) for problem in problems]}, as_json, show)
+    if any(problem.severity == "error" for problem in problems):
+        raise typer.Exit(1)

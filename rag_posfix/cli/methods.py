@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from rag_posfix.cli.options import AsJson, load_engine, with_settings
-from rag_posfix.cli.output import emit, emit_json, out, say, table
-from rag_posfix.cli.verify_server import show_server, verify_server
+from rag_posfix.cli.output import emit, emit_json, out, say, status, table
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.settings import Settings
 
@@ -57,11 +58,11 @@ def methods(
     entries = [
         (kind, registry.resolve(name), inspect.getdoc(registry.get(name)) or "")
         for kind, registry in (("order", ORDERS), ("reranker", RERANKERS))
-        if name in _names(registry)
+        if name in registry
     ]
     if name in FIRST_STAGES:
         entries.append(("first stage", name, FIRST_STAGES[name]))
-    if name and entries and name not in _names(MITIGATIONS):
+    if name and entries and name not in MITIGATIONS:
         records = [{"kind": kind, "name": entry, "description": text} for kind, entry, text in entries]
         emit(
             {"found": records},
@@ -84,10 +85,6 @@ def methods(
         say(inspect.getdoc(MITIGATIONS.get(name)) or "")
     else:
         _show(mitigations, {"orders": ORDERS, "rerankers": RERANKERS})
-
-
-def _names(registry: Any) -> set[str]:
-    return {alias for name in registry.names() for alias in (name, *registry.aliases(name))}
 
 
 def _show(mitigations: list[dict[str, Any]], registries: Mapping[str, Any]) -> None:
@@ -119,7 +116,7 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
     from rag_posfix.generation.remote.address import is_remote
 
     if is_remote(settings.model):
-        emit(verify_server(settings), as_json, show_server)
+        emit(_verify_server(settings), as_json, _show_server)
         return
     engine = load_engine(settings)
     from rag_posfix.generation.load import generation_config_of
@@ -165,3 +162,63 @@ def _show_model(data: dict[str, Any]) -> None:
         names = ", ".join(data["supported_in_windows"])
         say(f"supported for prompt and answer of up to {data['window']} tokens (sliding windows): {names}")
     say(*(f"not supported: {name}: {reason}" for name, reason in data["refused"].items()))
+
+
+def _verify_server(settings: Settings) -> dict[str, Any]:
+    """Return the JSON object of a server: what it gives, and which arrangements run on it."""
+    with status("asking the server"):
+        from rag_posfix.generation.remote.address import parse_remote
+        from rag_posfix.generation.remote.plain_prompts import NEAREST, remote_refusal
+        from rag_posfix.mitigations import MITIGATIONS
+        from rag_posfix.pipeline.servers import open_remote_generator
+        from rag_posfix.reranking import RERANKERS
+
+        with closing(open_remote_generator(settings)) as generator:
+            facts = generator.probe()
+            methods = {name: remote_refusal(cls(**cls.example)) for name, cls in MITIGATIONS.items()}
+            readers = {name: getattr(cls, "readers", ()) for name, cls in RERANKERS.items()}
+            rerankers = {
+                name: None if not protocols or isinstance(generator, protocols) else "it reads attention in the engine"
+                for name, protocols in readers.items()
+            }
+    if not facts.prompt_log_probs:
+        rerankers["likelihood"] = "the server gives no log-probabilities of prompts (completions with echo)"
+    return {
+        "model": parse_remote(settings.model).name,
+        "family": "remote",
+        "max_logit_difference": None,
+        "server": {"url": parse_remote(settings.model).url, **asdict(facts)},
+        "supported": [name for name, reason in methods.items() if reason is None],
+        "refused": {name: f"{reason}; {NEAREST}" for name, reason in methods.items() if reason is not None},
+        "rerankers": {
+            "supported": [name for name, reason in rerankers.items() if reason is None],
+            "refused": {name: reason for name, reason in rerankers.items() if reason is not None},
+        },
+        "context_window_setting": settings.remote.context_window,
+        "nearest": NEAREST,
+    }
+
+
+def _show_server(data: dict[str, Any]) -> None:
+    """Print what a server gives and what runs on it."""
+    server, rerankers = data["server"], data["rerankers"]
+    cached = server["cached_tokens"]
+    say(
+        f"{data['model']} at {server['url']}",
+        f"passages are judged by: {server['judgements']}",
+        f"log-probabilities of prompts: {'yes' if server['prompt_log_probs'] else 'no'}",
+        f"context window: {server['context_window'] or 'not listed'}; "
+        f"RAG_POSFIX_REMOTE_CONTEXT_WINDOW is {data['context_window_setting']}",
+        "prefix cache: " + ("not reported" if cached is None else f"{cached} tokens of a repeated prompt"),
+    )
+    rows = table("kind", "name", "runs", "why not", title="arrangements")
+    for kind, names, refused in (
+        ("reranker", rerankers["supported"], rerankers["refused"]),
+        ("mitigation", data["supported"], data["refused"]),
+    ):
+        for name in names:
+            rows.add_row(kind, name, "yes", "")
+        for name, reason in refused.items():
+            rows.add_row(kind, name, "no", reason.removesuffix(f"; {data['nearest']}"))
+    out().print(rows)
+    say(f"nearest that runs: {data['nearest']}")

@@ -96,8 +96,8 @@ UseRay = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster at R
 RayActors = Annotated[int, typer.Option("--ray-actors", min=1, help="Start this many processes per stage on Ray.")]
 
 
-def with_settings(*names: str, into: str = "settings") -> Callable[[Command], Command]:
-    """Return a decorator for a command whose parameter ``into`` holds the settings, overridden by options.
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Return a decorator for a command whose parameter ``settings`` holds the settings, overridden by options.
 
     Args:
         names: Settings that have an option, in the order of the help.
@@ -108,7 +108,7 @@ def with_settings(*names: str, into: str = "settings") -> Callable[[Command], Co
         limits: dict[str, Any] = {"min": 1} if kind is int else {}
         option = setting_option(f"--{name.replace('_', '-')}", text, **limits)
         options.append(_keyword(name, Annotated[kind | None, option], None))
-    return _replace_parameter(into, options, settings_from)
+    return _replace_parameter("settings", options, settings_from)
 
 
 def with_options_of(cls: type[Any], name: str, flags: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
@@ -180,34 +180,30 @@ def load_engine(settings: Settings) -> Engine:
         return build_engine(settings)
 
 
-def parse_choice(text: str) -> MitigationChoice:
-    """Parse ``name`` or ``name:parameter=value:parameter=value``; a value that is valid JSON is parsed as JSON.
+def checked_choice(text: str) -> MitigationChoice:
+    """Parse ``name`` or ``name:parameter=value``, and check it, so that errors come before a model is loaded.
 
-    A JSON list or a string in double quotes may contain colons and commas. A parameter that takes a file is replaced
-    by the file's content.
+    A value that is valid JSON is parsed as JSON; a list or a string in double quotes may contain colons and commas. A
+    parameter that takes a file is replaced by the file's content.
     """
+    return _checked([text])[0]
+
+
+def _checked(texts: Sequence[str]) -> list[MitigationChoice]:
+    for text in texts:
+        check_method("mitigation", text)  # without torch
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import with_file_parameters
 
-    return with_file_parameters(parse_method(text, "mitigation", "experts=5"), MITIGATIONS)
-
-
-def checked_choice(text: str) -> MitigationChoice:
-    """Parse a mitigation and check it against the registry, so that errors are reported before a model is loaded."""
-    check_method("mitigation", text)  # without torch
-    from rag_posfix.mitigations import MITIGATIONS
-
-    choice = parse_choice(text)
-    MITIGATIONS.check(choice)
-    return choice
+    choices = [with_file_parameters(parse_method(text, "mitigation", "experts=5"), MITIGATIONS) for text in texts]
+    for choice in choices:
+        MITIGATIONS.check(choice)
+    return choices
 
 
 def checked_choices(text: str) -> list[MitigationChoice]:
     """Parse several mitigations, separated by commas, and check each; none may occur twice."""
-    names = split_outside(text, ",")
-    for name in names:
-        check_method("mitigation", name)
-    choices = [checked_choice(name) for name in names]
+    choices = _checked(split_outside(text, ","))
     for index, choice in enumerate(choices):
         if choice in choices[:index]:
             raise ConfigError(

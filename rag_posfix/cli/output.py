@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _NO_TERMINAL = 80
+_SECONDS_BETWEEN_LINES = 10.0
 _WIDTH_OF_FILES = 160
 """Characters of a line in a file or pipe, where rich would assume 80: names of methods then fit into one line."""
 
@@ -96,6 +98,33 @@ def status(message: str) -> Iterator[None]:
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function (done, total) that updates a progress bar; without a terminal nothing is shown."""
     with progress_bars(description) as (move,):
+        yield move
+
+
+@contextmanager
+def progress_with_text() -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function (done, total, text) that shows a bar with the text; without a terminal a line now and then.
+
+    A text that ends with a line break is printed in any case, and stays.
+    """
+    console, shown_at = err(), float("-inf")
+    columns = (
+        SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def move(done: int, total: int, text: str) -> None:
+            nonlocal shown_at
+            stays = text.endswith("\n")
+            progress.update(task, completed=done, total=total, description=text.rstrip())
+            due = done == total or time.monotonic() - shown_at >= _SECONDS_BETWEEN_LINES
+            if stays or (due and not console.is_terminal):
+                line = text.rstrip() if stays else f"{done} of {total}: {text}"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                shown_at = time.monotonic()
+
         yield move
 
 

@@ -72,24 +72,21 @@ def _render(figure: Figure, kind: str) -> bytes:
 
 def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
     """Return a figure of a size in inches with one pair of axes."""
-    figure, (axes,) = new_row(1, size)
+    figure, (axes,) = new_panels(1, size)
     return figure, axes
 
 
-def new_row(
-    count: int, size: tuple[float, float], *, share_y: bool = False, column: bool = False
-) -> tuple[Figure, tuple[Any, ...]]:
-    """Return a figure of a size in inches with axes side by side, or in a column; ``share_y``: with one scale of y."""
+def new_panels(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
+    """Return a figure of a size in inches with axes above each other; ``share_y``: with one scale of y."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_extra("matplotlib", "eval") from error
     figure = Figure(figsize=size, layout="constrained")
-    shape = (count, 1) if column else (1, count)
-    row = tuple(figure.subplots(*shape, sharey=share_y, squeeze=False).flat)
-    for axes in row:
+    panels = tuple(figure.subplots(count, 1, sharey=share_y, squeeze=False).flat)
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    return figure, row
+    return figure, panels
 
 
 PANEL = 4.8
@@ -98,7 +95,7 @@ PANEL = 4.8
 
 def new_column(count: int, height: float = 2.9) -> tuple[Figure, tuple[Any, ...]]:
     """Return a figure with axes above each other, each ``PANEL`` wide and of a height in inches."""
-    return new_row(count, (PANEL, height * count), column=True)
+    return new_panels(count, (PANEL, height * count))
 
 
 def finish_axes(
@@ -122,7 +119,6 @@ def draw_positions(
     title: str | None = None,
     names: Mapping[str, str] = NAMES,
     size: tuple[float, float] = (7.2, 3.6),
-    bounds: bool = True,
 ) -> Figure:
     """Return the curves of a record of ``eval positions``: log-probability of the answer by gold position.
 
@@ -131,7 +127,6 @@ def draw_positions(
     Args:
         title: Replaces the title, which names model, questions and data.
         names: Shown in the legend in place of a method's label.
-        bounds: Draw the gold passage alone and the model without passages too.
     """
     summary = head["summary"]
     methods = summary["mitigations"]
@@ -144,7 +139,7 @@ def draw_positions(
             range(len(values)), values, marker="o", linewidth=2.2, color=_color(name, number),
             label=names.get(name, name),
         )  # fmt: skip
-    for key, text in (("gold_only", "gold passage alone"), ("closed_book", "no passages")) if bounds else ():
+    for key, text in (("gold_only", "gold passage alone"), ("closed_book", "no passages")):
         value = summary[key][measure]
         axes.axhline(value, color="#999999", linestyle=":", linewidth=1)
         style = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8, "color": "#666666"}

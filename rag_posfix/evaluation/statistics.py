@@ -166,6 +166,16 @@ def difference_interval(
     return float(low), float(high)
 
 
+def wilson_interval(count: int, total: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share."""
+    try:
+        from scipy.stats import binomtest
+    except ImportError as error:
+        raise missing_extra("scipy", "eval") from error
+    interval = binomtest(count, total).proportion_ci(0.95, "wilson")
+    return float(interval.low), float(interval.high)
+
+
 def mcnemar_p(method_scores: Sequence[float], baseline_scores: Sequence[float]) -> float:
     """Return the exact two-sided p-value of McNemar's test for paired outcomes of 0 and 1.
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from langchain_core.documents import BaseDocumentCompressor, Document
+from pydantic import AfterValidator
 
 from rag_posfix.assembly.documents import checked_document, distinct_indices, ranked_indices
 from rag_posfix.assembly.orders import OrderInputs, apply_order, create_order
+from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import RankedDocument, arerank_indexed, rerank_indexed
 from rag_posfix.errors import ConfigError, missing_extra
@@ -96,18 +98,29 @@ def ordered_documents(
     return [documents[index] for index in _ordered_indices(documents, order, k, seed, distinct)]
 
 
-def checked_count(name: str, count: object, *, optional: bool = True) -> None:
-    """Raise unless a number of documents is an integer >= 1, or None if ``optional``."""
-    if count is None and optional:
-        return
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{name}={count!r} must be an integer >= 1{', or None for all' if optional else ''}")
+def checked_count(name: str, count: object) -> None:
+    """Raise unless a number of documents is an integer >= 1, or None."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ConfigError(f"{name}={count!r} must be an integer >= 1, or None for all")
 
 
 def checked_order(order: str) -> str:
     """Return ``order`` if it is ``name`` or ``name:parameter=value`` of an order with valid parameters, or raise."""
     create_order(order)
     return order
+
+
+OrderName: TypeAlias = Annotated[str, AfterValidator(checked_order)]
+"""A field of a model: an order, checked where it is given."""
+
+
+def _checked_filter(metadata_filter: dict[str, Any] | None) -> dict[str, Any] | None:
+    parse_filter(metadata_filter or {})
+    return metadata_filter
+
+
+FilterField: TypeAlias = Annotated[dict[str, Any] | None, AfterValidator(_checked_filter)]
+"""A field of a model: a filter by metadata, checked where it is given."""
 
 
 def checked_method(spec: MethodSpec) -> MethodSpec:

@@ -1,4 +1,4 @@
-"""Which arrangement to use: chosen on one half of the questions, reported and confirmed on the other half.
+"""Which arrangement to use: chosen on one half of the questions, confirmed on the other half, and told in sentences.
 
 The half that chooses also says which position is the worst of each arrangement. The lowest of several noisy means is
 too low, and an order-free arrangement, with one mean, would beat an unbiased model by that alone.
@@ -13,9 +13,9 @@ from typing import Any
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
+from rag_posfix.evaluation.answers.position_summary import BASELINE
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
 
-BASELINE = "none"
 CANDIDATES = (
     "none",
     "/relevance/none",
@@ -83,10 +83,10 @@ class Choice:
     n: int
 
 
-def supported_candidates(generator: Generator, names: Sequence[str] = CANDIDATES) -> list[Arrangement]:
-    """Return the arrangements that a generator supports; a remote one supports plain prompts."""
+def supported_candidates(generator: Generator) -> list[Arrangement]:
+    """Return the ``CANDIDATES`` that a generator supports; a remote one supports plain prompts."""
     supported = []
-    for arrangement in map(parse_arrangement, names):
+    for arrangement in map(parse_arrangement, CANDIDATES):
         try:
             generator.describe(arrangement.mitigation)
         except UnsupportedModelError:
@@ -153,3 +153,40 @@ def measured(table: Mapping[str, Scores]) -> dict[str, dict[str, Any]]:
             "interval": list(difference_interval(scores.at(scores.worst(questions), questions), resamples=RESAMPLES)),
         }
     return result
+
+
+def verdict_of(summary: Mapping[str, Any]) -> str:
+    """Return two sentences: whether the order of the passages changes answers, and what to use."""
+    return f"{_about_the_order(summary)} {_about_the_choice(summary)}"
+
+
+def _about_the_order(summary: Mapping[str, Any]) -> str:
+    flips = summary["flips"]
+    low, high = flips["interval"]
+    share = f"{flips['rate']:.0%} of the answers ({low:.0%} to {high:.0%}, n {flips['n']})"
+    control = f"{flips['control']:.0%} when the same order is asked again"
+    if summary["order_matters"] is None:
+        return (
+            f"These {flips['n']} questions do not tell whether the order of the passages matters: {share} change with "
+            f"it, and {control}."
+        )
+    if summary["order_matters"]:
+        return f"The order of the passages changes {share}, against {control}."
+    return f"The order of the passages changes almost nothing: {share} change with it, and {control}."
+
+
+def _about_the_choice(summary: Mapping[str, Any]) -> str:
+    choice = summary["choice"]
+    name, best = choice["name"], choice["best"]
+    what = "accuracy at the worst position" if summary["labels"] else "stable answers"
+    low, high = choice["interval"]
+    difference = f"{choice['difference']:+.2f} in {what} ({low:+.2f} to {high:+.2f}, {choice['n']} unseen questions)"
+    hint = "" if summary["labels"] else " Without labels this says which answers are stable, not which are right."
+    if name != BASELINE:
+        return f"Use {name}: {difference} against the model as it is.{hint}"
+    if len(summary["measured"]) == 1:
+        return "Keep your model as it is; nothing else was measured."
+    free = summary["order_free"]
+    beside = f" The cheapest arrangement that no order changes is {free}." if free else ""
+    tried = "" if best == BASELINE else f" (the best, {best}: {difference})"
+    return f"Nothing beats your model beyond noise{tried}: keep it.{beside}{hint}"

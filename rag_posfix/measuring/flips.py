@@ -20,11 +20,10 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.errors import missing_extra
 from rag_posfix.evaluation.answers.answering import normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement
 from rag_posfix.evaluation.journal import LineJournal
-from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
+from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.text import content_hash
 
@@ -222,16 +221,6 @@ def _row(
         completion_tokens=answer.completion_tokens, asked=question.text,
         passages=tuple(str(question.passages[index].id) for index in order),
     )  # fmt: skip
-
-
-def wilson_interval(count: int, total: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share."""
-    try:
-        from scipy.stats import binomtest
-    except ImportError as error:
-        raise missing_extra("scipy", "eval") from error
-    interval = binomtest(count, total).proportion_ci(0.95, "wilson")
-    return float(interval.low), float(interval.high)
 
 
 def least_change(n: int) -> float:

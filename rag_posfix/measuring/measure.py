@@ -7,23 +7,30 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from rag_posfix.contracts.answer import Question
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal, is_sound, normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
-from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
+from rag_posfix.evaluation.answers.position_summary import (
+    BASELINE,
+    CLOSED_BOOK,
+    GOLD_ONLY,
+    PositionRow,
+    summarize_positions,
+)
 from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample
 from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts, save_record, write_whole
-from rag_posfix.evaluation.statistics import mean
+from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.generation.engine import Engine
-from rag_posfix.measuring.choice import BASELINE, Choice, Scores, choose, measured, supported_candidates
+from rag_posfix.measuring.choice import Choice, Scores, choose, measured, supported_candidates, verdict_of
 from rag_posfix.measuring.flips import (
     JOURNAL,
     AskedQuestion,
@@ -34,10 +41,8 @@ from rag_posfix.measuring.flips import (
     least_change,
     order_matters,
     summarize_flips,
-    wilson_interval,
 )
-from rag_posfix.measuring.verdict import verdict_of
-from rag_posfix.pipeline.measured_profile import PROFILE_KIND
+from rag_posfix.pipeline.defaults import PROFILE_KIND
 from rag_posfix.pipeline.pipeline import Pipeline
 
 POSITIONS_JOURNAL = "positions-journal.jsonl"
@@ -48,8 +53,9 @@ BLOCK = 8
 FLIPS_SHARE, FLIPS_SHARE_WITH_LABELS, POSITIONS_SHARE = 0.5, 0.25, 0.55
 """Until which share of the time the unmodified model is measured; the candidates get what is left."""
 
+Row = TypeVar("Row", FlipRow, PositionRow)
 Report = Callable[[int, int, str], None]
-"""Called with questions done, all questions, and a line of text."""
+"""Called with questions done, all questions, and a text; one that ends with a line break is to stay visible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class Budget:
         """Return the seconds until a share of the time is used."""
         return share * self.seconds - self.used
 
+    @property
+    def minutes_left(self) -> float:
+        """Minutes until the whole time is used, for people."""
+        return max(self.left(), 0.0) / 60
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
@@ -103,32 +114,28 @@ class Measurement:
         """Ask questions in random orders: all of them with repetitions, else the first two."""
         return ask_in_orders(
             self.pipeline, questions, arrangement, orders=self.options.orders if repeats else 2, repeats=repeats,
-            seed=self.options.seed, journal=self.journal, judge=self.judge,
+            seed=self.options.seed, journal=self.journal, judge=self.judge if repeats else None,
         )  # fmt: skip
 
     def answer(self, examples: Sequence[PositionExample], arrangement: Arrangement) -> list[PositionRow]:
         """Answer labelled questions with the gold passage at each position."""
-        scorers = [spec for spec in (arrangement.reranker,) if spec is not None]
+        spec = arrangement.reranker
         return answer_at_positions(
             unbatched(self.pipeline.generator), examples, [arrangement],
             gold_positions=gold_positions(self.options.documents, len(examples[0].gold)),
             n_documents=self.options.documents, reranker=_reranker(self.pipeline),
-            rerankers={spec.label: _reranker(self.pipeline, Arrangement(arrangement.mitigation, reranker=spec))
-                       for spec in scorers},
+            rerankers={} if spec is None else {spec.label: _reranker(self.pipeline, spec)},
             max_new_tokens=self.pipeline.defaults.sampling.max_tokens, journal=self.answers,
         )  # fmt: skip
 
 
 def gold_positions(documents: int, n_gold: int = 1) -> list[GoldPosition]:
     """Return the first, middle and last position, or positions next to each other for several gold passages."""
-    if n_gold == 1:
-        return sorted({0, (documents - 1) // 2, documents - 1})
     starts = sorted({0, (documents - n_gold) // 2, documents - n_gold})
-    return [tuple(range(start, start + n_gold)) for start in starts]
+    return [start if n_gold == 1 else tuple(range(start, start + n_gold)) for start in starts]
 
 
-def _reranker(pipeline: Pipeline, arrangement: Arrangement | None = None) -> Reranker:
-    spec = None if arrangement is None else arrangement.reranker
+def _reranker(pipeline: Pipeline, spec: MethodSpec | None = None) -> Reranker:
     reranker = pipeline.reranker if spec is None else pipeline.choose_reranker and pipeline.choose_reranker(spec)
     if reranker is None:
         raise EvaluationError("the pipeline has no reranker, and labelled passages need scores; use build_pipeline")
@@ -240,7 +247,7 @@ def _measure_flips(run: Measurement, questions: Sequence[AskedQuestion], share: 
         chunk_seconds = run.budget.used - begun
         if start == 0:
             reachable = min(total, max(TOGETHER, int(run.budget.left(share) / max(chunk_seconds, 1e-3)) * TOGETHER))
-            run.report(done, total, plan_text(reachable, total, run.options.minutes))
+            run.report(done, total, f"{plan_text(reachable, total, run.options.minutes)}\n")
         changed = len({row.question for row in rows if row.kind == "order" and row.changed})
         low, high = wilson_interval(changed, done)
         left = min(run.budget.left(share), (total - done) / TOGETHER * chunk_seconds)
@@ -285,30 +292,28 @@ def _by_flips(
         candidate_rows: list[FlipRow] = []
         try:
             for start in range(0, len(questions), TOGETHER):
-                candidate_rows += run.ask(questions[start : start + TOGETHER], candidate, repeats=0)
-                done = min(start + TOGETHER, len(questions))
-                run.report(
-                    done, len(questions), f"trying {candidate.label}, {max(run.budget.left(), 0) / 60:.1f} min left"
-                )
-                if done < len(questions) and run.budget.left() < 0:
+                if run.budget.left() < 0:
                     skipped[candidate.label] = "out of time"
                     break
+                candidate_rows += run.ask(questions[start : start + TOGETHER], candidate, repeats=0)
+                done = min(start + TOGETHER, len(questions))
+                run.report(done, len(questions), f"trying {candidate.label}, {run.budget.minutes_left:.1f} min left")
             else:
                 table[candidate.label] = _flip_scores(candidate_rows, usual, seconds)
         except ConfigError as error:
             skipped[candidate.label] = str(error)
-        if run.budget.left() < 0:
-            break
-    for candidate in candidates:
-        if candidate.label not in table:
-            skipped.setdefault(candidate.label, "out of time")
     return table
 
 
-def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], seconds: float) -> Scores:
-    questions: dict[str, list[FlipRow]] = {}
+def _grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    questions: dict[str, list[Row]] = {}
     for row in rows:
         questions.setdefault(row.question, []).append(row)
+    return questions
+
+
+def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], seconds: float) -> Scores:
+    questions = _grouped(rows)
     return Scores(
         values=[[float(not any(row.changed for row in group))] for group in questions.values()],
         second=[mean([float(normalize(row.answer) == usual[name]) for row in g]) for name, g in questions.items()],
@@ -327,16 +332,15 @@ def _by_positions(
     for candidate in supported_candidates(unbatched(run.pipeline.generator)):
         is_first = candidate.label == BASELINE
         share = POSITIONS_SHARE if is_first else 1.0
+        total = len(examples) if is_first else taken
         candidate_rows: list[PositionRow] = []
-        for start in range(0, len(examples) if is_first else taken, BLOCK):
+        for start in range(0, total, BLOCK):
             if (candidate_rows or not is_first) and run.budget.left(share) < 0:
                 break
-            stop = min(start + BLOCK, len(examples) if is_first else taken)
+            stop = min(start + BLOCK, total)
             candidate_rows += run.answer(examples[start:stop], candidate)
             taken = stop if is_first else taken
-            run.report(
-                stop, len(examples), f"{candidate.label} by position, {max(run.budget.left(), 0) / 60:.1f} min left"
-            )
+            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
         answered = [row for row in candidate_rows if row.gold_position is not None]
         if len({row.question for row in answered}) < taken:
             skipped[candidate.label] = "out of time"
@@ -349,9 +353,7 @@ def _by_positions(
 
 
 def _position_scores(rows: Sequence[PositionRow], seconds: float) -> Scores:
-    questions: dict[str, list[PositionRow]] = {}
-    for row in rows:
-        questions.setdefault(row.question, []).append(row)
+    questions = _grouped(rows)
     values = [[row.accuracy for row in group] for group in questions.values()]
     return Scores(
         values=values,
@@ -378,7 +380,12 @@ def _summary(
     summary = {
         "flips": flips,
         "order_matters": order_matters(flips),
-        "chosen": _arrangement(chosen),
+        "chosen": {
+            "mitigation": chosen.mitigation.name,
+            "parameters": dict(chosen.mitigation.parameters),
+            "order": chosen.order,
+            "reranker": None if chosen.reranker is None else chosen.reranker.label,
+        },
         "choice": asdict(choice),
         "order_free": min(free, key=lambda name: table[name].cost, default=None),
         "measured": reports,
@@ -399,15 +406,8 @@ def _summary(
     return {"verdict": verdict_of(summary), **summary}
 
 
-def _arrangement(arrangement: Arrangement) -> dict[str, Any]:
-    """Return an arrangement as ``measure --json`` and profiles spell it."""
-    reranker = arrangement.reranker
-    return {
-        "mitigation": arrangement.mitigation.name,
-        "parameters": dict(arrangement.mitigation.parameters),
-        "order": arrangement.order,
-        "reranker": None if reranker is None else reranker.label,
-    }
+def _spec(spec: MethodSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else {"name": spec.name, "parameters": dict(spec.parameters)}
 
 
 def _write(record: ExperimentRecord, out: Path | None) -> ExperimentRecord:
@@ -425,11 +425,9 @@ def _write(record: ExperimentRecord, out: Path | None) -> ExperimentRecord:
         "template": record.head["template"],
         "data": record.head["data"],
         "arrangement": {
-            "mitigation": {"name": chosen.mitigation.name, "parameters": dict(chosen.mitigation.parameters)},
+            "mitigation": _spec(chosen.mitigation),
             "order": chosen.order,
-            "reranker": None
-            if chosen.reranker is None
-            else {"name": chosen.reranker.name, "parameters": dict(chosen.reranker.parameters)},
+            "reranker": _spec(chosen.reranker),
         },
         "verdict": summary["verdict"],
         "tried": summary["measured"],

@@ -12,8 +12,7 @@ from typing import Any
 
 from rag_posfix.errors import missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.evaluation.statistics import mean
-from rag_posfix.measuring.flips import wilson_interval
+from rag_posfix.evaluation.statistics import mean, wilson_interval
 
 MAX_QUESTIONS = 200
 """Questions whose answers a report shows, those that change first."""
@@ -162,9 +161,13 @@ def _y(value: float) -> float:
     return _HEIGHT - _BOTTOM - value * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def _axis(label: str) -> list[str]:
-    """Return the grid of values from 0 to 1, and the label of the x axis."""
+def _axes(label: str, ticks: Mapping[str, float]) -> list[str]:
+    """Return the grid of values from 0 to 1, and label and ticks of the x axis."""
     parts = [f'<text x="{_x(0.5):.0f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(label)}</text>']
+    parts += [
+        f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{escape(tick)}</text>'
+        for tick, x in ticks.items()
+    ]
     for tenth in range(0, 11, 2):
         y = _y(tenth / 10)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -172,26 +175,25 @@ def _axis(label: str) -> list[str]:
     return parts
 
 
-def _svg(parts: Sequence[str], title: str) -> str:
+def _chart(parts: Sequence[str], title: str, legend: Sequence[str]) -> str:
+    keys = [
+        f'<li><span class="key c{number % MAX_CURVES}"></span>{escape(name)}</li>'
+        for number, name in enumerate(legend)
+    ]
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
+        f'{"".join(parts)}</svg><ul class="legend">{"".join(keys)}</ul>'
     )
 
 
 def _line_chart(lines: Mapping[str, Sequence[Point]], levels: Mapping[str, float]) -> str:
-    parts = _axis("position of the gold passage, from 0")
     labels = [label for label, *_ in max(lines.values(), key=len)]
     places = {label: _x((index + 0.5) / len(labels)) for index, label in enumerate(labels)}
-    parts += [
-        f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{escape(label)}</text>'
-        for label, x in places.items()
-    ]
+    parts = _axes("position of the gold passage, from 0", places)
     for text, value in levels.items():
         y = _y(value)
         parts.append(f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">{escape(text)}</text>')
-    legend = []
     for number, (name, points) in enumerate(lines.items()):
         top = [f"{places[label]:.1f},{_y(high):.1f}" for label, _, _, high in points]
         bottom = [f"{places[label]:.1f},{_y(low):.1f}" for label, _, low, _ in reversed(points)]
@@ -203,9 +205,7 @@ def _line_chart(lines: Mapping[str, Sequence[Point]], levels: Mapping[str, float
             f"position {escape(label)}: {value:.2f} ({low:.2f} to {high:.2f})</title></circle>"
             for label, value, low, high in points
         ]
-        legend.append(f'<li><span class="key c{number}"></span>{escape(name)}</li>')
-    chart = _svg(parts, "accuracy by position of the gold passage, 95 % bands")
-    return f'{chart}<ul class="legend">{"".join(legend)}</ul>'
+    return _chart(parts, "accuracy by position of the gold passage, 95 % bands", list(lines))
 
 
 def _cost(summary: Mapping[str, Any]) -> str:
@@ -215,12 +215,8 @@ def _cost(summary: Mapping[str, Any]) -> str:
         return ""
     costs = {name: float(values["ttft_ratio"]) for name, values in measured.items()}
     highest = 1.1 * max(costs.values())
-    parts = _axis("time to the first token, unmodified model = 1")
-    parts += [
-        f'<text x="{_x(tick * highest / 4 / highest):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
-        f"{tick * highest / 4:.1f}</text>"
-        for tick in range(5)
-    ]
+    ticks = {f"{tick * highest / 4:.1f}": _x(tick / 4) for tick in range(5)}
+    parts = _axes("time to the first token, unmodified model = 1", ticks)
     legend = []
     for number, (name, values) in enumerate(measured.items()):
         label = f"{name}: {values['worst']:.2f} at {costs[name]:.1f}"
@@ -228,6 +224,6 @@ def _cost(summary: Mapping[str, Any]) -> str:
             f'<circle class="c{number % MAX_CURVES}" cx="{_x(costs[name] / highest):.1f}" '
             f'cy="{_y(min(max(values["worst"], 0), 1)):.1f}" r="6"><title>{escape(label)}</title></circle>'
         )
-        legend.append(f'<li><span class="key c{number % MAX_CURVES}"></span>{escape(label)}</li>')
+        legend.append(label)
     what = "accuracy at the worst position" if summary.get("labels") else "share of questions with stable answers"
-    return f'{_svg(parts, f"{what} against cost")}<ul class="legend">{"".join(legend)}</ul>'
+    return _chart(parts, f"{what} against cost", legend)

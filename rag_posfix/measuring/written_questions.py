@@ -18,15 +18,13 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import checked_document
-from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.assembly.tokenization import tokenize_prompt
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.evaluation.answers.answering import best_subspan_em, normalize
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.query import text_request
 from rag_posfix.text import content_hash
 
 JOURNAL = "questions-journal.jsonl"
@@ -66,10 +64,7 @@ def _read_written(row: Any) -> WrittenQuestion | None:
 
 def write_text(writer: Generator, text: str, max_tokens: int) -> str:
     """Return what a generator answers to a text without passages."""
-    prompt = tokenize_prompt(writer.encoder, PromptTemplate(), text, has_passages=False)
-    sampling = Sampling(max_tokens=max_tokens)
-    request = GenerationRequest(prompt.with_passages(()), MitigationChoice("none"), sampling)
-    return writer.generate(request).text
+    return writer.generate(text_request(writer, text, max_tokens)).text
 
 
 def same_by(writer: Generator) -> Callable[[str, str, str], bool]:

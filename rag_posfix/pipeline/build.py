@@ -39,12 +39,12 @@ from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.pipeline.defaults import AUTO, Defaults, MeasuredProfile, read_measured
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
-from rag_posfix.pipeline.measured_profile import AUTO, MeasuredProfile, read_measured
 from rag_posfix.pipeline.method_checks import check_loads_no_model
 from rag_posfix.pipeline.open_retrievers import open_retriever, open_served_retriever
 from rag_posfix.pipeline.passage_floor import PassageFloor
-from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.pipeline.servers import connect_with, open_remote_generator
 from rag_posfix.pipeline.stores import invalidate
@@ -65,11 +65,13 @@ _FLUSH_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods that settings name, checked, with the values of files."""
+    """The methods that settings name, checked, with the values of files, and how passages are made to fit."""
 
     mitigation: MitigationChoice
     order: str
     reranker: MethodSpec
+    budget: PassageBudget
+    order_parameters: Mapping[str, Mapping[str, Any]]
     measured: MeasuredProfile | None = None
 
 
@@ -83,12 +85,16 @@ def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
         ConfigError: an unknown name or parameter, a value out of range, or a file that cannot be read.
         UnsupportedModelError: the model is on a server, and the method needs the weights in this process.
     """
-    PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
+    budget = PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow)
     reranker = with_file_parameters(read_reranker(settings.reranker or DEFAULT_RERANKER), RERANKERS)
     RERANKERS.check(reranker)
     order = order_with_values(settings.order)
-    create_order(order, _order_parameters(settings))
     measured = read_measured(settings.profile)
+    order_parameters: Mapping[str, Mapping[str, Any]] = {}  # of orders that are named without any
+    if settings.profile is not None and measured is None:
+        profile = with_file_parameters(MethodSpec("profile", {"file": str(settings.profile)}), ORDERS)
+        order_parameters = {"profile": profile.parameters}
+    create_order(order, order_parameters)
     is_chosen = measured is None or "mitigation" in settings.model_fields_set
     spec = parse_method(settings.mitigation if is_chosen else AUTO, "mitigation", "experts=5")
     mitigation = with_file_parameters(spec, MITIGATIONS)
@@ -96,7 +102,7 @@ def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
     if loads_model and is_remote(settings.model):
         used = measured.mitigation if measured is not None and spec.name == AUTO else mitigation
         check_remote_mitigation(parse_remote(settings.model).name, used)
-    return Methods(mitigation if spec.parameters else spec, order, reranker, measured)
+    return Methods(mitigation if spec.parameters else spec, order, reranker, budget, order_parameters, measured)
 
 
 def build_pipeline(
@@ -136,8 +142,7 @@ def build_pipeline(
     check_type("settings", settings, Settings | None, "Settings, or None for those of the environment")
     check_type("index", index, str | Path | None, "the path of an index folder, or None")
     settings = Settings() if settings is None else settings
-    if methods is None:
-        methods = resolve_methods(settings, loads_model=generator is None)  # before the model, as the indexes below
+    chosen = methods or resolve_methods(settings, loads_model=generator is None)  # before the model, as the indexes
     prompt = read_template(settings.template if template is None else template, history_first=settings.history_first)
     embeddings = build_embeddings(settings)
     served_retriever, store = open_served_retriever(settings, index, retriever, embeddings)
@@ -149,25 +154,26 @@ def build_pipeline(
         writer = _load_writer(settings, cleanup)
         models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings))
         reranker = GuardedReranker(
-            reranker=build_reranker(methods.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
+            reranker=build_reranker(chosen.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
         )
         cleanup.callback(reranker.close)
 
-        default_spec = methods.reranker
-
         def choose_reranker(spec: MethodSpec) -> GuardedReranker:
-            if spec == default_spec:
+            if spec == chosen.reranker:
                 return reranker
             check_loads_no_model(spec)
             return GuardedReranker(reranker=build_reranker(spec, models), health=reranker.health)
 
         pipeline = Pipeline(
             batched(engine),
-            _assembler(engine, settings, prompt),
+            Assembler(
+                engine.encoder, engine.context_window, prompt, order_parameters=chosen.order_parameters,
+                budget=chosen.budget,
+            ),
             retriever=served_retriever,
             reranker=reranker,
             cache=cache,
-            defaults=_defaults(settings, methods, template, engine),
+            defaults=_defaults(settings, chosen, template, engine),
             passages=passages,
             on_close=cleanup.pop_all().close,
             candidates=settings.candidates if settings.reranker is not None else 0,
@@ -177,7 +183,7 @@ def build_pipeline(
             choose_reranker=choose_reranker,
             writer=writer,
             floor=PassageFloor(functools.cache(lambda: _judge(engine, prompt, settings))),
-        )
+        )  # fmt: skip
     for index_store in (store, *(extra for _, extra in extra_indexes.values())):
         if index_store is not None:
             index_store.add_delete_listener(pipeline.invalidate)
@@ -241,16 +247,6 @@ def _with_passages(
     batching = batching.with_engine(engine)
     cleanup.callback(batching.close)
     return batching, passages
-
-
-def _assembler(generator: Generator, settings: Settings, template: PromptTemplate) -> Assembler:
-    return Assembler(
-        generator.encoder,
-        generator.context_window,
-        template,
-        order_parameters=_order_parameters(settings),
-        budget=PassageBudget(settings.passage_tokens, settings.passage_shrink, settings.overflow),
-    )
 
 
 def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
@@ -389,13 +385,6 @@ def precompute_stored(
 
 def _load_generator(engine: Generator) -> Generator:
     return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
-
-
-def _order_parameters(settings: Settings) -> Mapping[str, Mapping[str, Any]]:
-    """Return the parameters of orders that are named without any."""
-    if settings.profile is None or read_measured(settings.profile) is not None:
-        return {}
-    return {"profile": with_file_parameters(MethodSpec("profile", {"file": str(settings.profile)}), ORDERS).parameters}
 
 
 def _load(settings: Settings, cleanup: ExitStack, deferred: bool, cache: TieredAnswerCache | None = None) -> Generator:

@@ -59,12 +59,12 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
     Cost: words of the answer's sentences times the sentences of the passages.
     """
     functional = stop_words(f"{question} {answer}")
-    asked = _content(question, functional)
+    asked, question_words = _content(question, functional), set(split_words(question))
     searched = [PassageSentences(passage) for passage in passages]
     relatedness = [_relatedness(asked, passage.words) for passage in searched]
     quotes = []
     for start, end in _sentences(answer):
-        evidence = _content(answer[start:end], functional) - set(split_words(question))
+        evidence = _content(answer[start:end], functional) - question_words
         holders = [index for index, passage in enumerate(searched) if evidence and passage.holds(evidence)]
         if asked and len(evidence) < ENOUGH_EVIDENCE:
             most = max((relatedness[index] for index in holders), default=0.0)

@@ -65,6 +65,12 @@ def search_query(
     return query
 
 
+def text_request(writer: Generator, text: str, max_tokens: int, salt: str = "") -> GenerationRequest:
+    """Return the request that asks a generator a text without passages."""
+    prompt = tokenize_prompt(writer.encoder, PromptTemplate(), text, has_passages=False)
+    return GenerationRequest(prompt.with_passages(()), MitigationChoice("none"), Sampling(max_tokens=max_tokens), salt)
+
+
 def _contents(history: Sequence[ChatMessage], role: str) -> list[str]:
     return [clean_text(str(message.get("content"))) for message in history if message.get("role") == role]
 
@@ -86,11 +92,9 @@ def _rewrite(question: str, history: Sequence[ChatMessage], writer: Generator, s
     spoken = [message for message in history if message.get("role") != "system"][-_REWRITE_MESSAGES:]
     lines = [f"{message.get('role')}: {str(message.get('content'))[:MAX_CHARACTERS]}" for message in spoken]
     text = "\n".join((_INSTRUCTION, "", *lines, "", f"Last question: {question}"))
-    prompt = tokenize_prompt(writer.encoder, PromptTemplate(), text, has_passages=False)
-    if len(prompt) + _REWRITE_TOKENS > writer.context_window:
+    request = text_request(writer, text, _REWRITE_TOKENS, salt)
+    if len(request.layout.token_ids) + _REWRITE_TOKENS > writer.context_window:
         return None
-    sampling = Sampling(max_tokens=_REWRITE_TOKENS)
-    request = GenerationRequest(prompt.with_passages(()), MitigationChoice("none"), sampling, salt)
     try:
         generation = writer.generate(request)
     except GenerationCancelled:

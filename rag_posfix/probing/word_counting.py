@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
-from rag_posfix.evaluation.record import Progress
+from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.intervals import estimate, shown, whiskers
@@ -113,11 +113,8 @@ class WordCounting(MeasuredProbe):
         all_prompts = counting_prompts()
         count = min(self.limit, len(all_prompts))
         prompts = [all_prompts[index * len(all_prompts) // count] for index in range(count)]
-        rows = []
         with progress("asking") as report:
-            for done, prompt in enumerate(prompts):
-                rows.append(_row(model, prompt))
-                report(done + 1, len(prompts))
+            rows = [_row(model, prompt) for prompt in counted(prompts, report)]
         shares = {kind: estimate(torch.tensor([float(row["kind"] == kind) for row in rows])) for kind in KINDS}
         answers = [row["answer"] for row in rows]
         constant = max(range(MOST + 1), key=lambda number: sum(row["last"] == number for row in rows))

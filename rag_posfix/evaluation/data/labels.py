@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from langchain_core.documents import Document
 
@@ -21,7 +20,8 @@ from rag_posfix.evaluation.data.questions import (
     load_examples,
     malformed,
     question_and_answers,
-    unreadable,
+    read_text,
+    squad_articles,
     visible,
 )
 from rag_posfix.text import split_words
@@ -79,7 +79,7 @@ def check_labels(path: Path, passages: Path | None = None) -> tuple[int, list[La
     problems: list[LabelProblem] = []
     examples: list[tuple[int, PositionExample]] = []
     table = None if passages is None else _read_passages(passages)
-    if table is None and _is_squad(path):
+    if table is None and squad_articles(read_text(path), path) is not None:
         examples = list(enumerate(load_examples(path), 1))
     else:
         for number, row in _read_rows(path):
@@ -115,39 +115,27 @@ def _doubts(example: PositionExample) -> Iterator[str]:
         yield "there is no other passage, so the position of the gold passage cannot change"
 
 
-def _example(row: Mapping[str, Any], number: int, passages: Mapping[str, Document]) -> PositionExample:
+class _Passage(NamedTuple):
+    document: Document
+    words: frozenset[str]
+
+
+def _example(row: Mapping[str, Any], number: int, passages: Mapping[str, _Passage]) -> PositionExample:
     answers = row["answers"] if row.get("answers") else [row["answer"]]
     question, accepted = question_and_answers(row["question"], answers)
     name = str(row["passage"])
     if name not in passages:
         raise ValueError(f"passage {name!r} is not among the {len(passages)} passages")
     words = set(split_words(question))
-    others = [document for key, document in passages.items() if key != name]
-    others.sort(key=lambda document: -len(words & set(split_words(document.page_content))))
-    return PositionExample(str(row.get("id", number)), question, accepted, (passages[name],), tuple(others))
-
-
-def _text_of(path: Path) -> str:
-    if not path.is_file():
-        raise EvaluationError(f"{path} is not a file; give a file of JSON lines, CSV, or SQuAD's format")
-    try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise unreadable(path, error) from error
-
-
-def _is_squad(path: Path) -> bool:
-    try:
-        value = json.loads(_text_of(path))
-    except ValueError:
-        return False
-    return isinstance(value, dict) and "data" in value
+    others = [passage for key, passage in passages.items() if key != name]
+    others.sort(key=lambda passage: -len(words & passage.words))
+    distractors = tuple(passage.document for passage in others)
+    return PositionExample(str(row.get("id", number)), question, accepted, (passages[name].document,), distractors)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield number and row of a file of CSV or JSON lines; for a line that is no row, a text with the reason."""
-    text = _text_of(path)
+    text = read_text(path)
     if path.name.removesuffix(".gz").endswith(".csv"):
         for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
             yield number, {**row, "answers": [answer for answer in (row.get("answers") or "").split("|") if answer]}
@@ -162,13 +150,14 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, value if isinstance(value, dict) else f"is {type(value).__name__}, must be a JSON object"
 
 
-def _read_passages(path: Path) -> dict[str, Document]:
-    passages: dict[str, Document] = {}
+def _read_passages(path: Path) -> dict[str, _Passage]:
+    passages: dict[str, _Passage] = {}
     for number, row in _read_rows(path):
         if not isinstance(row, dict) or "id" not in row or not visible(row.get("text")):
             raise EvaluationError(f"{path}, row {number} is not a passage; it needs id and text")
         if str(row["id"]) in passages:
             raise EvaluationError(f"{path}, row {number} repeats the id {row['id']!r}; give each passage its own")
         metadata = {"title": row["title"]} if visible(row.get("title")) else {}
-        passages[str(row["id"])] = Document(page_content=row["text"], id=str(row["id"]), metadata=metadata)
+        document = Document(page_content=row["text"], id=str(row["id"]), metadata=metadata)
+        passages[str(row["id"])] = _Passage(document, frozenset(split_words(row["text"])))
     return passages

@@ -120,15 +120,8 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     Raises:
         EvaluationError: the file is missing, or a row or a question is malformed.
     """
-    if not path.is_file():
-        raise EvaluationError(f"{path} is not a file; give the path of a file of questions, .gz or plain")
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise unreadable(path, error) from error
-    articles = _squad_articles(text, path)
+    text = read_text(path)
+    articles = squad_articles(text, path)
     if articles is None:
         examples = list(_rows(text, path, limit, skip))
     else:
@@ -164,6 +157,18 @@ def data_facts(data: Path | Sequence[PositionExample]) -> dict[str, str | None]:
         turn = [example.id, example.question, example.answers, documents, *example.history]
         digest.update(json.dumps(turn).encode())
     return {"name": None, "sha256": digest.hexdigest()}
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of questions or passages, .gz or plain."""
+    if not path.is_file():
+        raise EvaluationError(f"{path} is not a file; give the path of a file of questions, .gz or plain")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            return str(file.read())
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from error
 
 
 def unreadable(path: Path, error: Exception) -> EvaluationError:
@@ -266,7 +271,7 @@ def _hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
     )
 
 
-def _squad_articles(text: str, path: Path) -> list[Any] | None:
+def squad_articles(text: str, path: Path) -> list[Any] | None:
     """Return the articles of a file in SQuAD's format; None if its first JSON value is something else."""
     try:
         first, _ = json.JSONDecoder().raw_decode(text.lstrip())

@@ -15,22 +15,26 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
-from rag_posfix.assembly.templates import read_template
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.generator import Generator, check_json_schema
 from rag_posfix.contracts.method_spec import parse_method
-from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.model.json_grammar import compile_schema
 from rag_posfix.generation.remote.address import is_remote, parse_remote
-from rag_posfix.integrations.document_ordering import checked_method, checked_order
-from rag_posfix.integrations.langchain.content_blocks import read_conversation
-from rag_posfix.integrations.langchain.structured import read_schema, typed_answers
-from rag_posfix.integrations.langchain.tools import BoundTools, openai_tools, resolve_tools, tool_calls
+from rag_posfix.integrations.document_ordering import OrderName, checked_method
+from rag_posfix.integrations.langchain.content_blocks import TemplateField, read_conversation
+from rag_posfix.integrations.langchain.tools import (
+    BoundTools,
+    openai_tools,
+    read_schema,
+    resolve_tools,
+    tool_calls,
+    typed_answers,
+)
 from rag_posfix.registry import check_names
 from rag_posfix.text import NO_PASSAGE_TEXT
 
@@ -94,7 +98,7 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     model_name: str = Field(default="smollm2", alias="model")
     mitigation: str = "default"
     mitigation_parameters: Mapping[str, Any] = Field(default_factory=dict)
-    order: str = "relevance"
+    order: OrderName = "relevance"
     temperature: float = 0.0
     max_tokens: int = 128
     top_p: float = 1.0
@@ -107,7 +111,7 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
     passage_bytes: int = Field(default=256 * 1024**2, ge=0)
     streaming: bool = False
-    template: Any = Field(default=None, exclude=True, repr=False)
+    template: TemplateField = Field(default=None, exclude=True, repr=False)
     generator: Any = Field(default=None, exclude=True, repr=False)
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
@@ -115,16 +119,6 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     _lock: Lock = PrivateAttr(default_factory=Lock)
     _loaded: Any = PrivateAttr(default=None)
     _has_warned: bool = PrivateAttr(default=False)
-
-    @field_validator("order")
-    @classmethod
-    def _known_order(cls, order: str) -> str:
-        return checked_order(order)
-
-    @field_validator("template", mode="before")
-    @classmethod
-    def _readable_template(cls, template: object) -> PromptTemplate | None:
-        return None if template is None else read_template(template)
 
     @model_validator(mode="after")
     def _known_mitigation(self) -> Self:

@@ -6,11 +6,12 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompt_values import PromptValue
+from pydantic import BeforeValidator
 
 from rag_posfix.assembly.templates import read_template
 from rag_posfix.checked import check_type
@@ -26,6 +27,11 @@ _ROLE_OF_CLASS: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
 )
 
+
+TemplateField: TypeAlias = Annotated[
+    Any, BeforeValidator(lambda value: None if value is None else read_template(value))
+]
+"""A field of a model: a prompt template, read where it is given; None leaves it out."""
 
 RAGInput: TypeAlias = str | dict[str, Any] | Question | PromptValue | BaseMessage | Sequence[BaseMessage]
 """The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``; or messages."""

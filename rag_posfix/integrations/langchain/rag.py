@@ -16,16 +16,14 @@ from langchain_core.tools import BaseTool, StructuredTool, ToolException
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rag_posfix.assembly.orders import ORDERS
-from rag_posfix.assembly.templates import read_template
 from rag_posfix.checked import Checked, check_type
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.filters import combine_filters, parse_filter
+from rag_posfix.contracts.filters import combine_filters
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
-from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.errors import ConfigError, RagPosfixError
-from rag_posfix.integrations.document_ordering import checked_method
-from rag_posfix.integrations.langchain.content_blocks import RAGInput, joined_input, question_fields
-from rag_posfix.integrations.langchain.structured import ToolInput
+from rag_posfix.integrations.document_ordering import FilterField, checked_method
+from rag_posfix.integrations.langchain.content_blocks import RAGInput, TemplateField, joined_input, question_fields
+from rag_posfix.integrations.langchain.tools import ToolInput
 from rag_posfix.integrations.langchain.trace import TracedStages
 from rag_posfix.pipeline.batch import checked_count
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
@@ -90,18 +88,11 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
     k: int | None = Field(default=None, ge=1)
     order: str | None = None
     mitigation: str | None = None
-    filter: dict[str, Any] | None = None
+    filter: FilterField = None
     output: Literal["dict", "text", "answer"] = "dict"
     answer_from_memory: bool = False
-    template: Any = Field(default=None, exclude=True, repr=False)
+    template: TemplateField = Field(default=None, exclude=True, repr=False)
     query: Literal["last", "history", "rewrite"] | None = None
-
-    @field_validator("filter")
-    @classmethod
-    def _known_filter(cls, metadata_filter: dict[str, Any] | None) -> dict[str, Any] | None:
-        if metadata_filter is not None:
-            parse_filter(metadata_filter)
-        return metadata_filter
 
     @field_validator("order")
     @classmethod
@@ -109,11 +100,6 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
         if order is not None:  # its parameters may come from the pipeline's settings
             ORDERS.get(parse_method(order, "order", "base=reverse").name)
         return order
-
-    @field_validator("template", mode="before")
-    @classmethod
-    def _readable_template(cls, template: object) -> PromptTemplate | None:
-        return None if template is None else read_template(template)
 
     @field_validator("mitigation")
     @classmethod

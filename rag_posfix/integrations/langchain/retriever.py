@@ -10,11 +10,11 @@ from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, Callba
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
 from langchain_core.runnables import RunnableConfig, RunnableLambda
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field
 
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.filters import combine_filters, matches, parse_filter
-from rag_posfix.integrations.document_ordering import checked_count, checked_order, ordered_documents
+from rag_posfix.integrations.document_ordering import FilterField, OrderName, checked_count, ordered_documents
 from rag_posfix.retrieval.base import takes_filters, with_own_filter
 from rag_posfix.retrieval.index.documents import both_filters
 from rag_posfix.text import clean_text
@@ -55,23 +55,11 @@ class PosfixRetriever(Checked, BaseRetriever):
 
     base_retriever: RetrieverLike
     compressors: list[DocumentStep] = Field(default_factory=list)
-    order: str = "relevance"
+    order: OrderName = "relevance"
     k: int | None = Field(default=None, ge=1)
     seed: int = 0
     distinct: bool = True
-    filter: dict[str, Any] | None = None
-
-    @field_validator("filter")
-    @classmethod
-    def _known_filter(cls, metadata_filter: dict[str, Any] | None) -> dict[str, Any] | None:
-        if metadata_filter is not None:
-            parse_filter(metadata_filter)
-        return metadata_filter
-
-    @field_validator("order")
-    @classmethod
-    def _known_order(cls, order: str) -> str:
-        return checked_order(order)
+    filter: FilterField = None
 
     @property
     def evaluates_filters(self) -> bool:

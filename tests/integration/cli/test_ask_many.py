@@ -29,7 +29,7 @@ def rows(path):
 def test_each_question_has_a_line_and_a_second_run_asks_what_is_missing(ask, run, index, tmp_path):
     result = ask("--json")
     assert (result.code, result.json) == (0, {"questions": 3, "skipped": 0, "failed": 0})
-    assert "3 of 3 answered, 0 s left" in result.err
+    assert "3 of 3: answered, 0 s left" in result.err
     answers = rows(tmp_path / "a.jsonl")
     assert set(answers) == {"a", "2", "c"}
     assert (answers["c"]["grounded"], answers["2"]["question"]) == (False, QUESTIONS[1]["question"])

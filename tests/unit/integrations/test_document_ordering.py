@@ -84,12 +84,7 @@ def test_the_best_are_kept_before_they_are_ordered():
 def test_a_count_below_one_is_refused(count):
     with pytest.raises(ConfigError, match=r"k=.* must be an integer >= 1, or None for all"):
         checked_count("k", count)
-
-
-def test_none_is_a_count_only_if_it_is_optional():
     checked_count("k", None)
-    with pytest.raises(ConfigError, match=r"k=None must be an integer >= 1$"):
-        checked_count("k", None, optional=False)
 
 
 def test_an_order_is_checked_with_its_parameters():

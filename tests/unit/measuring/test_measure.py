@@ -175,6 +175,15 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     assert "<polygon" in (tmp_path / "report.html").read_text()
 
 
+def test_a_judge_judges_the_changes_that_are_reported_and_no_others():
+    judged = []
+    pipeline = pipeline_of(OrderBiasedGenerator())
+    asked, _ = find_questions(pipeline, texts(12))
+    record = measure(pipeline, asked, judge=lambda *answers: bool(judged.append(answers)))
+    assert len(record.summary["measured"]) > 1
+    assert len(judged) == sum(row["changed"] for row in record.rows) > 0
+
+
 def test_the_difference_is_paired_by_question():
     rows = run(OrderBiasedGenerator(), count=12).rows
     assert {row["kind"] for row in rows} == {"order", "repeat"}

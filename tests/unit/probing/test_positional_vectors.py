@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rag_posfix.probing.hidden_geometry import decompose
+from rag_posfix.probing.intervals import StateSums, sums_by_group
 from rag_posfix.probing.positional_vectors import PositionalVectors, similarities
-from rag_posfix.probing.state_sums import StateSums, sums_by_group
 from tests.support.probed import FromStates, small_decoder
 
 LENGTH, WIDTH = 33, 6
