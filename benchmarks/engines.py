@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,8 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if chosen.orders:
             summary |= {"changed": {name: changed_answers(*way, chosen) for name, way in ways.items()}}
         for pipeline, _ in ways.values():
-            with closing(pipeline):
-                pass
+            pipeline.close()
     plain, judged = summary["plain"], summary["judged"]
     summary["ratios"] = {
         "first_token_cold": round(plain["first_token_cold_s"] / judged["first_token_cold_s"], 2),
