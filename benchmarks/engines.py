@@ -44,10 +44,9 @@ VERBS = ("built", "closed", "named", "painted", "sold", "moved", "measured", "op
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One answered question: seconds to its first piece and to its end, and its tokens."""
+    """One answered question: seconds to its first piece, and its tokens."""
 
     first_token: float
-    seconds: float
     usage: Usage
     text: str
     failed_to_judge: bool
@@ -98,7 +97,7 @@ def ask(pipeline: Pipeline, documents: Sequence[Document], number: int, seed: in
     if last.answer is None:
         raise RuntimeError("the stream ended without an answer")
     answer = last.answer
-    return Asked(first, time.perf_counter() - started, answer.usage, answer.text, bool(answer.warnings))
+    return Asked(first, answer.usage, answer.text, bool(answer.warnings))
 
 
 def summary_of(asked: Sequence[Asked], block_seconds: Sequence[float]) -> dict[str, Any]:
