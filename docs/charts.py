@@ -40,7 +40,8 @@ def _chart(names: Sequence[str], results: Path) -> str:
     heads = [read_head(results / f"{name}.json") for name in names]
     sentence = _sentence(heads)
     below = [f"\n\n{_shortfall(head)}" for head in heads if _has_default(head)]
-    return f"{sentence}\n\n![{_plain(sentence)}](images/{names[0]}.svg){''.join(below)}"
+    text = sentence.replace("`", "")
+    return f"{sentence}\n\n![{text}](images/{names[0]}.svg){''.join(below)}"
 
 
 def _draw(heads: Sequence[Mapping[str, Any]]) -> Figure:
@@ -102,10 +103,11 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
         (name for name in methods if name != "none" and methods[name]["answers_that_change"] == 0),
         key=lambda name: methods[name]["worst_log_probability"],
     )
+    unmodified = [cell["log_probability"] for cell in methods["none"]["positions"].values()]
     return (
         f"Of the order-invariant methods, `{best}` has the highest log-probability: "
-        f"{methods[best]['worst_log_probability']:.2f}; the unmodified model has {_lowest(methods['none']):.2f} to "
-        f"{_highest(methods['none']):.2f}, by position."
+        f"{methods[best]['worst_log_probability']:.2f}; the unmodified model has {min(unmodified):.2f} to "
+        f"{max(unmodified):.2f}, by position."
     )
 
 
@@ -137,15 +139,3 @@ def _shortfall(head: Mapping[str, Any]) -> str:
         return f"{subject}, right more often than the default ({share}): {'; '.join(better)}."
     others = "the unmodified model at every position" + (" and every sorted plain prompt" if plain else "")
     return f"{subject}: the default ({share}) is right at least as often as {others}."
-
-
-def _lowest(result: Mapping[str, Any]) -> float:
-    return min(float(cell["log_probability"]) for cell in result["positions"].values())
-
-
-def _highest(result: Mapping[str, Any]) -> float:
-    return max(float(cell["log_probability"]) for cell in result["positions"].values())
-
-
-def _plain(sentence: str) -> str:
-    return sentence.replace("`", "")
