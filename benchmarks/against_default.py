@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.keep_record import RESULTS
-from rag_posfix.contracts.method_spec import MethodSpec
+from benchmarks.tables import DEFAULT
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import ExperimentRecord, read_record, save_record
 from rag_posfix.evaluation.statistics import difference_interval, mean
-from rag_posfix.mitigations import MITIGATIONS
-
-DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
 
 Scores = dict[tuple[int, str], tuple[float, float]]
 

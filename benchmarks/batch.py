@@ -48,12 +48,9 @@ def demo_questions(count: int, passages: int, shared: bool) -> list[Question]:
     corpus = {passage.id: passage for passage in load_passages()}
     rows, questions = load_questions(), []
     for number in range(count):
-        row, draw = rows[number % len(rows)], random.Random(number)
-        source = rows[0] if shared else row
-        ids = [
-            source.gold,
-            *(source.distractors[: passages - 1] if shared else draw.sample(row.distractors, passages - 1)),
-        ]
+        row = rows[number % len(rows)]
+        source, draw = (rows[0], random.Random(0)) if shared else (row, random.Random(number))
+        ids = [source.gold, *draw.sample(source.distractors, passages - 1)]
         text = row.question if number < len(rows) else f"{row.question} ({number // len(rows) + 1})"
         documents = [
             corpus[name].model_copy(update={"metadata": {**corpus[name].metadata, "relevance_score": 1 - place / 10}})

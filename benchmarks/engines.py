@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,9 @@ VERBS = ("built", "closed", "named", "painted", "sold", "moved", "measured", "op
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One answered question: seconds to its first piece and to its end, and its tokens."""
+    """One answered question: seconds to its first piece, and its tokens."""
 
     first_token: float
-    seconds: float
     usage: Usage
     text: str
     failed_to_judge: bool
@@ -99,7 +97,7 @@ def ask(pipeline: Pipeline, documents: Sequence[Document], number: int, seed: in
     if last.answer is None:
         raise RuntimeError("the stream ended without an answer")
     answer = last.answer
-    return Asked(first, time.perf_counter() - started, answer.usage, answer.text, bool(answer.warnings))
+    return Asked(first, answer.usage, answer.text, bool(answer.warnings))
 
 
 def summary_of(asked: Sequence[Asked], block_seconds: Sequence[float]) -> dict[str, Any]:
@@ -162,8 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if chosen.orders:
             summary |= {"changed": {name: changed_answers(*way, chosen) for name, way in ways.items()}}
         for pipeline, _ in ways.values():
-            with closing(pipeline):
-                pass
+            pipeline.close()
     plain, judged = summary["plain"], summary["judged"]
     summary["ratios"] = {
         "first_token_cold": round(plain["first_token_cold_s"] / judged["first_token_cold_s"], 2),

@@ -62,23 +62,13 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def open_loop(url: str, body: bytes, rate: float, seconds: float) -> list[float]:
     """Return the seconds from when each request was due until its answer was complete."""
-    latencies: list[float] = []
-    begin, count = time.perf_counter() + 0.2, int(rate * seconds)
+    begin = time.perf_counter() + 0.2
 
-    def send(first: int) -> None:
-        connection = Connection(url)
-        for number in range(first, count, CONNECTIONS):
-            due = begin + number / rate
-            time.sleep(max(0.0, due - time.perf_counter()))
-            status, _ = connection.post(CHAT, body)
-            if status != 200:
-                raise RuntimeError(f"status {status}")
-            latencies.append(time.perf_counter() - due)
-        connection.close()
+    def send(number: int) -> list[float]:
+        return polled(url, seconds, path=CHAT, body=body, rate=rate / CONNECTIONS, begin=begin + number / rate)
 
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        list(pool.map(send, range(CONNECTIONS)))
-    return latencies
+        return [latency for latencies in pool.map(send, range(CONNECTIONS)) for latency in latencies]
 
 
 def quantiles(latencies: Sequence[float]) -> dict[str, float]:
@@ -353,16 +343,23 @@ def flood(url: str, keys: Sequence[str], connections: int, seconds: float) -> in
 
 
 def polled(
-    url: str, seconds: float, *, path: str = "/livez", key: str = "", body: bytes = b"", rate: float = 100.0
+    url: str,
+    seconds: float,
+    *,
+    path: str = "/livez",
+    key: str = "",
+    body: bytes = b"",
+    rate: float = 100.0,
+    begin: float | None = None,
 ) -> list[float]:
-    """Return the seconds from when each request was due until it was answered."""
-    connection, latencies, begin = Connection(url), [], time.perf_counter()
-    length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-    head = f"{'POST' if body else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\nx-api-key: {key}\r\n{length}\r\n"
-    for number in range(int(rate * seconds)):
+    """Return the seconds from when each request on one connection was due until it was answered."""
+    connection, latencies, begin = Connection(url), [], begin or time.perf_counter()
+    headers = f"Content-Type: application/json\r\nx-api-key: {key}\r\n"
+    for number in range(round(rate * seconds)):
         due = begin + number / rate
         time.sleep(max(0.0, due - time.perf_counter()))
-        if connection.send(head.encode() + body)[0] != 200:
+        status, _ = connection.post(path, body, headers) if body else connection.send(get(path, key))
+        if status != 200:
             raise RuntimeError(f"{path} failed")
         latencies.append(time.perf_counter() - due)
     connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
@@ -20,6 +21,15 @@ FAULT_COLUMNS = {
     "worst_ms": "longest, ms",
     "recovered_s": "recovered after, s",
 }
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def short(text: str) -> str:
+    """Return a number without the zero before its point: .681."""
+    return re.sub(r"(?<!\d)0\.", ".", text)
 
 
 def first_answer(heads: Sequence[Head]) -> Iterator[Row]:
@@ -83,7 +93,7 @@ def capacity_check(heads: Sequence[Head]) -> Iterator[Row]:
     for name, row in heads[0]["summary"]["check"].items():
         predicted, measured = row["predicted_response_s"], row["measured_response_s"]
         ratio = f"{row['measured_to_predicted']:.2f}"
-        yield [name, f"{row['load']:.0%}".replace("%", " %"), f"{predicted:.3f} s", f"{measured:.3f} s", ratio]
+        yield [name, percent(row["load"]), f"{predicted:.3f} s", f"{measured:.3f} s", ratio]
 
 
 def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
@@ -91,7 +101,7 @@ def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
     yield ["router", "tokens from the passage KV store", "p50 / round robin", "throughput / round robin"]
     for name, row in heads[0]["summary"]["routers"].items():
         ratios = [f"{row[key]:.2f}" for key in ("p50_ratio", "throughput_ratio")]
-        yield [name, f"{row['hit_rate']:.0%}".replace("%", " %"), *ratios]
+        yield [name, percent(row["hit_rate"]), *ratios]
 
 
 def clients(heads: Sequence[Head]) -> Iterator[Row]:
@@ -237,23 +247,19 @@ def conversation_ranks(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def _rank_cell(score: Head) -> str:
-    return f"{_short(score['reciprocal_rank'], 3)}, {_short(score['hit@5'], 2)}"
-
-
-def _short(number: float, digits: int) -> str:
-    return f"{number:.{digits}f}".removeprefix("0")
+    return short(f"{score['reciprocal_rank']:.3f}, {score['hit@5']:.2f}")
 
 
 def conversation_weights(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per half: the weight that it chooses, and reciprocal ranks on the other half."""
     halves = heads[0]["summary"]["chosen_on_half"]
-    kinds = {"chosen": "chosen weight", "history": f"weight {_short(heads[0]['summary']['default_weight'], 1)}"}
+    kinds = {"chosen": "chosen weight", "history": short(f"weight {heads[0]['summary']['default_weight']:.1f}")}
     kinds |= {"joined": "joined", "last": "last"}
     yield ["chosen on half", "weight", "retriever", *(f"{title}, other half" for title in kinds.values())]
     for half, result in halves.items():
         for retriever in (key for key in result if key != "weight"):
-            cells = (_short(result[retriever][kind], 3) for kind in kinds)
-            yield ["AB"[int(half)], _short(result["weight"], 1), retriever, *cells]
+            cells = (short(f"{result[retriever][kind]:.3f}") for kind in kinds)
+            yield ["AB"[int(half)], short(f"{result['weight']:.1f}"), retriever, *cells]
 
 
 def conversation_answers(heads: Sequence[Head]) -> Iterator[Row]:
@@ -276,9 +282,9 @@ def conversation_answers(heads: Sequence[Head]) -> Iterator[Row]:
                 settings["model"],
                 f"`{summary['mitigation']}`",
                 f"`{name}`" if "," not in name else "`history`, history first",
-                _short(result["accuracy"], 2),
-                f"{result['has_gold']:.0%}".replace("%", " %"),
-                f"{result['cached_share']:.0%}".replace("%", " %"),
+                short(f"{result['accuracy']:.2f}"),
+                percent(result["has_gold"]),
+                percent(result["cached_share"]),
                 "-" if name == "history" else versus,
             ]
 
@@ -295,7 +301,7 @@ def conversation_cache(heads: Sequence[Head]) -> Iterator[Row]:
             yield [
                 f"`{head['summary']['mitigation']}`", turn["layout"], "ABC"[turn["user"]], str(turn["turn"]),
                 str(turn["prompt_tokens"]), str(turn["cached_tokens"]), f"{turn['store_bytes'] / 1e6:.1f}",
-                *(_short(turn[key], 2) if key in turn else "-" for key in times),
+                *(short(f"{turn[key]:.2f}") if key in turn else "-" for key in times),
             ]  # fmt: skip
 
 
@@ -323,7 +329,7 @@ def _leaked(measured: Mapping[str, Any]) -> str:
 
 def _precision(measured: Mapping[str, Any]) -> str:
     precision = measured["citation_precision"]
-    return "" if precision is None else f"{precision:.2f}".lstrip("0")
+    return "" if precision is None else short(f"{precision:.2f}")
 
 
 def _each_record(heads: Sequence[Head], name: str, show: Callable[[Mapping[str, Any]], str]) -> str:

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study_tables import STUDY_LAYOUTS
+from benchmarks.study_tables import STUDY_LAYOUTS, Head, Row, percent, short
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
+from rag_posfix.mitigations import MITIGATIONS
 
-Head = Mapping[str, Any]
-Row = list[str]
-
+DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
 PROFILE = re.compile(r"profile=\[.*?\]")
 HEADS = re.compile(r"heads=\[\[.*?\]\]")
 MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
@@ -49,11 +49,6 @@ LOADS = {"memory": "in memory", "mapped": "mapped", "mapped, hashes not compared
 def label(name: str) -> str:
     """Return a method's label as code, without the numbers of a measured profile or list of heads."""
     return f"`{HEADS.sub('heads=HEADS', PROFILE.sub('profile=PROFILE', name))}`"
-
-
-def short(text: str) -> str:
-    """Return a number without the zero before its point: .681."""
-    return re.sub(r"(?<!\d)0\.", ".", text)
 
 
 def scores(log_probability: float, accuracy: float) -> str:
@@ -161,10 +156,6 @@ def floor_and_ceiling(heads: Sequence[Head]) -> str:
         scores(summary[name]["log_probability"], summary[name]["accuracy"]) for name in ("gold_only", "closed_book")
     )
     return f"{summary['n']} questions. The gold passage alone: {alone}; no passages: {none}."
-
-
-def percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %")
 
 
 def permutations(heads: Sequence[Head]) -> Iterator[Row]:

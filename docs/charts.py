@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.keep_record import RESULTS
-from benchmarks.tables import label
-from rag_posfix.contracts.method_spec import MethodSpec
+from benchmarks.tables import DEFAULT, label, percent
 from rag_posfix.evaluation.figures import COLORS, OTHER_COLORS, PANEL, draw_permutations, new_axes, new_panels, svg_of
 from rag_posfix.evaluation.record import read_head
-from rag_posfix.mitigations import MITIGATIONS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
 MARKED = re.compile(r"(<!-- chart: ([^>]+?) -->\n)(.*?)(<!-- end of chart -->)", re.DOTALL)
 NAMES = {"none": "unmodified model", DEFAULT: "rag_posfix (default)"}
 DEFAULT_COLOUR = OTHER_COLORS[1]
@@ -43,7 +40,8 @@ def _chart(names: Sequence[str], results: Path) -> str:
     heads = [read_head(results / f"{name}.json") for name in names]
     sentence = _sentence(heads)
     below = [f"\n\n{_shortfall(head)}" for head in heads if _has_default(head)]
-    return f"{sentence}\n\n![{_plain(sentence)}](images/{names[0]}.svg){''.join(below)}"
+    text = sentence.replace("`", "")
+    return f"{sentence}\n\n![{text}](images/{names[0]}.svg){''.join(below)}"
 
 
 def _draw(heads: Sequence[Mapping[str, Any]]) -> Figure:
@@ -96,7 +94,7 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
     if heads[0]["kind"] == "permutations":
         stable = [name for name, result in methods.items() if result["flip_rate"] == 0]
         return (
-            f"The unmodified model changes {_percent(methods['none']['flip_rate'])} of {summary['n']} answers when "
+            f"The unmodified model changes {percent(methods['none']['flip_rate'])} of {summary['n']} answers when "
             f"the order of the passages changes; {len(stable)} of {len(methods) - 1} methods keep every answer."
         )
     if _has_default(heads[0]):
@@ -105,10 +103,11 @@ def _sentence(heads: Sequence[Mapping[str, Any]]) -> str:
         (name for name in methods if name != "none" and methods[name]["answers_that_change"] == 0),
         key=lambda name: methods[name]["worst_log_probability"],
     )
+    unmodified = [cell["log_probability"] for cell in methods["none"]["positions"].values()]
     return (
         f"Of the order-invariant methods, `{best}` has the highest log-probability: "
-        f"{methods[best]['worst_log_probability']:.2f}; the unmodified model has {_lowest(methods['none']):.2f} to "
-        f"{_highest(methods['none']):.2f}, by position."
+        f"{methods[best]['worst_log_probability']:.2f}; the unmodified model has {min(unmodified):.2f} to "
+        f"{max(unmodified):.2f}, by position."
     )
 
 
@@ -118,8 +117,8 @@ def _right_answers(head: Mapping[str, Any]) -> str:
         [cell["accuracy"] for cell in methods[name]["positions"].values()] for name in ("none", DEFAULT)
     )
     return (
-        f"{head['model']} {100 * min(unmodified):.0f} to {_percent(max(unmodified))} by position, "
-        f"{_percent(max(default))} with rag_posfix at every position"
+        f"{head['model']} {100 * min(unmodified):.0f} to {percent(max(unmodified))} by position, "
+        f"{percent(max(default))} with rag_posfix at every position"
     )
 
 
@@ -131,28 +130,12 @@ def _shortfall(head: Mapping[str, Any]) -> str:
     }
     default = max(methods[DEFAULT].values())
     plain = {name: max(shares.values()) for name, shares in methods.items() if name.endswith("/none")}
-    places = [f"{place} ({_percent(share)})" for place, share in methods["none"].items() if share > default]
-    prompts = [f"`{name}` ({_percent(share)})" for name, share in plain.items() if share > default]
+    places = [f"{place} ({percent(share)})" for place, share in methods["none"].items() if share > default]
+    prompts = [f"`{name}` ({percent(share)})" for name, share in plain.items() if share > default]
     better = [f"the unmodified model with the gold passage at position {', '.join(places)}"] if places else []
     better += [f"sorted plain prompts, {', '.join(prompts)}"] if prompts else []
-    subject, share = f"{head['model']}, {head['summary']['n']} questions", _percent(default)
+    subject, share = f"{head['model']}, {head['summary']['n']} questions", percent(default)
     if better:
         return f"{subject}, right more often than the default ({share}): {'; '.join(better)}."
     others = "the unmodified model at every position" + (" and every sorted plain prompt" if plain else "")
     return f"{subject}: the default ({share}) is right at least as often as {others}."
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _lowest(result: Mapping[str, Any]) -> float:
-    return min(float(cell["log_probability"]) for cell in result["positions"].values())
-
-
-def _highest(result: Mapping[str, Any]) -> float:
-    return max(float(cell["log_probability"]) for cell in result["positions"].values())
-
-
-def _plain(sentence: str) -> str:
-    return sentence.replace("`", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.keep_record import RESULTS
-from benchmarks.tables import short
+from benchmarks.tables import DEFAULT, short
 from rag_posfix.cli.demo import PASSAGES
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record
@@ -20,7 +20,6 @@ DATA_SETS = {
     "Lost in the Middle": "positions-litm-10-default",
     "HotpotQA": "positions-hotpotqa-10-default",
 }
-DEFAULT = "context_experts:contrast=0.3:relevance=both"
 FOR_WHOM = (
     "**Use it** if the order of the passages is arbitrary. **Not** if the method must change how a model behind an "
     "API reads: there it judges passages and reads the best few."

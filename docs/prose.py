@@ -19,8 +19,6 @@ from pathlib import Path
 from benchmarks.keep_record import RESULTS
 from rag_posfix.evaluation.record import read_head
 
-__all__ = ["digest", "main", "problems", "with_digests"]
-
 NO_RECORD = "no record"
 MARK = re.compile(r"<!-- read from: (.+?)(?: \(([0-9a-f]{8})\))? -->")
 HEADING = re.compile(r"^(?=#{1,4} )", re.MULTILINE)

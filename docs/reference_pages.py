@@ -43,7 +43,6 @@ FORMATS = {
     "rerank": ("Jina, TEI, vLLM (rerank and score)", "(/v1)?/(rerank|score)"),
     "own": ("Routes of this service", ".*"),
 }
-_OF_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def reference_pages(openapi: Path) -> dict[str, str]:
@@ -64,7 +63,7 @@ def configuration() -> str:
     ]  # fmt: skip
     for kind in SETTINGS:
         intro, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
-        meanings = {found[1]: " ".join(found[2].split()) for found in _OF_ATTRIBUTE.finditer(attributes)}
+        meanings = argument_texts(attributes)
         lines += [f"## {kind.__name__}", "", intro.strip(), "", "| variable | default | meaning |", "|---|---|---|"]
         for name, field in kind.model_fields.items():
             if name in meanings and not _is_group(field.default_factory):
@@ -72,6 +71,12 @@ def configuration() -> str:
                 lines.append(f"| `{variable}` | {_default(field)} | {_cell(meanings[name])} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def argument_texts(section: str) -> dict[str, str]:
+    """Return the texts of a docstring's section Args or Attributes by name."""
+    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {entry[1]: " ".join(entry[2].split()) for entry in found}
 
 
 def _is_group(factory: Any) -> bool:

@@ -14,9 +14,8 @@ from benchmarks.keep_record import RESULTS
 from docs.charts import draw_accuracy, fill_charts
 from docs.figure import pictures
 from docs.first_screen import draw_first_screen, first_screen
-from docs.generate import expected
+from docs.generate import TABLE, expected, fill_tables
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
-from docs.tables import MARKED, fill_tables
 from docs.themes import COLOURS as PAIRS
 from docs.themes import DARK_PAGE, INK, LIGHT_PAGE, themed
 from rag_posfix.errors import EvaluationError
@@ -74,7 +73,7 @@ def test_a_table_that_was_edited_by_hand_is_written_anew():
 def test_every_mark_of_a_table_has_its_end():
     for path in (docs.generate.ROOT / "README.md", *(docs.generate.ROOT / "docs").glob("*.md")):
         text = path.read_text("utf-8")
-        found = len(MARKED.findall(text))
+        found = len(TABLE.findall(text))
         assert text.count("<!-- table:") == text.count("<!-- end of table -->") == found, path.name
 
 

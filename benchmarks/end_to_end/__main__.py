@@ -18,11 +18,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.files import load_questions, write_files
-from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, as_records, summarize
+from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, summarize
+from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline
@@ -30,8 +32,6 @@ from rag_posfix.process import limit_openmp_spinning
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import update_index
 from rag_posfix.settings import Settings
-
-_COLUMNS = ("retrieved", "grounded", "lost", "right", "citation_precision", "off_topic_answered", "leaked")
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,18 +68,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], l
         "questions": chosen.questions, "k": chosen.k, "files": 60, "passages": len(passages),
         "seconds": {"index": indexing, "all": time.perf_counter() - started}, "summary": summarize(rows),
     }  # fmt: skip
-    return head, as_records(rows)
-
-
-def table(summary: dict[str, Any]) -> str:
-    """Return the summary as a table of text."""
-    lines = [" ".join([f"{'':16}", *(f"{name:>18}" for name in _COLUMNS)])]
-    for name, measured in summary.items():
-        cells = [measured[column] for column in _COLUMNS]
-        lines.append(
-            " ".join([f"{name:16}", *(f"{c:>18.2f}" if isinstance(c, float) else f"{c!s:>18}" for c in cells)])
-        )
-    return "\n".join(lines)
+    return head, [asdict(row) for row in rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         head, rows = measure(chosen, Path(folder).resolve())
     if chosen.out is not None:
         write_record(chosen.out, "end-to-end", head, rows)
-    print(json.dumps(head["summary"], indent=2) if chosen.json else table(head["summary"]))
+    print(json.dumps(head["summary"], indent=2) if chosen.json else table([head]))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.support.pdf_files import assemble_pdf, shown_lines
+
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 Kind = Literal[
@@ -71,38 +73,17 @@ def pdf_of(pages: Sequence[str]) -> bytes:
 
     A line is a heading if it stands alone in its paragraph; the first is the title. Only Latin-1 letters, no brackets.
     """
-    kids = " ".join(f"{5 + 2 * number} 0 R" for number in range(len(pages)))
-    objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
-        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
-        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica-Bold /Encoding /WinAnsiEncoding >>",
-    ]
-    for number, page in enumerate(pages):
-        content = _page_content(page, is_first=number == 0)
-        objects += [
-            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Resources << /Font << /F1 3 0 R /F2 4 0 R >> >> "
-            f"/Contents {6 + 2 * number} 0 R >>",
-            f"<< /Length {len(content.encode('latin-1'))} >>\nstream\n{content}\nendstream",
-        ]
-    body, offsets = b"%PDF-1.4\n", []
-    for number, text in enumerate(objects, start=1):
-        offsets.append(len(body))
-        body += f"{number} 0 obj\n{text}\nendobj\n".encode("latin-1")
-    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
-    xref = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
-    trailer = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(body)}\n%%EOF\n"
-    return body + f"{xref}{trailer}".encode()
+    return assemble_pdf([_page_content(page, is_first=number == 0) for number, page in enumerate(pages)])
 
 
 def _page_content(page: str, *, is_first: bool) -> str:
     paragraphs: list[str] = []
     top = 800
     for paragraph in page.split("\n\n"):
-        lines = paragraph.strip("\n").split("\n")
+        paragraph = paragraph.strip("\n")
+        lines = paragraph.split("\n")
         font = "/F1 11" if len(lines) > 1 else "/F2 22" if is_first and not paragraphs else "/F2 15"
-        shown = " ".join(f"({line}) Tj T*" for line in lines)
-        paragraphs.append(f"BT {font} Tf 14 TL 50 {top} Td {shown} ET")
+        paragraphs.append(f"BT {font} Tf 14 TL 50 {top} Td {shown_lines(paragraph)} ET")
         top -= 14 * len(lines) + 24
     return "\n".join(paragraphs)
 

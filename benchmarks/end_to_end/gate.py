@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,3 @@ def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
             for kind in kinds
         },
     }
-
-
-def as_records(rows: Sequence[GateRow]) -> list[dict[str, Any]]:
-    """Return the rows of a record."""
-    return [asdict(row) for row in rows]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.faults.service import QUESTIONS, Connection, Host, Load, Outcome, body_of, summary, tier_count
+from benchmarks.faults.service import QUESTIONS, Connection, Host, Load, Outcome, body_of, summary, tier_hits
 from tests.support import faulty_server as faulty
 from tests.support.redis_server import RedisServer
 from tests.support.serving import CHAT, in_flight
@@ -241,15 +241,15 @@ def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: st
     _ask_each(url, range(questions))  # the tier below it has them all
     with Load(url, questions=questions).running() as load:
         before = load.during(seconds)
-        hits = tier_count(url, "hit", tier) if tier else 0.0
+        hits = tier_hits(url, tier) if tier else 0.0
         started = time.monotonic()
         with fault:
             during = load.during(seconds)
-            hits_during = tier_count(url, "hit", tier) if tier else 0.0
+            hits_during = tier_hits(url, tier) if tier else 0.0
             ended = time.monotonic()
         recovered = None
         if tier:
-            wait_until(lambda: tier_count(url, "hit", tier) > hits_during, 60)
+            wait_until(lambda: tier_hits(url, tier) > hits_during, 60)
             recovered = round(time.monotonic() - ended, 2)
         after = load.during(seconds)
     row = {

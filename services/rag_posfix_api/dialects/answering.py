@@ -284,6 +284,9 @@ class DocumentOutput(BaseModel):
     text: str | None = Field(description="Its text; null where that is switched off (``source_text``).")
 
 
+_DOCUMENT_FIELDS = tuple(DocumentOutput.model_fields)
+
+
 class CitationOutput(BaseModel):
     """A span of the answer and its source documents."""
 
@@ -335,17 +338,7 @@ def provenance(answer: Answer) -> Provenance:
     return Provenance.model_construct(
         query=answer.query,
         documents=[
-            DocumentOutput.model_construct(
-                id=d.id,
-                score=d.score,
-                position=d.position,
-                attention=d.attention,
-                weight=d.weight,
-                title=d.title,
-                source=d.source,
-                page=d.page,
-                text=d.text or None,
-            )
+            DocumentOutput.model_construct(**{n: getattr(d, n) for n in _DOCUMENT_FIELDS} | {"text": d.text or None})
             for d in answer.documents
         ],
         citations=[

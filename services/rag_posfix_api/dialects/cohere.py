@@ -225,7 +225,6 @@ def _retrieved_fields(document: AnswerDocument) -> dict[str, Any]:
 
 
 def _finish_reason(answer: Answer) -> FinishReason:
-    # Which stop string ended an answer is not known here: an end by one is a complete answer.
     return "MAX_TOKENS" if answer.finish_reason == "length" else "COMPLETE"
 
 

@@ -259,9 +259,7 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
 
 
 @router.post("/{name}/search", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
-async def search_collection(
-    name: Name, body: SearchRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> SearchResults:
+async def search_collection(name: Name, body: SearchRequest, request: Request, service: ReadyService) -> SearchResults:
     """Return the documents nearest to a query by embeddings, best first."""
     if not body.query.strip():
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")

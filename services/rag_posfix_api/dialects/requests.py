@@ -397,15 +397,8 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         InvalidRequestError: there is an arrangement and also a mitigation or an order.
         ConfigError: the arrangement cannot be read.
     """
-    chosen: dict[str, Any] = {
-        "mitigation": mitigation_choice(posfix.mitigation),
-        "order": posfix.order,
-        "k": posfix.k,
-        "index": posfix.index,
-        "query": posfix.query,
-        "filter": posfix.filter,
-        "floor": posfix.floor,
-    }
+    names = ("order", "k", "index", "query", "filter", "floor")
+    chosen = {name: getattr(posfix, name) for name in names} | {"mitigation": mitigation_choice(posfix.mitigation)}
     if posfix.arrangement is None:
         return chosen
     repeated = [name for name in ("mitigation", "order") if chosen[name] is not None]

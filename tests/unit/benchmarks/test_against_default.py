@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.against_default import DEFAULT, compare
+from benchmarks.against_default import compare
 from benchmarks.study_tables import against_default
+from benchmarks.tables import DEFAULT
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import ExperimentRecord
 
