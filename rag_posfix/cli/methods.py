@@ -58,7 +58,7 @@ def methods(
     entries = [
         (kind, registry.resolve(name), inspect.getdoc(registry.get(name)) or "")
         for kind, registry in (("order", ORDERS), ("reranker", RERANKERS))
-        if name in registry
+        if name is not None and name in registry
     ]
     if name in FIRST_STAGES:
         entries.append(("first stage", name, FIRST_STAGES[name]))
