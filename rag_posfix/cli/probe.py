@@ -83,7 +83,7 @@ def probe_all(
 ) -> None:
     """Run all probes, and write one HTML page about the model.
 
-    The probes have their default parameters.
+    The probes read as many texts as alone, but shorter ones.
     """
     from rag_posfix.probing import open_subject
     from rag_posfix.probing.all_probes import run_probes
@@ -113,7 +113,8 @@ def _select_probes(names: str | None, data: Path | None) -> list[Probe]:
             if names is None:
                 continue
             raise ConfigError(f"the probe {name} needs questions; give a file with --data")
-        probes.append(PROBES.create(MethodSpec(name, {"data": data} if needs_data else {})))
+        parameters = {**PROBES.get(name).small, **({"data": data} if needs_data else {})}
+        probes.append(PROBES.create(MethodSpec(name, parameters)))
     return probes
 
 

@@ -59,10 +59,12 @@ class Probe(Parametrised, ABC):
         name: Registry name; with underscores, the name of the file.
         paper: Authors, year, title, URL: the section ``Source`` of the docstring.
         reads_text: Whether it needs a tokenizer, so a language model and not a small decoder.
+        small: Parameters of ``probe all`` that differ from the defaults: shorter texts, as many of them.
     """
 
     source = RenamedAttribute("paper")
     reads_text: ClassVar[bool] = False
+    small: ClassVar[Mapping[str, int]] = {}
 
     def check(self) -> None:
         """Check what the parameters name, such as a file, before a model is loaded."""

@@ -115,6 +115,7 @@ class BiasAtInit(MeasuredProbe):
     """
 
     name: ClassVar[str] = "bias-at-init"
+    small: ClassVar[Mapping[str, int]] = {"tokens": 64}
 
     strings: Annotated[int, Integer(1)] = 24
     tokens: Annotated[int, Integer(32)] = 128

@@ -138,6 +138,7 @@ class HiddenGeometry(MeasuredProbe):
     """
 
     name: ClassVar[str] = "hidden-geometry"
+    small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     contexts: Annotated[int, Integer(2)] = 32
     tokens: Annotated[int, Integer(16)] = 256

@@ -151,6 +151,7 @@ class NormByPosition(MeasuredProbe):
     """
 
     name: ClassVar[str] = "norm-by-position"
+    small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     strings: Annotated[int, Integer(3)] = 24
     tokens: Annotated[int, Integer(16)] = 256

@@ -71,6 +71,7 @@ class PositionalVectors(MeasuredProbe):
     """
 
     name: ClassVar[str] = "positional-vectors"
+    small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     strings: Annotated[int, Integer(2)] = 32
     tokens: Annotated[int, Integer(16)] = 256

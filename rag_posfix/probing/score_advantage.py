@@ -165,6 +165,7 @@ class ScoreAdvantage(MeasuredProbe):
     """
 
     name: ClassVar[str] = "score-advantage"
+    small: ClassVar[Mapping[str, int]] = {"farthest": 32}
 
     strings: Annotated[int, Integer(1)] = 24
     farthest: Annotated[int, Integer(4)] = 64

@@ -104,6 +104,7 @@ class WordCounting(MeasuredProbe):
 
     name: ClassVar[str] = "word-counting"
     reads_text: ClassVar[bool] = True
+    small: ClassVar[Mapping[str, int]] = {"limit": 48}
 
     limit: Annotated[int, Integer(1)] = 80
 

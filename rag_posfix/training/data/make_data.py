@@ -17,9 +17,9 @@ from rag_posfix.text import content_hash
 from rag_posfix.training.data.file_pairs import FilePairs
 from rag_posfix.training.data.pair import Contamination, PairSource, Segment
 from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
+from rag_posfix.training.data.settings import DataSettings
 from rag_posfix.training.data.teacher import TeacherPairs
 from rag_posfix.training.data.templates import template_sources
-from rag_posfix.training.settings import DataSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
