@@ -115,7 +115,7 @@ class BiasAtInit(MeasuredProbe):
     """
 
     name: ClassVar[str] = "bias-at-init"
-    small: ClassVar[Mapping[str, int]] = {"tokens": 64}
+    small: ClassVar[Mapping[str, int]] = {"tokens": 48}
 
     strings: Annotated[int, Integer(1)] = 24
     tokens: Annotated[int, Integer(32)] = 128

@@ -80,7 +80,7 @@ class CausalPerturbation(MeasuredProbe):
 
     name: ClassVar[str] = "causal-perturbation"
     reads_text: ClassVar[bool] = True
-    small: ClassVar[Mapping[str, int]] = {"first": 120, "last": 180, "shift": 60, "tokens": 192, "pairs": 12}
+    small: ClassVar[Mapping[str, int]] = {"first": 100, "last": 150, "shift": 50, "tokens": 160, "pairs": 10}
 
     first: Annotated[int, Integer(1)] = 200
     last: Annotated[int, Integer(2)] = 300

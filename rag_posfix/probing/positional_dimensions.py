@@ -67,7 +67,7 @@ class PositionalDimensions(Probe):
     """
 
     name: ClassVar[str] = "positional-dimensions"
-    small: ClassVar[Mapping[str, int]] = {"tokens": 320}
+    small: ClassVar[Mapping[str, int]] = {"tokens": 256, "pairs": 5}
 
     strings: Annotated[int, Integer(1)] = 24
     tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 640

@@ -104,7 +104,7 @@ class WordCounting(MeasuredProbe):
 
     name: ClassVar[str] = "word-counting"
     reads_text: ClassVar[bool] = True
-    small: ClassVar[Mapping[str, int]] = {"limit": 48}
+    small: ClassVar[Mapping[str, int]] = {"limit": 40}
 
     limit: Annotated[int, Integer(1)] = 80
 
