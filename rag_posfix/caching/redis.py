@@ -17,9 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
-from rag_posfix.caching.redis_client import RedisTarget, redis_target, server_of
-from rag_posfix.caching.redis_connection import RedisConnection, longest_wait
 from rag_posfix.caching.redis_deletions import RedisDeletions
+from rag_posfix.caching.redis_servers import RedisServers
 from rag_posfix.caching.tier import Codec, TierStats, V, map_in
 from rag_posfix.errors import CacheError
 
@@ -49,7 +48,9 @@ class RedisTier(Generic[V]):
     deadline are used. A write to a slow Redis has three times as long: its tags take further round trips.
 
     Args:
-        url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
+        url: As of ``redis_client``. In a cluster each server has a deadline and a circuit breaker of its own: while
+            one is away, the others serve and take entries. Only the size limit is then not enforced, and without the
+            server of the index no entry is taken.
         codec: Serialises the entries, and names their keys.
         timeout_seconds: Limit of one search, or of writing 8 MiB, connecting included, > 0.
         max_bytes: Size limit of all entries if ``codec`` has an index, >= 65536; the least recently used are evicted
@@ -83,24 +84,21 @@ class RedisTier(Generic[V]):
                 f"max_bytes={max_bytes} must be >= {_MIN_BYTES} and ttl_seconds={ttl_seconds} must be >= 1; give no "
                 "URL to have no such tier"
             )
-        self._target = redis_target(url, longest_wait(timeout_seconds))
         self._codec = codec
         self._max_bytes = max_bytes
         self._ttl = ttl_seconds
         self._clock = clock
         self._counters = Counters()
         self._log_guard = Guard(codec.cache)
-        self._timeout = timeout_seconds
-        self._root = self._connection(self._target, codec.redis_prefix + "probe", breaker)
-        self._shards: dict[str, RedisConnection] = {}  # of a cluster, by server
-        self._shards_lock = threading.Lock()
+        probe_key = codec.redis_prefix + "probe"
+        self._servers = RedisServers(codec.cache, url, probe_key, timeout_seconds, self._counters, breaker)
         self.deletions = RedisDeletions(codec.redis_deletions, self)
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="rag-posfix-redis-reader")
         self._unmeasured: int | None = None  # bytes written since the entries were measured; None: never measured
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._target.label!r})"
+        return f"{type(self).__name__}({self._servers.label!r})"
 
     def get_many(self, keys: Mapping[str, Any]) -> dict[str, V]:
         """Return the stored entries of ``keys``."""
@@ -122,7 +120,7 @@ class RedisTier(Generic[V]):
                 replies.extend(zip(batch, self._fetch(client, list(batch), used), strict=True))
                 elsewhere = set()
 
-        self._call_servers("reading", [*names, *index], fetch)
+        self._servers.call_each("reading", [*names, *index], fetch)
         deadline_passed.set()
         in_time = list(replies)
         stored = [(key, reply) for key, reply in in_time if reply is not None]
@@ -131,8 +129,7 @@ class RedisTier(Generic[V]):
         if len(hits) < len(stored):
             # Damaged, or the replies to another request: the connections must not be used again.
             self._counters.add("corrupt", len(stored) - len(hits))
-            for server in self._servers():
-                server.disconnect(in_use=False)
+            self._servers.disconnect()
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(in_time) - len(hits))
         return hits
@@ -176,18 +173,18 @@ class RedisTier(Generic[V]):
         """Return the counts of the tier and, with an index, its content. Cost: reads the size of each entry."""
         entries = n_bytes = None
         if self._codec.redis_index is not None and not self._closed:
-            sizes = self._root.start("reading", self._sizes, None)()
+            sizes = self._servers.root.start("reading", self._sizes, None)()
             if sizes is not None:
                 stored = [size for _, _, size in sizes if size]
                 entries, n_bytes = len(stored), sum(stored)
-        available = all(server.available for server in self._servers()[1:] or [self._root])
-        return TierStats.counted(self.name, self._counters, entries=entries, n_bytes=n_bytes, available=available)
+        return TierStats.counted(
+            self.name, self._counters, entries=entries, n_bytes=n_bytes, available=self._servers.available
+        )
 
     def close(self) -> None:
         """Close the connections and end the threads."""
         self._closed = True
-        for server in reversed(self._servers()):
-            server.close()
+        self._servers.close()
         self._readers.shutdown()
 
     @property
@@ -197,77 +194,14 @@ class RedisTier(Generic[V]):
     @property
     def wait_seconds(self) -> float:
         """How long to wait for Redis, by its measured latency."""
-        return self._root.wait_seconds
+        return self._servers.root.wait_seconds
 
     def call_log(self, operation: Callable[[Any], _T]) -> _T | None:
         """Call Redis for the log of deletions, in a second at most, also while the circuit breaker is open."""
         if self._closed:
             return None
-        use = f"the log of deletions in {self._target.label}"
-        return self._log_guard.call(use, lambda: self._root.run(operation, _LOG_SECONDS), None)
-
-    def _connection(
-        self, target: RedisTarget, probe_key: str, breaker: CircuitBreaker | None = None
-    ) -> RedisConnection:
-        rediscover = (lambda: None) if target is self._target else self._rediscover
-        return RedisConnection(
-            self._codec.cache, target, probe_key, self._timeout, self._counters, breaker, rediscover
-        )
-
-    def _servers(self) -> list[RedisConnection]:
-        with self._shards_lock:
-            return [self._root, *self._shards.values()]
-
-    def _call_servers(
-        self, use: str, names: Iterable[str], operation: Callable[[Any, Sequence[str]], None], *, round_trips: int = 1
-    ) -> set[str]:
-        """Run an operation on each server that has some of the Redis keys ``names``, on all at once.
-
-        Each server of a cluster has a circuit breaker: while one is skipped, the others are used.
-
-        Returns:
-            The names for which it worked.
-        """
-        cluster: Any = None
-        if self._target.is_cluster:
-            cluster = self._root.client or self._root.start(use, lambda client: client, None)()
-            if cluster is None:
-                return set()
-        names_by_server: dict[RedisConnection, list[str]] = {}
-        for name in names:
-            if (server := self._root if cluster is None else self._shard(cluster, name)) is not None:
-                names_by_server.setdefault(server, []).append(name)
-
-        def start(server: RedisConnection, names_here: Sequence[str]) -> Callable[[], bool]:
-            def run(client: Any) -> bool:
-                operation(client, names_here)
-                return True
-
-            return server.start(use, run, False, round_trips=round_trips)
-
-        started = [(names_here, start(server, names_here)) for server, names_here in names_by_server.items()]
-        return {name for names_here, wait in started if wait() for name in names_here}
-
-    def _shard(self, cluster: Any, name: str) -> RedisConnection | None:
-        """Return the server of a cluster that has a Redis key, or None for a slot without a server."""
-        if (node := server_of(cluster, name)) is None:
-            return None
-        with self._shards_lock:
-            shard = self._shards.get(node.name)
-            if shard is None:
-                scheme = self._target.label.partition("://")[0]
-                target = RedisTarget(f"{scheme}://{node.name}", lambda: cluster.get_redis_connection(node))
-                shard = self._shards[node.name] = self._connection(target, name)
-            return shard
-
-    def _rediscover(self) -> None:
-        """Ask the cluster which server has which keys, and forget servers that left."""
-        cluster = self._root.client
-        cluster.nodes_manager.initialize()
-        with self._shards_lock:
-            left = set(self._shards) - {node.name for node in cluster.get_nodes()}
-            for server in [self._shards.pop(name) for name in left]:
-                server.disconnect(in_use=False)
+        use = f"the log of deletions in {self._servers.label}"
+        return self._log_guard.call(use, lambda: self._servers.root.run(operation, _LOG_SECONDS), None)
 
     def _fetch(self, client: Any, keys: Sequence[str], used: Iterable[str]) -> list[object]:
         """Return the reply for each key, in one round trip, and record that the keys ``used`` were used."""
@@ -313,10 +247,10 @@ class RedisTier(Generic[V]):
         # Tags and index go first. An entry that is not in the index would not count; one without tags could not be
         # deleted early. Some tags are enough while a server of a cluster is away: deletions are in the log too.
         needed = [*tagged, *([] if index is None else [index])]
-        written = self._call_servers("writing", needed, add_tags, round_trips=2)
+        written = self._servers.call_each("writing", needed, add_tags, round_trips=2)
         if needed and (not written or (index is not None and index not in written)):
             return False
-        if not self._call_servers("writing", (self._codec.redis_prefix + key for key in data), store):
+        if not self._servers.call_each("writing", (self._codec.redis_prefix + key for key in data), store):
             return False
         if index is not None:
             n_bytes = sum(map(len, data.values()))
@@ -385,11 +319,11 @@ class RedisTier(Generic[V]):
         Deleting is rare and must not be lost: it has 10 seconds, three attempts, and ignores the circuit breaker.
         """
         for _ in range(_DELETE_ATTEMPTS):
-            count = self._root.call("writing", operation, None, _DELETE_SECONDS)
+            count = self._servers.root.call("writing", operation, None, _DELETE_SECONDS)
             if count is not None:
                 return count
         _logger.warning(
-            "%s: %s could not drop entries; they stay until they expire", self._codec.cache, self._target.label
+            "%s: %s could not drop entries; they stay until they expire", self._codec.cache, self._servers.label
         )
         return 0
 
