@@ -15,13 +15,17 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from fastapi.testclient import TestClient
 
 from rag_posfix.caching.redis_servers import RedisServers
+from rag_posfix.settings import CacheSettings, Settings
+from rag_posfix_api.app import create_app
 from rag_posfix_api.http.auth import Caller
 from rag_posfix_api.http.errors import QuotaError, QuotasUnavailableError
 from rag_posfix_api.http.quotas import SharedQuotas
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.redis_server import RedisServer, form_cluster, free_port
+from tests.support.serving import limits, make_pipeline
 from tests.support.subprocesses import wait_until_ready
 from tests.support.waiting import wait_until
 
@@ -178,6 +182,19 @@ def test_the_script_takes_one_round_trip_and_leaves_nothing_without_a_time_to_li
     assert calls["cmdstat_eval"]["calls"] == 1
 
 
+def test_requests_of_keys_with_limits_get_503_without_redis_if_that_is_chosen(tmp_path):
+    store = KeyStore(tmp_path)
+    _, limited = store.create("acme", requests_per_minute=100)
+    _, free = store.create("acme")
+    settings = Settings(cache=CacheSettings(redis_url=f"redis://127.0.0.1:{free_port()}"))
+    chosen = limits(data_dir=tmp_path, quotas_without_redis="reject")
+    with TestClient(create_app(settings, make_pipeline(), chosen)) as client:
+        for _ in range(3):
+            refused = client.get("/v1/models", headers={"x-api-key": limited})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "quotas_unavailable")
+        assert client.get("/v1/models", headers={"x-api-key": free}).status_code == 200
+
+
 @contextmanager
 def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
     """A process ``rag-posfix serve`` with a model on a server that nobody asks; yields the address."""
@@ -194,7 +211,7 @@ def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
     with (folder / f"{port}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stderr=log)
     try:
-        wait_until_ready(process, str(port))
+        wait_until_ready(process, str(port), 300)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
@@ -207,40 +224,38 @@ def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
 @pytest.mark.weights
 @pytest.mark.slow
 def test_two_services_share_keys_and_quotas_and_answer_on_without_redis(redis_server, tmp_path):
-    store, rate = KeyStore(tmp_path), 30
+    store, rate = KeyStore(tmp_path), 12
     _, operator = store.create("ops", scopes=("admin",))
     with (
         service(tmp_path, redis_server.url) as first,
         service(tmp_path, redis_server.url) as second,
-        service(tmp_path, redis_server.url, RAG_POSFIX_SERVICE_QUOTAS_WITHOUT_REDIS="reject") as strict,
         ThreadPoolExecutor(4) as pool,
+        httpx2.Client(timeout=60) as client,
     ):
         body = {"tenant": "acme", "requests_per_minute": rate}
-        made = httpx2.post(first + "/admin/keys", json=body, headers={"x-api-key": operator}, timeout=20).json()
+        made = client.post(first + "/admin/keys", json=body, headers={"x-api-key": operator}).json()
 
         def status(url: str, key: str = made["key"]) -> int:
-            return httpx2.get(url + "/v1/models", headers={"x-api-key": key}, timeout=20).status_code
+            return client.get(url + "/v1/models", headers={"x-api-key": key}).status_code
 
         # Redis may be late the first time that a process asks; another key then has its count.
         _, warm = store.create("warm", requests_per_minute=1_000_000)
-        wait_until(lambda: {status(url, warm) for url in (first, second, strict)} == {200})
+        wait_until(lambda: {status(url, warm) for url in (first, second)} == {200})
         wait_until(lambda: redis_server.command("KEYS", "rag_posfix:quota:*").startswith(b"*1"))
         counts = Counter(pool.map(status, [first, second] * rate))  # 2 x the rate, and both know the new key
         assert set(counts) == {200, 429}
-        assert rate <= counts[200] < 1.5 * rate, counts
+        assert rate <= counts[200] < 2 * rate - 4, counts
 
         _, single = store.create("single", max_concurrent=1)
-        assert {status(url, single) for url in [first, second] * 20} == {200}, "a request ends before the next begins"
+        assert {status(url, single) for url in [first, second] * 10} == {200}, "a request ends before the next begins"
 
         redis_server.kill()
         after = Counter(pool.map(status, [first, second] * 2 * rate))
         assert set(after) == {200, 429}
         assert 2 * rate <= after[200] < 3 * rate, "each counts for itself"
-        assert {status(strict) for _ in range(5)} == {503}
-        assert status(strict, operator) == 403, "a key without limits needs no Redis, and this one may not read"
 
-        httpx2.delete(f"{first}/admin/keys/{made['id']}", headers={"x-api-key": operator}, timeout=20)
-        assert [status(url) for url in (first, second, strict)] == [401] * 3
+        client.delete(f"{first}/admin/keys/{made['id']}", headers={"x-api-key": operator})
+        assert [status(url) for url in (first, second)] == [401] * 2
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
     assert "quotas: " in logs
     assert '"status": 500' not in logs
