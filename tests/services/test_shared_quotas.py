@@ -41,9 +41,8 @@ def redis_server() -> Iterator[RedisServer]:
 @contextmanager
 def processes(url: str, count: int = 2, without_redis: str = "local", lease_seconds: float = LEASE_SECONDS):
     """The quotas of so many processes; a busy machine must not make Redis look dead."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rag_posfix_api.http.quotas._WAIT_SECONDS", 5.0)
-        quotas = [SharedQuotas(url, without_redis, lease_seconds) for _ in range(count)]
+    with ExitStack() as stack:
+        quotas = [SharedQuotas(url, without_redis, lease_seconds, wait_seconds=5.0) for _ in range(count)]
         for each in quotas:
             stack.enter_context(closing(each))
         yield quotas
@@ -118,6 +117,7 @@ async def test_requests_that_end_while_redis_is_away_are_not_counted_after_it(re
                 break
             await asyncio.sleep(0.05)
         release = await until_shared(quotas, caller, redis_server)
+        assert redis_server.command("ZCARD", "rag_posfix:quota:k") == b":1\r\n", "the ended request is not counted"
         await release()
 
 

@@ -25,7 +25,6 @@ from rag_posfix.caching.redis_servers import RedisServers
 from rag_posfix_api.http.auth import Caller
 from rag_posfix_api.http.errors import QuotaError, QuotasUnavailableError
 
-_WAIT_SECONDS: Final = 0.25
 _MAX_ENDED: Final = 1000
 _PREFIX: Final = "rag_posfix:quota:"
 _TAKE: Final = """
@@ -123,13 +122,17 @@ class SharedQuotas(Quotas):
 
     Args:
         lease_seconds: When a running request whose process did not end it is given up.
+        wait_seconds: Time limit of Redis while it is fast.
     """
 
-    def __init__(self, url: str, without_redis: Literal["local", "reject"], lease_seconds: float) -> None:
+    def __init__(
+        self, url: str, without_redis: Literal["local", "reject"], lease_seconds: float, wait_seconds: float = 0.25
+    ) -> None:
         super().__init__()
         self._url = url
         self._without_redis = without_redis
         self._lease_seconds = lease_seconds
+        self._wait_seconds = wait_seconds
         self._servers: RedisServers | None = None
         self._ended: defaultdict[str, list[str]] = defaultdict(list)  # requests that Redis may still count, by key
         self._open()
@@ -163,7 +166,7 @@ class SharedQuotas(Quotas):
 
     def _open(self) -> RedisServers:
         if self._servers is None:
-            self._servers = RedisServers("quotas", self._url, _PREFIX + "probe", _WAIT_SECONDS)
+            self._servers = RedisServers("quotas", self._url, _PREFIX + "probe", self._wait_seconds)
         return self._servers
 
     async def _give_back(self, name: str, request: str) -> None:
