@@ -57,8 +57,8 @@ class CacheSettings(CheckedSettings):
         memory_entries: Maximum number of entries of the memory tier.
         disk_bytes: Size limit of the disk tier in bytes, at least 131072; 0 turns it off; None is 256 MiB with
             ``RAG_POSFIX_KEEP_ON_DISK=true``, else off.
-        redis_url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``; None turns
-            the Redis tier off.
+        redis_url: ``redis://``, ``rediss://`` (TLS), ``unix://``, ``redis-cluster://``, ``rediss-cluster://``,
+            ``redis-sentinel://`` or ``rediss-sentinel://``; None turns the Redis tier off.
         redis_timeout_seconds: Time limit of one Redis operation, including the connection, while Redis is fast. It
             grows with the measured latency, up to ten times.
         ttl_seconds: Lifetime of a cached answer.
@@ -329,6 +329,9 @@ class ServiceSettings(CheckedSettings):
             ``rag-posfix keys`` are asked for; without any key the service listens on loopback only.
         tls_cert: File of the certificate for TLS, with those of its issuers, in PEM format; None serves without TLS.
         tls_key: File of its private key, in PEM format and without a passphrase.
+        quotas_without_redis: What holds for keys with limits while Redis does not answer. With
+            ``RAG_POSFIX_CACHE_REDIS_URL`` all processes count the requests of a key there; ``local`` lets each process
+            count for itself meanwhile, ``reject`` answers 503.
         allow_anonymous: Serve other machines without any API key; without it that is refused.
         metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
@@ -376,6 +379,7 @@ class ServiceSettings(CheckedSettings):
     max_header_bytes: int = Field(default=32 * 1024, ge=1024)
     read_timeout_seconds: float = Field(default=60.0, gt=0)
     api_key: SecretStr | None = Field(default=None, min_length=1)
+    quotas_without_redis: Literal["local", "reject"] = "local"
     allow_anonymous: bool = False
     metrics_address: str | None = Field(default=None, pattern=r"^.+:\d{1,5}$")
     tls_cert: Path | None = None
@@ -441,10 +445,5 @@ class OpenTelemetrySettings(CheckedSettings):
     @property
     def has_endpoint(self) -> bool:
         """Whether a variable names an endpoint."""
-        return any(
-            (
-                self.otel_exporter_otlp_endpoint,
-                self.otel_exporter_otlp_traces_endpoint,
-                self.otel_exporter_otlp_metrics_endpoint,
-            )
-        )
+        of_signals = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_metrics_endpoint
+        return bool(self.otel_exporter_otlp_endpoint or of_signals)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.faults.service import QUESTIONS, Connection, Host, Load, Outcome, body_of, summary, tier_hits
 from tests.support import faulty_server as faulty
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, form_cluster, node_id
 from tests.support.serving import CHAT, in_flight
 from tests.support.waiting import wait_until
 
@@ -110,13 +110,8 @@ def cluster() -> Iterator[Deployment]:
     with ExitStack() as servers:
         nodes = [servers.enter_context(RedisServer(**options)) for _ in range(4)]
         first, replica = nodes[0], nodes[3]
-        for number, node in enumerate(nodes[:3]):
-            slots = range(16384 * number // 3, 16384 * (number + 1) // 3)
-            node.command("CLUSTER", "ADDSLOTS", *map(str, slots))
-        for node in nodes[1:]:
-            first.command("CLUSTER", "MEET", "127.0.0.1", str(node.port))
-        wait_until(lambda: all(_knows(node, 4) for node in nodes), 30)
-        wait_until(lambda: replica.command("CLUSTER", "REPLICATE", _identity(first)).startswith(b"+OK"), 30)
+        form_cluster(nodes[:3], [replica])
+        wait_until(lambda: replica.command("CLUSTER", "REPLICATE", node_id(first)).startswith(b"+OK"), 30)
         wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes), 30)
         wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
         time.sleep(1)  # until every node has heard of the replica
@@ -135,14 +130,6 @@ def _leads(node: RedisServer) -> bool:
         return b"role:master" in node.command("INFO", "replication")
     except OSError:  # a server that becomes the master closes its connections
         return False
-
-
-def _knows(node: RedisServer, count: int) -> bool:
-    return f"cluster_known_nodes:{count}".encode() in node.command("CLUSTER", "INFO")
-
-
-def _identity(node: RedisServer) -> str:
-    return node.command("CLUSTER", "MYID").split(b"\r\n")[1].decode()
 
 
 FAILOVERS: dict[str, Callable[[], AbstractContextManager[Deployment]]] = {

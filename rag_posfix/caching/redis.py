@@ -14,13 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from typing import Any, Generic, TypeVar
 
-from rag_posfix.caching.deadline import AdaptiveDeadline, DeadlineRunner
 from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
-from rag_posfix.caching.redis_client import connection_pools, is_rejection, redis_target
 from rag_posfix.caching.redis_deletions import RedisDeletions
+from rag_posfix.caching.redis_servers import RedisServers
 from rag_posfix.caching.tier import Codec, TierStats, V, map_in
 from rag_posfix.errors import CacheError
 
@@ -30,11 +28,6 @@ _BATCH_COMMANDS = 500
 _HEADROOM = 32  # 1/32 of the limit: after writing so much the entries are measured; eviction frees so much more
 _WRITE_SECONDS = 60.0  # an indexed key without an entry may still be written for so long
 _CLOCK_SKEW_SECONDS = 60.0
-_SLOWER = 10
-_LONGEST_SECONDS = 1.0
-_WRITE_ROUND_TRIPS = 3  # tags, the lifetime of tags, entries
-_CONNECTIONS = 4
-_COOLDOWN_SECONDS = (0.5, 5.0)
 _DELETE_SECONDS = 10.0
 _LOG_SECONDS = 1.0
 _DELETE_ATTEMPTS = 3
@@ -55,7 +48,9 @@ class RedisTier(Generic[V]):
     deadline are used. A write to a slow Redis has three times as long: its tags take further round trips.
 
     Args:
-        url: ``redis://``, ``rediss://``, ``unix://``, ``redis-cluster://`` or ``redis-sentinel://``.
+        url: As of ``redis_client``. In a cluster each server has a deadline and a circuit breaker of its own: while
+            one is away, the others serve and take entries. Only the size limit is then not enforced, and without the
+            server of the index no entry is taken.
         codec: Serialises the entries, and names their keys.
         timeout_seconds: Limit of one search, or of writing 8 MiB, connecting included, > 0.
         max_bytes: Size limit of all entries if ``codec`` has an index, >= 65536; the least recently used are evicted
@@ -89,45 +84,43 @@ class RedisTier(Generic[V]):
                 f"max_bytes={max_bytes} must be >= {_MIN_BYTES} and ttl_seconds={ttl_seconds} must be >= 1; give no "
                 "URL to have no such tier"
             )
-        longest = max(timeout_seconds, min(_SLOWER * timeout_seconds, _LONGEST_SECONDS))
-        self._target = redis_target(url, longest)
         self._codec = codec
         self._max_bytes = max_bytes
         self._ttl = ttl_seconds
         self._clock = clock
         self._counters = Counters()
-        self._breaker = breaker or CircuitBreaker(*_COOLDOWN_SECONDS)
-        self._guard = Guard(codec.cache, self._counters, self._breaker, is_rejection=is_rejection)
-        self._reading, self._writing = f"reading {self._target.label}", f"writing {self._target.label}"
-        self._timeout = timeout_seconds
         self._log_guard = Guard(codec.cache)
+        probe_key = codec.redis_prefix + "probe"
+        self._servers = RedisServers(codec.cache, url, probe_key, timeout_seconds, self._counters, breaker)
         self.deletions = RedisDeletions(codec.redis_deletions, self)
-        self._deadline = AdaptiveDeadline(timeout_seconds, longest)
-        self._runner = DeadlineRunner("rag-posfix-redis", _CONNECTIONS)
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="rag-posfix-redis-reader")
-        self._client: Any = None
-        self._last_probe: object = None
-        self._client_lock = threading.Lock()
         self._unmeasured: int | None = None  # bytes written since the entries were measured; None: never measured
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._target.label!r})"
+        return f"{type(self).__name__}({self._servers.label!r})"
 
     def get_many(self, keys: Mapping[str, Any]) -> dict[str, V]:
         """Return the stored entries of ``keys``."""
         if self._closed or not keys:
             return {}
+        names = {self._codec.redis_prefix + key: key for key in keys}
+        index = [] if self._codec.redis_index is None else [self._codec.redis_index]
         replies: list[tuple[str, object]] = []
         deadline_passed = threading.Event()
 
-        def fetch(client: Any) -> None:
-            for batch in _batches(keys):
+        def fetch(client: Any, names_here: Sequence[str]) -> None:
+            wanted = {names[name]: keys[names[name]] for name in names_here if name in names}
+            has_index = bool(index) and index[0] in names_here
+            elsewhere = keys.keys() - wanted.keys() if has_index else set()
+            for batch in _batches(wanted) if wanted else ({},):
                 if deadline_passed.is_set():
                     return
-                replies.extend(zip(batch, self._fetch(client, list(batch)), strict=True))
+                used = [*batch, *elsewhere] if has_index else []
+                replies.extend(zip(batch, self._fetch(client, list(batch), used), strict=True))
+                elsewhere = set()
 
-        self._try(self._reading, fetch, None)
+        self._servers.call_each("reading", [*names, *index], fetch)
         deadline_passed.set()
         in_time = list(replies)
         stored = [(key, reply) for key, reply in in_time if reply is not None]
@@ -136,7 +129,7 @@ class RedisTier(Generic[V]):
         if len(hits) < len(stored):
             # Damaged, or the replies to another request: the connections must not be used again.
             self._counters.add("corrupt", len(stored) - len(hits))
-            self._disconnect(in_use=False)
+            self._servers.disconnect()
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(in_time) - len(hits))
         return hits
@@ -180,24 +173,19 @@ class RedisTier(Generic[V]):
         """Return the counts of the tier and, with an index, its content. Cost: reads the size of each entry."""
         entries = n_bytes = None
         if self._codec.redis_index is not None and not self._closed:
-            sizes = self._try(self._reading, self._sizes, None)
+            sizes = self._servers.root.start("reading", self._sizes, None)()
             if sizes is not None:
                 stored = [size for _, _, size in sizes if size]
                 entries, n_bytes = len(stored), sum(stored)
         return TierStats.counted(
-            self.name, self._counters, entries=entries, n_bytes=n_bytes, available=self._breaker.closed
+            self.name, self._counters, entries=entries, n_bytes=n_bytes, available=self._servers.available
         )
 
     def close(self) -> None:
         """Close the connections and end the threads."""
         self._closed = True
-        self._disconnect(in_use=True)
-        self._runner.close()
+        self._servers.close()
         self._readers.shutdown()
-        with self._client_lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
 
     @property
     def is_closed(self) -> bool:
@@ -206,25 +194,22 @@ class RedisTier(Generic[V]):
     @property
     def wait_seconds(self) -> float:
         """How long to wait for Redis, by its measured latency."""
-        return self._deadline.seconds
+        return self._servers.root.wait_seconds
 
     def call_log(self, operation: Callable[[Any], _T]) -> _T | None:
         """Call Redis for the log of deletions, in a second at most, also while the circuit breaker is open."""
         if self._closed:
             return None
+        use = f"the log of deletions in {self._servers.label}"
+        return self._log_guard.call(use, lambda: self._servers.root.run(operation, _LOG_SECONDS), None)
 
-        def run() -> _T | None:
-            return self._runner.run(lambda: operation(self._connect()), _LOG_SECONDS)
-
-        return self._log_guard.call(f"the log of deletions in {self._target.label}", run, None)
-
-    def _fetch(self, client: Any, keys: Sequence[str]) -> list[object]:
-        """Return the reply for each key, in one round trip, and record that the keys were used."""
+    def _fetch(self, client: Any, keys: Sequence[str], used: Iterable[str]) -> list[object]:
+        """Return the reply for each key, in one round trip, and record that the keys ``used`` were used."""
         pipeline = client.pipeline(transaction=False)
         for key in keys:
             pipeline.get(self._codec.redis_prefix + key)
-        if self._codec.redis_index is not None:
-            pipeline.zadd(self._codec.redis_index, dict.fromkeys(keys, self._clock()), xx=True)
+        if used and self._codec.redis_index is not None:
+            pipeline.zadd(self._codec.redis_index, dict.fromkeys(used, self._clock()), xx=True)
         # A Redis that is full or read-only rejects the ZADD and still serves its entries.
         replies: list[object] = pipeline.execute(raise_on_error=False)[: len(keys)]
         for reply in replies:
@@ -240,46 +225,58 @@ class RedisTier(Generic[V]):
             key: b"".join(self._codec.encode(key, entry)) for key, entry in entries.items() if lifetimes[key] >= 0.001
         }
         data = {key: content for key, content in data.items() if len(content) <= self._max_bytes // 4}
-        index = self._codec.redis_index
-
-        def store(client: Any) -> bool:
-            # Tags and index go first: an entry without them could not be deleted and would not count.
-            for key in data:
-                self._add_tags(client, key, entries[key].tags, current_time, lifetimes[key])
-            pipeline = client.pipeline(transaction=False)
-            if index is not None:
-                pipeline.zadd(index, dict.fromkeys(data, current_time))
-                pipeline.pexpire(index, int(self._ttl * 1000))
-            for key, content in data.items():
-                pipeline.set(self._codec.redis_prefix + key, content, px=int(lifetimes[key] * 1000))
-            pipeline.execute()
+        if not data:
             return True
+        index = self._codec.redis_index
+        tagged: dict[str, dict[str, float]] = {}
+        for key in data:
+            for tag in entries[key].tags:
+                tagged.setdefault(self._codec.redis_tag_prefix + tag, {})[key] = lifetimes[key]
 
-        if data and not self._try(self._writing, store, False):
+        def add_tags(client: Any, names: Sequence[str]) -> None:
+            indexed = data if index is not None and index in names else ()
+            self._add_tags(client, {name: tagged[name] for name in names if name != index}, indexed, current_time)
+
+        def store(client: Any, names: Sequence[str]) -> None:
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                key = name.removeprefix(self._codec.redis_prefix)
+                pipeline.set(name, data[key], px=int(lifetimes[key] * 1000))
+            pipeline.execute()
+
+        # Tags and index go first. An entry that is not in the index would not count; one without tags could not be
+        # deleted early. Some tags are enough while a server of a cluster is away: deletions are in the log too.
+        needed = [*tagged, *([] if index is None else [index])]
+        written = self._servers.call_each("writing", needed, add_tags, round_trips=2)
+        if needed and (not written or (index is not None and index not in written)):
+            return False
+        if not self._servers.call_each("writing", (self._codec.redis_prefix + key for key in data), store):
             return False
         if index is not None:
-            written = sum(map(len, data.values()))
-            if self._unmeasured is not None and self._unmeasured + written < self._max_bytes // _HEADROOM:
-                self._unmeasured += written
+            n_bytes = sum(map(len, data.values()))
+            if self._unmeasured is not None and self._unmeasured + n_bytes < self._max_bytes // _HEADROOM:
+                self._unmeasured += n_bytes
             else:
                 self._unmeasured = 0
                 self._counters.add("evictions", self._delete(self._evict))
         return True
 
-    def _add_tags(self, client: Any, key: str, tags: Sequence[str], current_time: float, lifetime: float) -> None:
-        """Record that ``key`` has ``tags``, for ``lifetime`` seconds."""
-        if not tags:
-            return
+    def _add_tags(
+        self, client: Any, tagged: Mapping[str, Mapping[str, float]], indexed: Iterable[str], current_time: float
+    ) -> None:
+        """Add keys to the sets of tags, for their lifetimes in seconds by tag, and keys to the index."""
         pipeline = client.pipeline(transaction=False)
-        names = [self._codec.redis_tag_prefix + tag for tag in tags]
-        for name in names:
+        for name, lifetimes in tagged.items():
             pipeline.zremrangebyscore(name, "-inf", current_time - _CLOCK_SKEW_SECONDS)
-            pipeline.zadd(name, {key: current_time + lifetime})
+            pipeline.zadd(name, {key: current_time + lifetime for key, lifetime in lifetimes.items()})
             pipeline.ttl(name)
+        if indexed:
+            pipeline.zadd(self._codec.redis_index, dict.fromkeys(indexed, current_time))
+            pipeline.pexpire(self._codec.redis_index, int(self._ttl * 1000))
         remaining = pipeline.execute()[2::3]
         # A tag must outlive each of its entries: EXPIRE may only set a later time. Its GT option needs Redis 7.
-        seconds = int(lifetime + _CLOCK_SKEW_SECONDS) + 1
-        for name, left in zip(names, remaining, strict=True):
+        for (name, lifetimes), left in zip(tagged.items(), remaining, strict=True):
+            seconds = int(max(lifetimes.values()) + _CLOCK_SKEW_SECONDS) + 1
             if left < seconds - 1:
                 pipeline.expire(name, seconds)
         pipeline.execute()
@@ -322,90 +319,13 @@ class RedisTier(Generic[V]):
         Deleting is rare and must not be lost: it has 10 seconds, three attempts, and ignores the circuit breaker.
         """
         for _ in range(_DELETE_ATTEMPTS):
-            count = self._call(self._writing, operation, None, _DELETE_SECONDS, ignore_breaker=True)
+            count = self._servers.root.call("writing", operation, None, _DELETE_SECONDS)
             if count is not None:
                 return count
         _logger.warning(
-            "%s: %s could not drop entries; they stay until they expire", self._codec.cache, self._target.label
+            "%s: %s could not drop entries; they stay until they expire", self._codec.cache, self._servers.label
         )
         return 0
-
-    def _try(self, use: str, operation: Callable[[Any], _T], default: _T) -> _T:
-        """Call Redis within the deadline of now, and record the latency, also after the deadline.
-
-        While the breaker is open, Redis is not called: a probe is started if it is time for one.
-        """
-        if not self._breaker.closed:
-            if self._breaker.allow():
-                if self._runner.is_full:  # all wait for a server that never finishes its replies
-                    self._disconnect(in_use=True)
-                self._last_probe = probe = object()
-                self._runner.start(lambda: self._probe(probe))
-            self._counters.add("skipped" if use == self._reading else "skipped_writes")
-            return default
-        started, seconds, round_trips = time.monotonic(), self._deadline.seconds, 1
-        if use == self._writing and seconds > self._timeout:  # Redis is slow: its round trips count
-            round_trips = _WRITE_ROUND_TRIPS
-            seconds = min(round_trips * seconds, _LONGEST_SECONDS)
-
-        def run(client: Any) -> _T:
-            result = operation(client)
-            latency = time.monotonic() - started
-            self._deadline.record(latency / round_trips)
-            if seconds < latency <= round_trips * self._deadline.usable_seconds:  # late, but Redis works
-                self._breaker.success()
-            return result
-
-        return self._call(use, run, default, seconds)
-
-    def _probe(self, probe: object) -> None:
-        """Search, open further connections, and close the breaker if Redis is fast enough to be waited for.
-
-        A probe that hung until a later one began reports nothing.
-        """
-        works = False
-        try:
-            client = self._connect()
-            for _ in range(2):  # the first search may connect
-                started = time.monotonic()
-                self._fetch(client, ["probe"])
-                latency = time.monotonic() - started
-                if works := latency <= self._deadline.usable_seconds:
-                    break
-            self._deadline.record(latency)
-            with suppress(Exception), ExitStack() as stack:
-                for pool in connection_pools(client):
-                    for _ in range(min(_CONNECTIONS, pool.max_connections)):
-                        stack.callback(pool.release, pool.get_connection())
-        except Exception as error:
-            works = is_rejection(error)
-            if not self._closed:
-                self._guard.failed(self._reading, error)
-        if probe is self._last_probe:
-            (self._breaker.success if works else self._breaker.failure)()
-
-    def _call(
-        self, use: str, operation: Callable[[Any], _T], default: _T, seconds: float, *, ignore_breaker: bool = False
-    ) -> _T:
-        def run() -> _T:
-            return self._runner.run(lambda: operation(self._connect()), seconds)
-
-        return self._guard.call(use, run, default, ignore_breaker=ignore_breaker)
-
-    def _connect(self) -> Any:
-        with self._client_lock:
-            if self._client is None:
-                self._client = self._target.connect()
-            return self._client
-
-    def _disconnect(self, *, in_use: bool) -> None:
-        if not self._client_lock.acquire(blocking=False):
-            return  # another thread is connecting right now: there is nothing to disconnect
-        try:
-            for pool in connection_pools(self._client):
-                pool.disconnect(inuse_connections=in_use)
-        finally:
-            self._client_lock.release()
 
 
 def _batches(items: Mapping[str, _Value]) -> Iterator[dict[str, _Value]]:

@@ -35,10 +35,12 @@ class RedisTarget:
     Attributes:
         label: The address without user and password.
         connect: Returns a client. It may block: a cluster client asks for the nodes.
+        is_cluster: Whether the keys are divided among several servers.
     """
 
     label: str
     connect: Callable[[], Any] = field(repr=False)
+    is_cluster: bool = False
 
 
 def redis_target(url: str, timeout_seconds: float) -> RedisTarget:
@@ -123,7 +125,7 @@ def _multi_host_target(redis: Any, url: str, scheme: str, options: dict[str, Any
     if is_cluster:
         if path.strip("/"):
             raise ValueError("a cluster has no databases")
-        return RedisTarget(f"{scheme}://{hosts}", lambda: _cluster(redis, nodes, options))
+        return RedisTarget(f"{scheme}://{hosts}", lambda: _cluster(redis, nodes, options), is_cluster=True)
     service, _, database = path.partition("/")
     if not service:
         raise ValueError("no service")
@@ -150,7 +152,8 @@ def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
 
 
 def _cluster(redis: Any, nodes: list[tuple[str, int]], options: dict[str, Any]) -> Any:
-    return redis.RedisCluster(startup_nodes=[redis.cluster.ClusterNode(host, port) for host, port in nodes], **options)
+    start = [redis.cluster.ClusterNode(host, port) for host, port in nodes]
+    return redis.RedisCluster(startup_nodes=start, require_full_coverage=False, **options)
 
 
 def _sentinel(
@@ -167,6 +170,19 @@ def is_rejection(error: BaseException) -> bool:
     from redis.exceptions import ClusterError, ResponseError
 
     return isinstance(error, ResponseError) and not isinstance(error, ClusterError)
+
+
+def is_moved(error: BaseException) -> bool:
+    """Whether a server of a cluster answered that another one has the key."""
+    from redis.exceptions import MovedError
+
+    return isinstance(error, MovedError)
+
+
+def server_of(cluster: Any, name: str) -> Any:
+    """Return the server of a cluster that has a key, as far as the client knows; None for a slot without a server."""
+    servers = cluster.nodes_manager.slots_cache.get(cluster.keyslot(name))
+    return servers[0] if servers else None
 
 
 def connection_pools(client: Any) -> list[Any]:

@@ -113,7 +113,7 @@ def create_app(
             app.include_router(router)
     install_handlers(app, error_form)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
-    app.add_middleware(ApiKeyAuth, checker=state.key_checker)
+    app.add_middleware(ApiKeyAuth, checker=state.key_checker, quotas=state.quotas)
     if hosts is not None:
         app.add_middleware(AllowedHosts, names=hosts)
     dialects = {

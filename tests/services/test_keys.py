@@ -14,8 +14,9 @@ from fastapi.testclient import TestClient
 import rag_posfix_api.server as server
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.settings import Settings
-from rag_posfix_api.http.auth import Caller, Quotas, required_scope
+from rag_posfix_api.http.auth import Caller, required_scope
 from rag_posfix_api.http.errors import QuotaError
+from rag_posfix_api.http.quotas import Quotas
 from rag_posfix_api.keys.store import KeyStore, digest, split_key
 from tests.support.clock import Clock
 from tests.support.command_line import command_line
@@ -272,30 +273,29 @@ def test_the_single_key_of_the_settings_works_beside_the_others_and_may_do_all(t
     assert status_of(tenants.stranger(authorization="Bearer wrong")) == 401
 
 
-def test_requests_per_minute_are_a_bucket_that_fills_again():
+async def test_requests_per_minute_are_a_bucket_that_fills_again():
     clock = Clock()
     quotas, caller = Quotas(clock), Caller("acme", key_id="k", requests_per_minute=3)
 
-    def ask() -> None:
-        with quotas.running(caller):
-            pass
+    async def ask(caller: Caller = caller) -> None:
+        await (await quotas.take(caller))()
 
     for _ in range(3):
-        ask()
+        await ask()
     with pytest.raises(QuotaError, match="3 requests a minute; try again in 20 seconds") as refused:
-        ask()
+        await ask()
     assert refused.value.retry_seconds == 20
-    with quotas.running(Caller("acme", key_id="another", requests_per_minute=3)):
-        clock.now += 19
+    await ask(Caller("acme", key_id="another", requests_per_minute=3))
+    clock.now += 19
     with pytest.raises(QuotaError):
-        ask()
+        await ask()
     clock.now += 1
-    ask()
+    await ask()
     clock.now += 3600
     for _ in range(3):  # not more than a minute's worth gathers
-        ask()
+        await ask()
     with pytest.raises(QuotaError):
-        ask()
+        await ask()
 
 
 def test_a_key_that_asks_too_often_is_told_when_to_come_back_in_the_dialect_of_the_path(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Access by API key: the caller, the scopes and the quotas of a key."""
+"""Access by API key: the caller and the scopes of a key."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-import math
 import re
-import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rag_posfix.errors import ConfigError, OverloadedError
-from rag_posfix_api.http.errors import ForbiddenError, QuotaError, UnauthorizedError
+from rag_posfix_api.http.errors import ForbiddenError, UnauthorizedError
 from rag_posfix_api.keys.store import SCOPES, ApiKey, KeyStore, digest, matches_scrypt, split_key
 
 _log = logging.getLogger(__name__)
@@ -220,66 +217,6 @@ def _read_key(headers: Headers) -> bytes | None:
 def _hash(key: bytes) -> bytes:
     """Return bytes of one length, so that a comparison does not show the length of a key."""
     return hashlib.blake2b(key).digest()
-
-
-@dataclass(slots=True)
-class _Use:
-    tokens: float
-    counted_at: float
-    running: int = 0
-
-
-class Quotas:
-    """Counts the requests of each key, per minute as a token bucket, and at the same time. Per process.
-
-    A key with ``requests_per_minute`` = n may make n requests at once, and gains one every 60 / n seconds. Safe to use
-    from any thread. ``clock`` returns monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._uses: dict[str, _Use] = {}
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def running(self, caller: Caller) -> Iterator[None]:
-        """Count a request while the block runs; a caller without limits is not counted.
-
-        Raises:
-            QuotaError: a limit of the caller's key is reached.
-        """
-        if caller.key_id is None or (caller.requests_per_minute is None and caller.max_concurrent is None):
-            yield
-            return
-        use = self._take(caller, caller.key_id)
-        try:
-            yield
-        finally:
-            with self._lock:
-                use.running -= 1
-
-    def _take(self, caller: Caller, key_id: str) -> _Use:
-        rate, max_concurrent = caller.requests_per_minute, caller.max_concurrent
-        current_time = self._clock()
-        with self._lock:
-            use = self._uses.setdefault(key_id, _Use(float(rate or 0), current_time))
-            if max_concurrent is not None and use.running >= max_concurrent:
-                raise QuotaError(
-                    f"{use.running} requests of this key are running and {max_concurrent} are allowed; wait until "
-                    "one ends",
-                    1,
-                )
-            if rate is not None:
-                use.tokens = min(float(rate), use.tokens + (current_time - use.counted_at) * rate / 60)
-                use.counted_at = current_time
-                if use.tokens < 1:
-                    seconds = math.ceil((1 - use.tokens) * 60 / rate)
-                    raise QuotaError(
-                        f"this key may make {rate} requests a minute; try again in {seconds} seconds", max(1, seconds)
-                    )
-                use.tokens -= 1
-            use.running += 1
-            return use
 
 
 class Rejections:

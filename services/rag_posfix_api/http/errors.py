@@ -199,6 +199,12 @@ class NotReadyError(RagPosfixError):
     kind = Kind(503, "not_ready", _UNAVAILABLE)
 
 
+class QuotasUnavailableError(NotReadyError):
+    """The limits of a key cannot be checked, and the operator wants such requests rejected."""
+
+    kind = Kind(503, "quotas_unavailable", _UNAVAILABLE)
+
+
 class StoppingError(NotReadyError):
     """The service is stopping."""
 

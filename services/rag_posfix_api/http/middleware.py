@@ -23,7 +23,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rag_posfix.errors import RagPosfixError
-from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, Rejections, source_of
+from rag_posfix_api.http.auth import CALLER, KeyChecker, Rejections, source_of
 from rag_posfix_api.http.errors import (
     INVALID,
     SERVER,
@@ -40,6 +40,7 @@ from rag_posfix_api.http.errors import (
 from rag_posfix_api.http.json_bodies import SafeJSONResponse
 from rag_posfix_api.http.logs import REQUEST_ID, Identifiers, LogFields
 from rag_posfix_api.http.metrics import Metrics
+from rag_posfix_api.http.quotas import Quotas
 from rag_posfix_api.http.tracing import RequestSpan, request_span
 
 if TYPE_CHECKING:
@@ -141,10 +142,10 @@ class ApiKeyAuth:
     rejected before their body is read.
     """
 
-    def __init__(self, app: ASGIApp, checker: KeyChecker) -> None:
+    def __init__(self, app: ASGIApp, checker: KeyChecker, quotas: Quotas) -> None:
         self._app = app
         self._checker = checker
-        self._quotas = Quotas()
+        self._quotas = quotas
         self._rejections = Rejections()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,12 +161,21 @@ class ApiKeyAuth:
             raise
         fields = scope["state"]["log_fields"]
         fields.key, fields.tenant = caller.key_id, caller.tenant
-        with self._quotas.running(caller):
-            token = CALLER.set(caller)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                CALLER.reset(token)
+        releases = [await self._quotas.take(caller)]
+
+        async def send_released(message: Message) -> None:
+            # Before the end of the response: its client may send the next request at once.
+            if releases and message["type"] == "http.response.body" and not message.get("more_body"):
+                await releases.pop()()
+            await send(message)
+
+        token = CALLER.set(caller)
+        try:
+            await self._app(scope, receive, send_released)
+        finally:
+            CALLER.reset(token)
+            for release in releases:
+                await release()
 
 
 class BodyLimit:

@@ -49,7 +49,8 @@ class ApplicationOptions(BaseModel):
         target_ongoing_requests: Requests for each replica that autoscaling aims at.
         replica_cpus: CPUs that Ray reserves for a replica of the model.
         replica_gpus: GPUs that it reserves.
-        ingress_replicas: Replicas of the HTTP service. Each has its own quotas and its own answer cache in memory.
+        ingress_replicas: Replicas of the HTTP service. Each has its own answer cache in memory, and without Redis its
+            own quotas.
         ingress_cpus: CPUs that Ray reserves for one of them.
         router: ``overlap``, ``power_of_two``, or the path of a ``RequestRouter``.
         router_options: What its ``initialize_state`` takes; for ``overlap`` besides ``queue_weight``.

@@ -39,6 +39,7 @@ from rag_posfix_api.http.auth import CALLER, KeyChecker
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
 from rag_posfix_api.http.logs import Identifiers, LogFields
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics, Statistics
+from rag_posfix_api.http.quotas import Quotas, SharedQuotas
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
@@ -67,6 +68,10 @@ class Service:
         self.limits = limits
         self.keys = KeyStore(limits.data_dir)
         self.key_checker = KeyChecker(self.keys, limits.api_key)
+        url, lease = settings.cache.redis_url, limits.request_timeout_seconds + limits.read_timeout_seconds
+        self.quotas = (
+            Quotas() if url is None else SharedQuotas(url.get_secret_value(), limits.quotas_without_redis, lease)
+        )
         size = PassageSize(tokens=limits.collection_passage_tokens, overlap=limits.collection_overlap)
         folder = limits.data_dir / "collections"
         self.collections = Collections(folder, limits.max_collections, limits.max_collection_documents, size)
@@ -261,6 +266,7 @@ class Service:
             if self._batching is not None:
                 stack.callback(self._batching.close)
             stack.callback(self.precomputing.close)
+            stack.callback(self.quotas.close)
 
     @property
     def embeddings(self) -> Embeddings:

@@ -1,0 +1,262 @@
+"""Quotas that all processes of a service share, in a real Redis; two real processes; Redis away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from fastapi.testclient import TestClient
+
+from rag_posfix.caching.redis_servers import RedisServers
+from rag_posfix.settings import CacheSettings, Settings
+from rag_posfix_api.app import create_app
+from rag_posfix_api.http.auth import Caller
+from rag_posfix_api.http.errors import QuotaError, QuotasUnavailableError
+from rag_posfix_api.http.quotas import SharedQuotas
+from rag_posfix_api.keys.store import KeyStore
+from tests.support.redis_server import RedisServer, form_cluster, free_port
+from tests.support.serving import limits, make_pipeline
+from tests.support.subprocesses import wait_until_ready
+from tests.support.waiting import wait_until
+
+LEASE_SECONDS = 30.0
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@contextmanager
+def processes(url: str, count: int = 2, without_redis: str = "local", lease_seconds: float = LEASE_SECONDS):
+    """The quotas of so many processes; a busy machine must not make Redis look dead."""
+    with ExitStack() as stack:
+        quotas = [SharedQuotas(url, without_redis, lease_seconds, wait_seconds=5.0) for _ in range(count)]
+        for each in quotas:
+            stack.enter_context(closing(each))
+        yield quotas
+
+
+async def taken(quotas, caller: Caller, attempts: int) -> list:
+    """Take turns; return what releases those that were let in."""
+    releases = []
+    for number in range(attempts):
+        try:
+            releases.append(await quotas[number % len(quotas)].take(caller))
+        except QuotaError:
+            continue
+    return releases
+
+
+async def test_processes_together_give_a_key_its_rate_once(redis_server):
+    with processes(redis_server.url, 3) as quotas:
+        caller = Caller("acme", key_id="k", requests_per_minute=60)
+        assert 60 <= len(await taken(quotas, caller, 90)) <= 70  # one more for each second that it took
+        with pytest.raises(QuotaError, match="60 requests a minute; try again in 1 seconds"):
+            await taken_until_refused(quotas[0], caller)
+        assert len(await taken(quotas, Caller("acme", key_id="another", requests_per_minute=5), 10)) == 5
+
+
+async def taken_until_refused(quotas, caller):
+    for _ in range(100):
+        await quotas.take(caller)
+
+
+async def test_a_rate_fills_again_as_a_bucket(redis_server):
+    with processes(redis_server.url, 1) as quotas:
+        caller = Caller("acme", key_id="k", requests_per_minute=120)
+        await taken(quotas, caller, 130)
+        await asyncio.sleep(2)
+        assert 3 <= len(await taken(quotas, caller, 20)) <= 8
+
+
+async def test_processes_together_run_so_many_requests_of_a_key(redis_server):
+    with processes(redis_server.url) as (one, other):
+        caller = Caller("acme", key_id="k", max_concurrent=2)
+        releases = [await one.take(caller), await other.take(caller)]
+        for quotas in (one, other):
+            with pytest.raises(QuotaError, match="2 requests of this key are running and 2 are allowed"):
+                await quotas.take(caller)
+        await releases[0]()
+        await other.take(caller)
+        with pytest.raises(QuotaError):
+            await one.take(caller)
+
+
+async def test_requests_of_a_process_that_died_are_given_up_after_the_lease(redis_server):
+    with processes(redis_server.url, lease_seconds=1.0) as (dead, living):
+        caller = Caller("acme", key_id="k", max_concurrent=1)
+        await dead.take(caller)
+        with pytest.raises(QuotaError):
+            await living.take(caller)
+        await asyncio.sleep(1.1)
+        await living.take(caller)
+
+
+async def test_requests_that_end_while_redis_is_away_are_not_counted_after_it(redis_server):
+    caller = Caller("acme", key_id="k", max_concurrent=1)
+    with closing(SharedQuotas(redis_server.url, "local", LEASE_SECONDS)) as quotas:
+        release = await until_shared(quotas, caller, redis_server)
+        redis_server.pause()
+        await release()
+        redis_server.resume()
+        for _ in range(200):  # counted here until the breaker closes, and never refused
+            await (await quotas.take(caller))()
+            if redis_server.command("ZCARD", "rag_posfix:quota:k") == b":0\r\n":
+                break
+            await asyncio.sleep(0.05)
+        release = await until_shared(quotas, caller, redis_server)
+        assert redis_server.command("ZCARD", "rag_posfix:quota:k") == b":1\r\n", "the ended request is not counted"
+        await release()
+
+
+async def until_shared(quotas, caller, server):
+    """Take a request that Redis counts, however busy the machine is."""
+    for _ in range(200):
+        release = await quotas.take(caller)
+        if server.command("ZCARD", "rag_posfix:quota:k") != b":0\r\n":
+            return release
+        await release()
+        await asyncio.sleep(0.05)
+    raise AssertionError("Redis never counted a request")
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+async def test_without_redis_each_process_counts_for_itself_or_rejects_as_chosen(redis_server, fault):
+    caller, free = Caller("acme", key_id="k", requests_per_minute=3), Caller("acme", key_id="free")
+    getattr(redis_server, fault)()
+    with (
+        closing(SharedQuotas(redis_server.url, "local", LEASE_SECONDS)) as local,
+        closing(SharedQuotas(redis_server.url, "reject", LEASE_SECONDS)) as strict,
+    ):
+        assert len(await taken([local], caller, 10)) == 3
+        with pytest.raises(QuotasUnavailableError, match="cannot be checked now"):
+            await strict.take(caller)
+        await (await strict.take(free))()  # without limits there is nothing to check
+
+
+async def test_keys_on_living_masters_of_a_cluster_keep_one_count():
+    with ExitStack() as stack:
+        options = {"cluster-enabled": "yes", "cluster-require-full-coverage": "no"}
+        nodes = [stack.enter_context(RedisServer(**options)) for _ in range(3)]
+        form_cluster(nodes)
+        url = "redis-cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+        (quotas,) = stack.enter_context(processes(url, 1, "reject"))
+        callers = [Caller("acme", key_id=f"key{number}", requests_per_minute=10) for number in range(30)]
+        for caller in callers:
+            await quotas.take(caller)
+        nodes[0].kill()
+        for _ in range(3):
+            outcomes = [await outcome(quotas, caller) for caller in callers]
+        living = nodes[1].command("KEYS", "*") + nodes[2].command("KEYS", "*")
+        assert outcomes == [caller.key_id.encode() + b"\r" in living for caller in callers]
+        assert 0 < sum(outcomes) < 30
+
+
+async def outcome(quotas, caller) -> bool:
+    try:
+        await quotas.take(caller)
+    except QuotasUnavailableError:
+        return False
+    return True
+
+
+def test_the_script_takes_one_round_trip_and_leaves_nothing_without_a_time_to_live(redis_server):
+    with processes(redis_server.url, 1) as (quotas,):
+        asyncio.run(quotas.take(Caller("acme", key_id="k", requests_per_minute=3, max_concurrent=3)))
+    assert redis_server.command("KEYS", "*") == b"*1\r\n$18\r\nrag_posfix:quota:k\r\n"
+    assert 0 < int(redis_server.command("PTTL", "rag_posfix:quota:k")[1:]) <= 60_000
+    with closing(RedisServers("test", redis_server.url, "probe", 5.0)) as servers:
+        calls = servers.call("reading", "probe", lambda client: client.info("commandstats"))
+    assert calls["cmdstat_eval"]["calls"] == 1
+
+
+def test_requests_of_keys_with_limits_get_503_without_redis_if_that_is_chosen(tmp_path):
+    store = KeyStore(tmp_path)
+    _, limited = store.create("acme", requests_per_minute=100)
+    _, free = store.create("acme")
+    settings = Settings(cache=CacheSettings(redis_url=f"redis://127.0.0.1:{free_port()}"))
+    chosen = limits(data_dir=tmp_path, quotas_without_redis="reject")
+    with TestClient(create_app(settings, make_pipeline(), chosen)) as client:
+        for _ in range(3):
+            refused = client.get("/v1/models", headers={"x-api-key": limited})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "quotas_unavailable")
+        assert client.get("/v1/models", headers={"x-api-key": free}).status_code == 200
+
+
+@contextmanager
+def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
+    """A process ``rag-posfix serve`` with a model on a server that nobody asks; yields the address."""
+    port = free_port()
+    environment = {
+        **os.environ,
+        "RAG_POSFIX_MODEL": "openai:none@http://127.0.0.1:9/v1",
+        "RAG_POSFIX_MITIGATION": "none",
+        "RAG_POSFIX_CACHE_REDIS_URL": redis_url,
+        "RAG_POSFIX_SERVICE_DATA_DIR": str(folder),
+        **variables,
+    }
+    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--port", str(port)]
+    with (folder / f"{port}.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stderr=log)
+    try:
+        wait_until_ready(process, str(port), 300)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two services start; minutes on a busy machine
+def test_two_services_share_keys_and_quotas_and_answer_on_without_redis(redis_server, tmp_path):
+    store, rate = KeyStore(tmp_path), 12
+    _, operator = store.create("ops", scopes=("admin",))
+    with (
+        service(tmp_path, redis_server.url) as first,
+        service(tmp_path, redis_server.url) as second,
+        ThreadPoolExecutor(4) as pool,
+        httpx2.Client(timeout=60) as client,
+    ):
+        body = {"tenant": "acme", "requests_per_minute": rate}
+        made = client.post(first + "/admin/keys", json=body, headers={"x-api-key": operator}).json()
+
+        def status(url: str, key: str = made["key"]) -> int:
+            return client.get(url + "/v1/models", headers={"x-api-key": key}).status_code
+
+        # Redis may be late the first time that a process asks; another key then has its count.
+        _, warm = store.create("warm", requests_per_minute=1_000_000)
+        wait_until(lambda: {status(url, warm) for url in (first, second)} == {200})
+        wait_until(lambda: redis_server.command("KEYS", "rag_posfix:quota:*").startswith(b"*1"))
+        counts = Counter(pool.map(status, [first, second] * rate))  # 2 x the rate, and both know the new key
+        assert set(counts) == {200, 429}
+        assert rate <= counts[200] < 2 * rate - 4, counts
+
+        _, single = store.create("single", max_concurrent=1)
+        assert {status(url, single) for url in [first, second] * 10} == {200}, "a request ends before the next begins"
+
+        redis_server.kill()
+        after = Counter(pool.map(status, [first, second] * 2 * rate))
+        assert set(after) == {200, 429}
+        assert after[200] >= 2 * rate, "each counts for itself"
+
+        client.delete(f"{first}/admin/keys/{made['id']}", headers={"x-api-key": operator})
+        assert [status(url) for url in (first, second)] == [401] * 2
+    logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert "quotas: " in logs
+    assert '"status": 500' not in logs
