@@ -357,6 +357,8 @@ class ServiceSettings(CheckedSettings):
         request_templates: Prompt templates that requests may choose with ``posfix.template``: ``none``, ``shipped``
             (by name), or ``any`` (also with fields of their own).
         max_collection_documents: Maximum number of documents in a collection.
+        index_check_seconds: How often index folders are looked at for a new version, which is then served; 0 looks at
+            ``SIGHUP`` and ``POST /v1/admin/reload`` alone.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
@@ -393,6 +395,7 @@ class ServiceSettings(CheckedSettings):
     collection_store: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+:.*$", repr=False)
     request_templates: Literal["none", "shipped", "any"] = "none"
     max_collection_documents: int = Field(default=100_000, ge=1)
+    index_check_seconds: float = Field(default=2.0, ge=0)
 
 
 class TorchrunSettings(CheckedSettings):

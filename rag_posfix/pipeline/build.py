@@ -115,6 +115,7 @@ def build_pipeline(
     tracer: QuestionTracer | None = None,
     methods: Methods | None = None,
     template: object = None,
+    follows_index: bool = False,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -132,6 +133,8 @@ def build_pipeline(
         methods: What ``resolve_methods(settings)`` returned; it is called here if None.
         template: The prompt, instead of ``settings.template``: a ``PromptTemplate``, a mapping of its fields, the name
             of a shipped one, a file in TOML or Jinja2, or a prompt of langchain (``ChatPromptTemplate``).
+        follows_index: Memory-map the indexes, and make each a ``FollowedIndex``, whose ``reload`` serves a new
+            version of its folder; as the service does.
 
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
@@ -145,8 +148,11 @@ def build_pipeline(
     chosen = methods or resolve_methods(settings, loads_model=generator is None)  # before the model, as the indexes
     prompt = read_template(settings.template if template is None else template, history_first=settings.history_first)
     embeddings = build_embeddings(settings)
-    served_retriever, store = open_served_retriever(settings, index, retriever, embeddings)
-    extra_indexes = {name: open_retriever(settings, folder, embeddings) for name, folder in settings.indexes.items()}
+    served_retriever, store = open_served_retriever(settings, index, retriever, embeddings, follows=follows_index)
+    extra_indexes = {
+        name: open_retriever(settings, folder, embeddings, follows=follows_index)
+        for name, folder in settings.indexes.items()
+    }
     cache = build_answer_cache(settings.cache, settings.cache_dir) if settings.cache.enabled else None
     with ExitStack() as cleanup:  # closes the opened stores if a later step fails
         engine = generator if generator is not None else _load(settings, cleanup, deferred, cache)
