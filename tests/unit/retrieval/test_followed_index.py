@@ -8,7 +8,10 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.contracts.retrieval import SearchQuery, current_of, retrieve_query
 from rag_posfix.errors import RetrievalError
@@ -22,6 +25,7 @@ from rag_posfix.retrieval.index.storage import read_manifest
 from rag_posfix.settings import Settings
 from tests.support.index_files import data_file
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.subprocesses import run_python
 
 OLD, NEW = ("bridge of iron", "harbour of ice"), ("bridge of iron", "zeppelin of gas")
 
@@ -254,3 +258,41 @@ def test_a_link_to_another_folder_is_followed(tmp_path: Path):
     (tmp_path / "next").rename(link)
     assert index.reload(force=False) is True
     assert "zeppelin of gas" in ids_of(current_of(index))
+
+
+MEMORY = """
+    import sys
+    from pathlib import Path
+    from langchain_core.embeddings import DeterministicFakeEmbedding
+    from rag_posfix.contracts.retrieval import current_of
+    from rag_posfix.pipeline.open_retrievers import open_retriever
+    from rag_posfix.settings import Settings
+
+    def anonymous():
+        '''kB of memory that no other process can share.'''
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+    settings, folder = Settings(retriever="hybrid"), Path(sys.argv[1])
+    embeddings, before, opened = DeterministicFakeEmbedding(size=384), 0, []
+    for name in ("small", "large"):
+        before = anonymous()
+        opened.append(open_retriever(settings, folder / name, embeddings, follows=sys.argv[2] == "True")[0])
+        current_of(opened[-1]).retrieve("word 7", 5)
+    print(anonymous() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="/proc of Linux is needed")
+def test_a_followed_index_is_memory_that_processes_share(tmp_path: Path):
+    """The vectors alone have 30 MB; ids and keys in memory remain, and the words of the search by words."""
+    embeddings = DeterministicFakeEmbedding(size=384)
+    for name, count in (("small", 10), ("large", 20_000)):
+        store = FaissVectorStore(embeddings, kind="flat")
+        texts = [f"word {number} " + "and some more text of a passage " * 10 for number in range(count)]
+        vectors = np.random.default_rng(1).standard_normal((count, 384), dtype=np.float32)
+        store.add_vectors([Document(text, id=str(number)) for number, text in enumerate(texts)], vectors)
+        store.save(tmp_path / name, bm25=BM25Index.build(texts))
+    loaded, mapped = (int(run_python(MEMORY, tmp_path, follows)) for follows in (False, True))
+    assert loaded > 50_000
+    assert mapped < loaded / 3
