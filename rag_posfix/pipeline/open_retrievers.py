@@ -18,6 +18,19 @@ from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings
 
 
+def open_retrievers(
+    settings: Settings, index: str | Path | None, retriever: object, embeddings: SentenceEmbeddings, *, follows: bool
+) -> tuple[Retriever | None, dict[str, Retriever], list[FaissVectorStore]]:
+    """Return the retriever of questions without a named index, those of named ones, and the stores that can change."""
+    served, store = open_served_retriever(settings, index, retriever, embeddings, follows=follows)
+    opened = {
+        name: open_retriever(settings, folder, embeddings, follows=follows)
+        for name, folder in settings.indexes.items()
+    }
+    stores = [store, *(extra for _, extra in opened.values())]
+    return served, {name: extra for name, (extra, _) in opened.items()}, [each for each in stores if each is not None]
+
+
 def open_served_retriever(
     settings: Settings, index: str | Path | None, retriever: object, embeddings: SentenceEmbeddings, *, follows: bool
 ) -> tuple[Retriever | None, FaissVectorStore | None]:
