@@ -315,13 +315,11 @@ class ServiceSettings(CheckedSettings):
         max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
             prompt.
         max_queue: Maximum number of waiting requests; further ones that need the model are refused with 429.
-        max_open: Maximum number of open requests, those with cached answers included; further ones are refused with
-            429.
+        max_open: Maximum number of open requests, with cached answers too; further ones are refused with 429.
         max_tokens_in_flight: Maximum number of tokens, of prompts and longest answers, of the requests that share the
             decode steps; further ones wait. A request with more is refused with 400. None is 8192 for each of
             ``max_concurrent``, or the context window of the model if that is more.
-        max_queued_tokens: Maximum number of such tokens that wait for the model; further requests are refused with
-            429.
+        max_queued_tokens: Maximum number of such tokens that wait for the model; further ones are refused with 429.
         queue_timeout_seconds: How long a request may wait for the model before it is refused with 429.
         request_timeout_seconds: How long a request may take in total before it is stopped with 504.
         shutdown_timeout_seconds: How long running requests may continue after a signal to stop.
@@ -360,6 +358,7 @@ class ServiceSettings(CheckedSettings):
         request_templates: Prompt templates that requests may choose with ``posfix.template``: ``none``, ``shipped``
             (by name), or ``any`` (also with fields of their own).
         max_collection_documents: Maximum number of documents in a collection.
+        index_check_seconds: Time between two looks for a new version of the indexes, which is then served; 0 for none.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_SERVICE_", frozen=True, extra="forbid")
@@ -397,6 +396,7 @@ class ServiceSettings(CheckedSettings):
     collection_store: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+:.*$", repr=False)
     request_templates: Literal["none", "shipped", "any"] = "none"
     max_collection_documents: int = Field(default=100_000, ge=1)
+    index_check_seconds: float = Field(default=2.0, ge=0)
 
 
 class TorchrunSettings(CheckedSettings):

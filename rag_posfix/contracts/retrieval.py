@@ -80,6 +80,15 @@ class Reranker(Protocol):
         ...
 
 
+def current_of(retriever: Retriever) -> Retriever:
+    """Return the retriever that one question uses from its beginning to its end.
+
+    A retriever whose passages are replaced as a whole meanwhile has it in an attribute ``current_retriever``.
+    """
+    current: Retriever = getattr(retriever, "current_retriever", retriever)
+    return current
+
+
 def retrieve_matching(
     retriever: Retriever, question: str, k: int, metadata_filter: Mapping[str, Any] | None
 ) -> list[Document]:

@@ -42,7 +42,7 @@ from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.defaults import AUTO, Defaults, MeasuredProfile, read_measured
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.method_checks import check_loads_no_model
-from rag_posfix.pipeline.open_retrievers import open_retriever, open_served_retriever
+from rag_posfix.pipeline.open_retrievers import open_retrievers
 from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute
@@ -115,6 +115,7 @@ def build_pipeline(
     tracer: QuestionTracer | None = None,
     methods: Methods | None = None,
     template: object = None,
+    follows_index: bool = False,
 ) -> Pipeline:
     """Return a pipeline with the model, embeddings, index, reranker and caches of ``settings``.
 
@@ -132,6 +133,8 @@ def build_pipeline(
         methods: What ``resolve_methods(settings)`` returned; it is called here if None.
         template: The prompt, instead of ``settings.template``: a ``PromptTemplate``, a mapping of its fields, the name
             of a shipped one, a file in TOML or Jinja2, or a prompt of langchain (``ChatPromptTemplate``).
+        follows_index: Memory-map the indexes, and make each a ``FollowedIndex``, whose ``reload`` serves a new
+            version of its folder; as the service does.
 
     Raises:
         ConfigError: the model or a setting is wrong, or both an index and a retriever are given.
@@ -145,8 +148,7 @@ def build_pipeline(
     chosen = methods or resolve_methods(settings, loads_model=generator is None)  # before the model, as the indexes
     prompt = read_template(settings.template if template is None else template, history_first=settings.history_first)
     embeddings = build_embeddings(settings)
-    served_retriever, store = open_served_retriever(settings, index, retriever, embeddings)
-    extra_indexes = {name: open_retriever(settings, folder, embeddings) for name, folder in settings.indexes.items()}
+    served, extra, stores = open_retrievers(settings, index, retriever, embeddings, follows=follows_index)
     cache = build_answer_cache(settings.cache, settings.cache_dir) if settings.cache.enabled else None
     with ExitStack() as cleanup:  # closes the opened stores if a later step fails
         engine = generator if generator is not None else _load(settings, cleanup, deferred, cache)
@@ -170,7 +172,7 @@ def build_pipeline(
                 engine.encoder, engine.context_window, prompt, order_parameters=chosen.order_parameters,
                 budget=chosen.budget,
             ),
-            retriever=served_retriever,
+            retriever=served,
             reranker=reranker,
             cache=cache,
             defaults=_defaults(settings, chosen, template, engine),
@@ -179,14 +181,13 @@ def build_pipeline(
             candidates=settings.candidates if settings.reranker is not None else 0,
             embeddings=embeddings,
             tracer=tracer,
-            indexes={name: extra for name, (extra, _) in extra_indexes.items()},
+            indexes=extra,
             choose_reranker=choose_reranker,
             writer=writer,
             floor=PassageFloor(functools.cache(lambda: _judge(engine, prompt, settings))),
         )  # fmt: skip
-    for index_store in (store, *(extra for _, extra in extra_indexes.values())):
-        if index_store is not None:
-            index_store.add_delete_listener(pipeline.invalidate)
+    for store in stores:
+        store.add_delete_listener(pipeline.invalidate)
     return pipeline
 
 

@@ -23,7 +23,7 @@ from rag_posfix.contracts.filters import combine_filters, filter_key, parse_filt
 from rag_posfix.contracts.generator import CachingGenerator, Generator, check_json_schema, gives_scores, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationInfo, Sampling
-from rag_posfix.contracts.retrieval import Reranker, Retriever, rerank_indexed, retrieve_query
+from rag_posfix.contracts.retrieval import Reranker, Retriever, current_of, rerank_indexed, retrieve_query
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
@@ -384,14 +384,13 @@ class Pipeline(AskedInBatches):
         return self.assembler if template is None else self.assembler.with_template(template)
 
     def _retriever_of(self, question: Question) -> Retriever | None:
-        if question.index is None:
-            return self.retriever
-        if question.index not in self.indexes:
+        if question.index is not None and question.index not in self.indexes:
             raise UnknownNameError(
                 f"unknown index {shown(question.index)}. Available: {', '.join(sorted(self.indexes)) or 'none'}; "
                 "without a name the default one is used"
             )
-        return self.indexes[question.index]
+        retriever = self.retriever if question.index is None else self.indexes[question.index]
+        return None if retriever is None else current_of(retriever)
 
     def _reranker_of(self, question: Question) -> Reranker | None:
         if question.reranker is None:

@@ -41,7 +41,13 @@ ROUTERS = {
     "ollama": (ollama.router,),
     "vllm": (rerank.vllm,),
     "tei": (rerank.tei,),
-    "native": (administration.keys, collections.router, measurements.evaluation, administration.information),
+    "native": (
+        administration.keys,
+        administration.indexes,
+        collections.router,
+        measurements.evaluation,
+        administration.information,
+    ),
     "attention": (measurements.attention,),
     "none": (administration.operations, page.router),
 }
@@ -137,7 +143,7 @@ def create_app(
 def _lifespan(service: Service, pipeline: Pipeline | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = None
+        loading, following = None, asyncio.create_task(service.indexes.follow())
         if pipeline is None:
             loading = asyncio.create_task(service.load())
         else:  # again: an app may be started a second time, after it was stopped
@@ -145,10 +151,10 @@ def _lifespan(service: Service, pipeline: Pipeline | None) -> Callable[[FastAPI]
         try:
             yield
         finally:
-            if loading is not None:
-                loading.cancel()
+            for task in filter(None, (loading, following)):
+                task.cancel()
                 with suppress(asyncio.CancelledError):
-                    await loading
+                    await task
             service.close()
 
     return lifespan

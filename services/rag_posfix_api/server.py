@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import os
+import signal
+import socket
 import threading
 import time
 import webbrowser
@@ -42,7 +46,7 @@ def run(
     log_format: LogFormat | None = None,
     opens_page: bool = False,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, and then finish running requests. Logs to stderr.
+    """Serve until SIGINT or SIGTERM, and then finish running requests. SIGHUP reloads indexes. Logs to stderr.
 
     A service that cannot load its model, index or embeddings ends at once, and so does one whose split model lost a
     process: its supervisor sees the exit status.
@@ -113,6 +117,19 @@ class DrainingServer(uvicorn.Server):
         self._notice_seconds = min(notice_seconds, drain_seconds)
         self._on_ready = on_ready
         self._signalled_at: float | None = None
+        self._has_terminal = os.isatty(0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and reload the indexes at each SIGHUP from then on."""
+        await super().startup(sockets)
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGHUP"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._handle_hangup)
+
+    def _handle_hangup(self) -> None:
+        if self._has_terminal and not os.isatty(0):  # it was closed: the signal means what it meant to a terminal
+            self.handle_exit(signal.SIGTERM, None)
+        else:
+            self._service.indexes.reload_soon()
 
     @property
     def metrics(self) -> CollectorRegistry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -15,6 +16,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline import build
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.ray_serve.application import (
     ApplicationOptions,
@@ -27,6 +29,7 @@ from rag_posfix_api.ray_serve.application import (
     router_config,
 )
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = yaml.safe_load((ROOT / "deployments" / "ray" / "serve.yaml").read_text())
@@ -155,3 +158,28 @@ def test_without_the_extra_the_message_names_it(monkeypatch):
     parts = ModelParts(lambda settings: None, lambda settings: None)
     with pytest.raises(ConfigError, match=r"ray is not installed.*'\.\[ray,server\]'"):
         make_application(ApplicationOptions(allow_anonymous=True), parts)
+
+
+@pytest.mark.weights
+def test_each_ingress_follows_the_folder_of_its_index(tmp_path):
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+
+    def write(*texts):
+        store = FaissVectorStore.from_texts(list(texts), SentenceEmbeddings())
+        store.save(tmp_path / "index")
+
+    write("The ferry leaves at nine.")
+    options = ApplicationOptions(
+        settings={"index": str(tmp_path / "index")},
+        service={"data_dir": str(tmp_path), "index_check_seconds": 0.1},
+        allow_anonymous=True,
+    )
+    parts = ModelParts(load_model, lambda settings: FakeGenerator(ToyEncoder()))
+    with ExitStack() as stack:
+        ingresses = [
+            stack.enter_context(TestClient(build_ingress(options, parts, handle=MagicMock()))) for _ in range(2)
+        ]
+        write("The ferry leaves at nine.", "The train leaves at noon.")
+        for client in ingresses:
+            pipeline = client.app.state.service.pipeline
+            wait_until(lambda found=pipeline.find_passages: "noon" in str(found("When does the train leave?")))

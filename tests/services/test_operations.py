@@ -61,7 +61,7 @@ def test_a_given_pipeline_is_ready_at_once():
 def test_while_the_model_loads_the_service_is_live_and_not_ready(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
 
-    def build(settings: Settings) -> Pipeline:
+    def build(settings: Settings, **_options: object) -> Pipeline:
         assert gate.wait(20)
         return make_pipeline()
 
@@ -108,7 +108,7 @@ def test_a_model_that_has_broken_is_not_ready_any_more_and_says_why():
 def test_a_model_that_cannot_be_loaded_leaves_a_live_service_with_a_reason(
     error: Exception, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def build(settings: Settings) -> Pipeline:
+    def build(settings: Settings, **_options: object) -> Pipeline:
         raise error
 
     monkeypatch.setattr(BUILD_PIPELINE, build)
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_loaded_leaves_a_live_service_with_a_reason(
 
 def test_shutting_down_does_not_wait_for_a_model_that_loads(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
-    monkeypatch.setattr(BUILD_PIPELINE, lambda settings: make_pipeline() if gate.wait(20) else None)
+    monkeypatch.setattr(BUILD_PIPELINE, lambda settings, **_: make_pipeline() if gate.wait(20) else None)
     with TestClient(create_app(Settings(), service=limits())) as client:
         assert client.get("/livez").status_code == 200
     assert not gate.is_set()
@@ -133,7 +133,7 @@ def test_loading_warms_the_model(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
     ask = pipeline.ask
     monkeypatch.setattr(pipeline, "ask", lambda question: (asked.append(question.text), ask(question))[1])
-    monkeypatch.setattr(BUILD_PIPELINE, lambda settings: pipeline)
+    monkeypatch.setattr(BUILD_PIPELINE, lambda settings, **_: pipeline)
     with TestClient(create_app(Settings(), service=limits())) as client:
         wait_until(lambda: client.get("/readyz").status_code == 200)
     assert asked == ["Is the service warm?"]

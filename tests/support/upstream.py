@@ -21,6 +21,7 @@ class Reply:
         content_type: Of the body.
         cut: Promise more bytes than are sent, and close.
         pause_before: Send nothing until the test is over before this part; None does not pause.
+        resume: Ends that pause, and the rest is sent.
         headers: Further headers.
     """
 
@@ -32,7 +33,9 @@ class Reply:
         cut: bool = False,
         pause_before: int | None = None,
         headers: dict[str, str] | None = None,
+        resume: threading.Event | None = None,
     ) -> None:
+        self.resume = resume
         self.body = body
         self.status = status
         self.content_type = content_type
@@ -170,8 +173,10 @@ def upstream(*replies: Reply | Answering) -> Iterator[Upstream]:
             for number, part in enumerate(reply.body):
                 if number == reply.pause_before:
                     self.wfile.flush()
-                    self._wait_for_the_end()
-                    return
+                    if reply.resume is None:
+                        self._wait_for_the_end()
+                        return
+                    assert reply.resume.wait(60)
                 self.wfile.write(part)
             self.wfile.flush()
             self.close_connection = reply.cut

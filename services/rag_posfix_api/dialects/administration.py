@@ -1,6 +1,7 @@
 """What operators use: probes and metrics, what is served, and API keys.
 
-``/info`` shows no secret, no path, and nothing of a tenant. Keys need the scope ``admin``, which sees all tenants.
+``/info`` shows no secret, no path, and nothing of a tenant. Keys and reloads need the scope ``admin``, which sees all
+tenants.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _PACKAGES = ("torch", "transformers", "langchain-core", "fastapi", "faiss-cpu", 
 
 operations = APIRouter()
 information = APIRouter(tags=["info"])
+indexes = APIRouter(tags=["indexes"])
 keys = APIRouter(tags=["keys"], route_class=CleanRoute)
 
 
@@ -42,7 +44,8 @@ class Readiness(Health):
     """The response of a readiness probe."""
 
     detail: str | None = Field(
-        default=None, description="What fails while questions are answered: a reranker, or the files of collections."
+        default=None,
+        description="What fails while questions are answered: a reranker, the files of collections, or a new index.",
     )
 
 
@@ -74,7 +77,11 @@ async def ready(service: ReadyService) -> Readiness:
     A vector store of another program is asked each time.
     """
     await service.check_stores()
-    details = (service.reranker_health.describe_failing(), service.collections.failures.describe())
+    details = (
+        service.reranker_health.describe_failing(),
+        service.collections.failures.describe(),
+        service.indexes.describe_failing(),
+    )
     return Readiness(status="ready", detail="; ".join(filter(None, details)) or None)
 
 
@@ -191,6 +198,45 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+class IndexInfo(BaseModel):
+    """An index that is served from a folder."""
+
+    name: str = Field(description='Name of the index; "" for questions that name none.')
+    version: str = Field(description="Hash of the served version.")
+    passages: int
+    reloaded: bool = Field(description="Whether this request switched to another version.")
+    error: str | None = Field(description="Why the version in the folder is not served; null if it is.")
+
+
+class Reload(BaseModel):
+    """The indexes after a reload; none if the service follows no folder."""
+
+    indexes: list[IndexInfo]
+
+
+@indexes.post("/v1/admin/reload", operation_id="reload", responses=OPENAI.responses(401, 403, 413, 429, 500, 503))
+async def reload(service: ReadyService) -> Reload:
+    """Serve the versions in the index folders now.
+
+    Running answers keep the version that they began with. A version that cannot be read leaves the version before
+    served: ``error`` has the reason, and the status is 200.
+    """
+    reloaded = await anyio.to_thread.run_sync(service.indexes.reload)
+    served = {name: (index, index.version) for name, index in service.indexes.by_name().items()}
+    return Reload(
+        indexes=[
+            IndexInfo(
+                name=name,
+                version=version.name,
+                passages=version.manifest.count,
+                reloaded=name in reloaded,
+                error=index.failure,
+            )
+            for name, (index, version) in served.items()
+        ]
+    )
 
 
 ScopeName = Literal["read", "write", "admin", "metrics"]

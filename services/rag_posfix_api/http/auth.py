@@ -71,12 +71,12 @@ CALLER: ContextVar[Caller] = ContextVar("rag_posfix_caller", default=ANONYMOUS)
 def required_scope(method: str, path: str) -> str:
     """Return the scope that a request needs.
 
-    Keys are for ``admin``; metrics, which name tenants, for ``metrics``; changing collections is for ``write``;
-    everything else, searching included, for ``read``.
+    Keys and reloads are for ``admin``; metrics, which name tenants, for ``metrics``; changing collections is for
+    ``write``; everything else, searching included, for ``read``.
     """
     if path == "/metrics":
         return "metrics"
-    if path == "/admin" or path.startswith("/admin/"):
+    if path == "/admin" or path.startswith(("/admin/", "/v1/admin/")):
         return "admin"
     if path == "/v1/collections" or path.startswith("/v1/collections/"):
         searches = method == "POST" and _SEARCH.fullmatch(path) is not None

@@ -175,7 +175,7 @@ def build_ingress(options: ApplicationOptions, model_parts: ModelParts, handle: 
             "max_queue": limits.max_queue * options.max_replicas,
         }
     )
-    return create_app(settings, build_pipeline(settings, generator=generator), limits)
+    return create_app(settings, build_pipeline(settings, generator=generator, follows_index=True), limits)
 
 
 def _settings_of(options: ApplicationOptions) -> tuple[Settings, ServiceSettings]:

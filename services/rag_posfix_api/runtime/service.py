@@ -43,6 +43,7 @@ from rag_posfix_api.http.quotas import Quotas, SharedQuotas
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
+from rag_posfix_api.runtime.indexes import ServedIndexes
 from rag_posfix_api.runtime.jobs import Jobs
 from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState, Progress
 
@@ -95,6 +96,7 @@ class Service:
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
         self._model_name = ""
+        self.indexes = ServedIndexes(lambda: self._pipeline, limits.index_check_seconds)
         self.embedding_model_id = shown_model(settings.embedding_model)
         self._draining = False
         self._load_error: RagPosfixError | None = None
@@ -388,7 +390,7 @@ def _build(settings: Settings) -> Pipeline:
     """Return a pipeline that has embedded and answered one question, which reveals a missing or broken model."""
     from rag_posfix.pipeline.build import build_pipeline  # torch and transformers: not before they are needed
 
-    pipeline = build_pipeline(settings)
+    pipeline = build_pipeline(settings, follows_index=True)
     if pipeline.embeddings is not None:
         pipeline.embeddings.embed_query("Is the service warm?")
     passage = Document(page_content="The service is warm.", metadata={"relevance_score": 1.0})
