@@ -120,7 +120,7 @@ def test_a_failure_of_the_first_stage_on_the_cluster_is_one_line(retrieved):
 
 def test_without_the_extra_the_message_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"ray is not installed.*\.\[ray\]"), ray_rankers(Settings(), 1):
+    with pytest.raises(ConfigError, match=r"ray is not installed.*\.\[eval,ray\]"), ray_rankers(Settings(), 1):
         pass
 
 
