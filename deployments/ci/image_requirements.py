@@ -1,7 +1,7 @@
 """Writes the lists of packages of the image: every package of a target, by version and by the hashes of its wheels.
 
     python deployments/ci/image_requirements.py          # write deployments/docker/requirements-*.txt anew
-    python deployments/ci/image_requirements.py --check  # does each list resolve for each machine? downloads no package
+    python deployments/ci/image_requirements.py --check  # resolve each list for each machine; downloads none
 
 Needs ``uv`` on the PATH and a package index. Versions come from constraints.txt. A list holds for each promised Python
 on x86-64 and arm64; a package without a wheel for one of them ends the run.
@@ -76,12 +76,16 @@ def line_of(package: dict[str, Any]) -> str:
     for python, machine in needed:
         fitting = [file for file in wheels if tags[file] & supported_tags(python, machine)]
         if not fitting:
-            raise SystemExit(f"error: {name}=={package['version']} has no wheel for Python {python[0]}.{python[1]} on {machine}")
+            raise SystemExit(
+                f"error: {name}=={package['version']} has no wheel for Python {python[0]}.{python[1]} on {machine}"
+            )
         hashes |= {wheels[file] for file in fitting}
     if not needed:
         return ""
     condition = f" ; {marker}" if len(needed) < len(targets) else ""
-    return " ".join([f"{name}=={package['version']}{condition}", *(f"--hash=sha256:{each}" for each in sorted(hashes))])
+    return " ".join(
+        [f"{name}=={package['version']}{condition}", *(f"--hash=sha256:{each}" for each in sorted(hashes))]
+    )
 
 
 def requirements_of(target: str) -> str:

@@ -11,7 +11,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 from packaging.requirements import Requirement
 
 from deployments.ci import image_requirements, image_steps
@@ -168,7 +167,7 @@ def test_a_package_without_a_wheel_for_a_machine_ends_the_run_unless_it_is_not_i
         ], **fields}  # fmt: skip
 
     assert line_of(package("x86_64", "aarch64")) == "a==1 --hash=sha256:aarch64 --hash=sha256:x86_64"
-    with pytest.raises(SystemExit, match="a==1 has no wheel for Python 3.11 on aarch64"):
+    with pytest.raises(SystemExit, match=r"a==1 has no wheel for Python 3\.11 on aarch64"):
         line_of(package("x86_64"))
     marker = "platform_machine == 'x86_64'"
     assert line_of(package("x86_64", marker=marker)) == f"a==1 ; {marker} --hash=sha256:x86_64"
