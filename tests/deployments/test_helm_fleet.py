@@ -27,7 +27,9 @@ EVERYTHING = {
     "data": {"size": "1Gi"},
     "index": {"size": "5Gi", "storageClassName": "fast", "accessMode": "ReadWriteMany"},
     "indexJob": {"enabled": True, "args": ["--passage-tokens", "200"]},
-    "weights": {"source": "hub", "size": "40Gi", "hub": [{"repository": "Qwen/Qwen2.5-7B-Instruct", "revision": "a0"}]},
+    "weights": {
+        "source": "hub", "size": "40Gi", "hub": [{"repository": "Qwen/Qwen2.5-7B-Instruct", "revision": "a0"}],
+    },
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True},
     "extraEnv": [TOKEN],

@@ -49,8 +49,8 @@ class ApplicationOptions(BaseModel):
         target_ongoing_requests: Requests for each replica that autoscaling aims at.
         upscale_delay_seconds: How long more replicas must be wanted before one is started.
         downscale_delay_seconds: How long fewer must be wanted before one is stopped. A stopped one loses its passages.
-        graceful_shutdown_seconds: How long a replica that is stopped may finish answers. None: the service's limit of a
-            request, and 10 s.
+        graceful_shutdown_seconds: How long a replica that is stopped may finish answers. None: the service's limit of
+            a request, and 10 s.
         replica_cpus: CPUs that Ray reserves for a replica of the model.
         replica_gpus: GPUs that it reserves.
         ingress_replicas: Replicas of the HTTP service. Each has its own quotas and its own answer cache in memory.
