@@ -30,7 +30,7 @@ def results(tmp_path_factory) -> dict:
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the cluster's sockets lie in it
     environment = environment_with(
         PYTHONPATH=f"{ROOT}:{ROOT / 'services'}", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32),
-        RAY_worker_niceness="0",  # not behind everything else on a busy machine
+        RAY_worker_niceness="0", RAY_raylet_start_wait_time_s="120",  # on a busy machine
     )  # fmt: skip
     try:
         done = subprocess.run(
