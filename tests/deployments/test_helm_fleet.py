@@ -190,6 +190,7 @@ def test_nodes_of_ray_are_pods_with_the_environment_of_the_service():
         assert container["envFrom"] == [{"configMapRef": {"name": "answers-rag-posfix"}}]
         assert template["spec"]["terminationGracePeriodSeconds"] > ServiceSettings().request_timeout_seconds
         assert container["livenessProbe"]["exec"]["command"][0] == "python"
+        assert "readinessProbe" in container  # else KubeRay adds one with wget, which the image does not have
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     data = one_of("ConfigMap", values)["data"]

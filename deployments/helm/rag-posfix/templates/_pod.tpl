@@ -133,7 +133,7 @@ env:
 {{- end }}
 - name: tmp
   emptyDir:
-    sizeLimit: 1Gi
+    sizeLimit: {{ $v.ray.enabled | ternary "10Gi" "1Gi" }}
 {{- if gt (int $v.model.tensorParallel) 1 }}
 # What the processes of one pod pass to each other.
 - name: shared-memory
