@@ -118,7 +118,7 @@ def run(steps: Sequence[Step], folder: Path) -> None:
         elif step.instruction == "COPY" and not step.text.startswith("--from="):
             *sources, _ = step.text.split()
             for source in sources:
-                copy(ROOT / source, build / source)
+                copy(ROOT / source, build / Path(source).name)
         elif step.instruction == "RUN":
             command = below(folder, command_of(step))
             print(f"+ {command}", file=sys.stderr, flush=True)
@@ -138,7 +138,7 @@ def copy(source: Path, target: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """List or run the steps of a target."""
     parser = argparse.ArgumentParser(description="Run the steps of a target of the Dockerfile without a container.")
-    parser.add_argument("target", help="cpu or cuda")
+    parser.add_argument("target", help="cpu, cuda or ray")
     parser.add_argument("--run", metavar="DIR", type=Path, help="run the steps in this empty folder")
     options = parser.parse_args(arguments)
     steps = steps_of(options.target, read_steps(DOCKERFILE.read_text("utf-8")))

@@ -26,7 +26,7 @@ def connect_ray() -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise missing_extra(str(error.name), "ray") from error
+        raise missing_extra(str(error.name), "eval,ray") from error
     started = not ray.is_initialized()
     if started:
         try:

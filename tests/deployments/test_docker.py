@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from deployments.ci import image_steps
+from deployments.ci import image_requirements, image_steps
+from deployments.ci.image_requirements import EXTRAS, FOLDER, MACHINES, PYTHONS, applies, line_of
 from deployments.ci.image_steps import DOCKERFILE, Step, below, command_of, read_steps, stages_of, steps_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("cpu", "cuda")
+TARGETS = ("cpu", "cuda", "ray")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def test_the_linter_finds_nothing(hadolint):
 def test_the_linter_would_find_a_shell_form_command_and_an_unpinned_package(hadolint):
     text = DOCKERFILE.read_text("utf-8")
     assert "DL3025" in lint(hadolint, text.replace('CMD ["rag-posfix", "serve"]', "CMD rag-posfix serve")).stdout
-    assert "DL3008" in lint(hadolint, text.replace("RUN uv venv /app", "RUN apt-get install -y curl")).stdout
+    assert "DL3008" in lint(hadolint, text.replace("RUN groupadd", "RUN apt-get install -y curl && groupadd")).stdout
 
 
 def test_base_images_are_pinned_and_uv_is_not_in_the_final_image(steps):
@@ -92,13 +96,99 @@ def test_no_step_brings_weights_into_the_image(target, steps):
     assert not any(word in text for text in texts for word in ("models fetch", "smollm2", "minilm", ".safetensors"))
 
 
-def test_both_targets_install_the_same_and_differ_in_the_build_of_torch(steps):
-    cpu, cuda = (
-        [(step.instruction, step.text) for step in steps_of(target, steps) if step.stage != "builder"]
-        for target in TARGETS
-    )
-    assert [step for step in cpu if step not in cuda] == [("ENV", "UV_TORCH_BACKEND=cpu")]
-    assert [step for step in cuda if step not in cpu] == []
+def packages_of(target):
+    """The lines of a target's list: version, marker and hashes of each package."""
+    packages = {}
+    for line in (FOLDER / f"requirements-{target}.txt").read_text("utf-8").splitlines():
+        requirement, *hashes = line.split(" --hash=sha256:")
+        parsed = Requirement(requirement)
+        assert str(parsed.specifier).startswith("=="), line
+        assert hashes, line
+        assert all(re.fullmatch(r"[0-9a-f]{64}", each) for each in hashes), line
+        packages[parsed.name] = (str(parsed.specifier)[2:], str(parsed.marker or ""), hashes)
+    return packages
+
+
+@pytest.mark.parametrize("target", EXTRAS)
+def test_every_package_of_a_target_has_the_version_that_the_tests_ran_with(target):
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    tested = {re.sub(r"[_.]", "-", name): version for name, _, version in (line.partition("==") for line in lines)}
+    versions = {name: version for name, (version, *_) in packages_of(target).items()}
+    assert {name: version for name, version in versions.items() if tested.get(name, version) != version} == {}
+    unknown = set(versions) - set(tested)
+    if target != "build":  # whose tools the tests do not run
+        assert {name for name in unknown if not name.startswith(("nvidia-", "cuda-"))} <= {"pip", "triton"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_list_of_a_target_has_what_its_extras_require_on_both_machines(target):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    required = [*project["dependencies"], "pip"]
+    for extra in EXTRAS[target]:
+        required += project["optional-dependencies"][extra]
+    packages = packages_of(target)
+    for requirement in map(Requirement, required):
+        if (target, requirement.name) == ("cpu", "torch"):
+            continue  # by torch's own index
+        version, marker, _ = packages[requirement.name]
+        assert requirement.specifier.contains(version), requirement
+        assert all(applies(marker, python, machine) for python in PYTHONS for machine in MACHINES), requirement
+
+
+def test_the_service_has_no_ray_and_no_packages_of_the_evaluation_and_ray_alone_none_of_the_latter():
+    evaluation = {"matplotlib", "ir-measures", "pytrec-eval-terrier"}
+    for target in TARGETS:
+        assert not evaluation & set(packages_of(target))
+        assert ("ray" in packages_of(target)) == (target == "ray")
+        assert {"opentelemetry-sdk", "httpx2", "llguidance", "redis"} <= set(packages_of(target))
+    on_cuda = set(packages_of("cuda"))
+    left_out = {name for name in on_cuda if name.startswith(image_requirements.NOT_ON_CPU)}
+    assert set(packages_of("cpu")) == on_cuda - left_out
+    assert {"torch", "triton", "nvidia-cudnn-cu13"} <= left_out
+
+
+def test_every_step_that_installs_takes_hashes_or_what_was_built_here(steps):
+    for target in TARGETS:
+        installs = [step.text for step in steps_of(target, steps) if "uv pip install" in step.text]
+        listed = [text for text in installs if "--require-hashes" in text]
+        assert all("--no-deps" in text for text in installs)
+        assert f"--requirements requirements-{target}.txt" in listed[1]
+        others = [text for text in installs if text not in listed and "/build/dist/*.whl" not in text]
+        assert len(others) == (1 if target == "cpu" else 0)
+        assert all("^torch==" in text for text in others)
+        assert "cyclonedx-py environment" in installs[-1]
+
+
+def test_a_package_without_a_wheel_for_a_machine_ends_the_run_unless_it_is_not_installed_there():
+    def package(*machines, **fields):
+        return {"name": "a", "version": "1", "wheels": [
+            {"url": f"x/a-1-cp311-abi3-manylinux2014_{machine}.whl", "hashes": {"sha256": machine}}
+            for machine in machines
+        ], **fields}  # fmt: skip
+
+    assert line_of(package("x86_64", "aarch64")) == "a==1 --hash=sha256:aarch64 --hash=sha256:x86_64"
+    with pytest.raises(SystemExit, match=r"a==1 has no wheel for Python 3\.11 on aarch64"):
+        line_of(package("x86_64"))
+    marker = "platform_machine == 'x86_64'"
+    assert line_of(package("x86_64", marker=marker)) == f"a==1 ; {marker} --hash=sha256:x86_64"
+    assert line_of(package(marker="sys_platform == 'win32'")) == ""
+
+
+@pytest.fixture
+def uv(monkeypatch):
+    monkeypatch.setenv("PATH", f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
+    if shutil.which("uv") is None:
+        pytest.skip("no uv here: make setup")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("target", EXTRAS)
+def test_the_index_has_the_wheels_of_every_list(target, machine, uv):
+    problems = image_requirements.check(target, (3, 12), machine)
+    if "error sending request" in problems:
+        pytest.skip("no package index can be reached")
+    assert problems == ""
 
 
 def test_what_is_copied_is_let_through_by_the_ignore_file(steps):
@@ -120,7 +210,11 @@ def test_the_steps_run_in_a_folder_instead_of_a_container(tmp_path, monkeypatch)
     tools = tmp_path / "tools"
     tools.mkdir()
     uv = tools / "uv"
-    uv.write_text('#!/bin/sh\necho "$VIRTUAL_ENV $UV_LINK_MODE $*" >> ../uv.log\nls >> ../uv.log\n')
+    uv.write_text(
+        '#!/bin/sh\necho "$VIRTUAL_ENV $UV_LINK_MODE $*" >> ../uv.log\nls >> ../uv.log\n'
+        'test "$1" != venv && exit\nmkdir -p "$2/bin"\n'
+        'for name in python cyclonedx-py; do ln -s /bin/true "$2/bin/$name"; done\n'
+    )
     uv.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     folder = tmp_path / "image"
@@ -128,9 +222,10 @@ def test_the_steps_run_in_a_folder_instead_of_a_container(tmp_path, monkeypatch)
     log = (folder / "uv.log").read_text("utf-8").splitlines()
     calls = [line.removeprefix(f"{folder}/app copy ") for line in log if line.startswith(str(folder))]
     assert calls[0] == f"venv {folder}/app"
-    assert calls[1].startswith("pip install --constraints constraints.txt --requirements pyproject.toml --extra local")
-    assert calls[2] == "pip install --no-deps --build-constraints constraints.txt ."
-    assert log[-6:] == ["LICENSE", "README.md", "constraints.txt", "pyproject.toml", "rag_posfix", "services"]
+    assert calls[1] == f"venv {folder}/build/tools"
+    assert calls[4] == "pip install --no-deps --require-hashes --requirements requirements-cpu.txt"
+    assert calls[5] == f"pip install --no-deps {folder}/build/dist/*.whl"
+    assert {"LICENSE", "constraints.txt", "requirements-build.txt", "requirements-cpu.txt", "services"} <= set(log)
     assert not list((folder / "build").rglob("__pycache__"))
 
 

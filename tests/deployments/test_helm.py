@@ -86,7 +86,10 @@ def test_every_object_of_the_schema_refuses_unknown_keys():
     schema = json.loads((CHART / "values.schema.json").read_text("utf-8"))
     walk(schema, "")
     maps = ("nnotations", "abels", "nodeSelector")  # names are the user's
-    kubernetes = ("/properties/affinity/properties/", "/properties/global")
+    kubernetes = (
+        "/properties/affinity/properties/", "/properties/global", "/properties/extraVolume",
+        "/properties/networkPolicy/properties/extraEgress",
+    )  # fmt: skip
     assert [path for path in free if not path.endswith(maps) and not path.startswith(kubernetes)] == []
 
 
@@ -180,7 +183,7 @@ def test_keys_and_collections_of_tenants_are_on_the_claim_that_is_named():
 def test_weights_are_fetched_by_an_init_container_or_mounted_and_never_both():
     laptop, production = pod_of(values_of("laptop")), pod_of(values_of("production"))
     (fetch,) = laptop["initContainers"]
-    assert fetch["command"] + fetch["args"] == ["rag-posfix", "models", "fetch", "smollm2", "minilm"]
+    assert fetch["command"] == ["rag-posfix", "models", "fetch", "smollm2", "minilm"]
     assert "initContainers" not in production
     assert {"name": "weights", "mountPath": "/weights", "readOnly": True} in production["containers"][0][
         "volumeMounts"
@@ -323,6 +326,24 @@ REFUSED = [
     ("production", {"retrieval": {"retriever": QDRANT}}, "questions are answered from one of them"),
     ("production", {"retrieval": {"collectionStore": QDRANT}}, "needs networkPolicy.vectorStoreTo"),
     ("laptop", {"extraEnv": [{"name": "RAG_POSFIX_RETRIEVER", "value": "bm25"}]}, "extraEnv"),
+    ("laptop", {"extraEnv": [{"name": "HF_TOKEN", "value": "hf_1"}]}, "extraEnv"),
+    ("laptop", {"extraEnv": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "b"}}}]}, "extraEnv"),
+    ("laptop", {"extraVolumes": ["data"]}, "extraVolumes"),
+    ("laptop", {"data": {"size": "1"}}, "size"),
+    ("laptop", {"weights": {"source": "hub"}}, "weights.source=hub needs weights.hub"),
+    ("laptop", {"weights": {"source": "hub", "hub": [{"repository": "Qwen/a"}]}}, "revision"),
+    ("laptop", {"weights": {"source": "s3", "s3": {"uri": "s3://a"}}}, "and weights.s3.image"),
+    ("laptop", {"weights": {"s3": {"image": "aws-cli:latest"}}}, "image"),
+    ("laptop", {"indexJob": {"enabled": True}}, "indexJob.enabled needs index.existingClaim or index.size"),
+    ("laptop", {"ingress": {"enabled": True}}, "ingress.enabled needs ingress.hosts"),
+    ("laptop", {"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
+    ("laptop", {"ray": {"enabled": True}}, "data.maxCollections=100 with ray.enabled"),
+    ("gpu", {"ray": {"enabled": True}}, "set autoscaling.engine=none"),
+    (
+        "laptop",
+        {"data": {"maxCollections": 0}, "ray": {"enabled": True, "minReplicas": 2}},
+        "ray.minReplicas=2 must be",
+    ),
 ]
 
 

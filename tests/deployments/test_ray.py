@@ -40,7 +40,8 @@ def test_ray_serve_accepts_the_configuration():
     schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
     read = schema.ServeDeploySchema.model_validate(CONFIGURATION)
     assert [one.name for one in read.applications] == ["rag-posfix"]
-    assert read.http_options.host == "127.0.0.1"
+    assert read.http_options.host == "0.0.0.0"  # a load balancer reaches every machine,
+    assert APPLICATION["args"]["allow_anonymous"] is False  # with a key
     assert CONFIGURATION["http_options"]["request_timeout_s"] > ServiceSettings().request_timeout_seconds
 
 
@@ -58,11 +59,25 @@ def test_the_application_is_made_of_an_ingress_and_a_model(tmp_path):
     from ray.serve._private.build_app import build_app
 
     service = {"data_dir": str(tmp_path), "max_concurrent": 4}
-    built = build_app(application({**APPLICATION["args"], "service": service}), name="a", default_runtime_env={})
+    args = {**APPLICATION["args"], "service": service, "allow_anonymous": True}
+    built = build_app(application(args), name="a", default_runtime_env={})
     model, ingress = sorted(built.deployments, key=lambda one: one.name, reverse=True)
     assert (model.name, ingress.name) == ("Model", "Ingress")
     assert model.max_ongoing_requests == 4 + 32
     assert model.ray_actor_options["num_cpus"] == 1
+
+
+@pytest.mark.parametrize(("fields", "seconds"), [({}, 310), ({"graceful_shutdown_seconds": 0}, 0)])
+def test_replicas_that_are_stopped_finish_their_answers_and_scaling_waits_as_it_is_told(fields, seconds, tmp_path):
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from ray.serve._private.build_app import build_app
+
+    fields |= {"upscale_delay_seconds": 5, "downscale_delay_seconds": 60, "service": {"data_dir": str(tmp_path)}}
+    built = build_app(application({"allow_anonymous": True, **fields}), name="a", default_runtime_env={})
+    configs = {each.name: each._deployment_config for each in built.deployments}
+    assert {config.graceful_shutdown_timeout_s for config in configs.values()} == {seconds}
+    scaling = configs["Model"].autoscaling_config
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (5, 60)
 
 
 @pytest.mark.parametrize(

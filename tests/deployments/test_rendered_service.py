@@ -109,6 +109,35 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path):
 
 @pytest.mark.weights
 @pytest.mark.slow
+def test_the_index_job_writes_what_the_service_answers_from(tmp_path):
+    values = merged(values_of("laptop"), {"index": {"size": "1Gi"}, "indexJob": {"enabled": True}})
+    (job,) = one_of("Job", values)["spec"]["template"]["spec"]["containers"]
+    environment = one_of("ConfigMap", values)["data"]
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "bridge.md").write_text("# Bridges\n\nThe bridge of Arvo was built in 1911.\n")
+    paths = {"/documents": str(tmp_path / "documents"), "/index": str(tmp_path / "index")}
+    command = [sys.executable, "-m", "rag_posfix.cli.main", *(paths.get(each, each) for each in job["args"])]
+    command.insert(3, *job["command"][1:])
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("RAG_POSFIX")}
+    variables = (
+        inherited | environment | {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir()), "HOME": os.environ["HOME"]}
+    )
+    subprocess.run(command, env=variables, check=True, timeout=300, capture_output=True)
+    folders = {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir()), "RAG_POSFIX_INDEX": paths["/index"]}
+    process, log = start(environment, tmp_path, **folders)
+    try:
+        assert wait_for(process, log, "ready: "), log.read_text()
+        port = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
+        body = {"messages": [{"role": "user", "content": "When was the bridge of Arvo built?"}], "max_tokens": 8}
+        answer = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60).json()
+        assert "1911" in answer["documents"][0]["text"]
+    finally:
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.weights
+@pytest.mark.slow
 def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path):
     store = f"qdrant:path={tmp_path / 'empty'},collection=docs"
     values = merged(values_of("laptop"), {"retrieval": {"collectionStore": store}})

