@@ -102,23 +102,26 @@ def sentinel() -> Iterator[Deployment]:
 
 
 @contextmanager
-def cluster() -> Iterator[Deployment]:
-    """Three masters with a third of the keys each, and a replica of the first."""
+def cluster(replicas: int = 1) -> Iterator[Deployment]:
+    """Three masters with a third of the keys each, and replicas of as many of them."""
     options: dict[str, Any] = {
         "cluster-enabled": "yes", "cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0",
     }  # fmt: skip
     with ExitStack() as servers:
-        nodes = [servers.enter_context(RedisServer(**options)) for _ in range(4)]
+        nodes = [servers.enter_context(RedisServer(**options)) for _ in range(3 + replicas)]
         first, replica = nodes[0], nodes[3]
         for number, node in enumerate(nodes[:3]):
             slots = range(16384 * number // 3, 16384 * (number + 1) // 3)
             node.command("CLUSTER", "ADDSLOTS", *map(str, slots))
         for node in nodes[1:]:
             first.command("CLUSTER", "MEET", "127.0.0.1", str(node.port))
-        wait_until(lambda: all(_knows(node, 4) for node in nodes), 30)
-        wait_until(lambda: replica.command("CLUSTER", "REPLICATE", _identity(first)).startswith(b"+OK"), 30)
+        wait_until(lambda: all(_knows(node, len(nodes)) for node in nodes), 30)
+        for master, follower in zip(nodes, nodes[3:], strict=False):
+            command = ("CLUSTER", "REPLICATE", _identity(master))
+            wait_until(lambda node=follower, words=command: node.command(*words).startswith(b"+OK"), 30)
         wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes), 30)
-        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
+        linked = b"master_link_status:up"
+        wait_until(lambda: all(linked in node.command("INFO", "replication") for node in nodes[3:]), 30)
         time.sleep(1)  # until every node has heard of the replica
 
         def kill() -> None:
@@ -239,7 +242,7 @@ def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: st
     """Ask before, during and after ``fault``; with ``tier``, also until that tier has hits again."""
     questions = min(QUESTIONS, max(40, int(50 * seconds)))  # more than the memory tier keeps
     _ask_each(url, range(questions))  # the tier below it has them all
-    with Load(url, questions=questions).running() as load:
+    with Load([url], questions=questions).running() as load:
         before = load.during(seconds)
         hits = tier_hits(url, tier) if tier else 0.0
         started = time.monotonic()
