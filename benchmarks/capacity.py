@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 
 RATES = (1, 100, 1000)
+INDEX_BYTES, SEARCH_SECONDS = 1786, 0.0012  # of a document, and processor time mapped: vector-search-1m.json
+HTTP_SECONDS = 0.0031  # processor time of a cached answer: docs/operations.md
+ANSWER_BYTES, ANSWER_SECONDS = 4096, 86_400  # an entry of the answer cache, assumed, and its default lifetime
 _DISTINCT, _SKEW = 16, 0.8  # of the check
 
 
@@ -189,7 +192,10 @@ def fleet(model: Decoder, device: Device, work: Workload, documents: int, rate: 
     """
     fit = memory_of(model, device, work)[1]
     result: dict[str, float] = {
-        "vectors_gb": documents * 384 * 4 / 1e9,
+        "index_gb": documents * INDEX_BYTES / 1e9,
+        "search_cores": rate * SEARCH_SECONDS,
+        "http_cores": rate * HTTP_SECONDS,
+        "answers_gb": rate * (1 - work.answered) * ANSWER_SECONDS * ANSWER_BYTES / 1e9,
         "all_passages_tb": documents * work.passage_tokens * model.kv_bytes_per_token / 1e12,
     }
     for name, kept in (("routed", gpus * fit), ("alone", fit)):
@@ -244,6 +250,7 @@ def _measured(memory_bytes: int, drawn: Sequence[Sequence[int]], answer_tokens: 
     """Ask one question after another; return sums over the second half of them, in seconds of processor time."""
     from langchain_core.documents import Document
 
+    from rag_posfix.caching.kv.store import PassageStore
     from rag_posfix.contracts.answer import Question
     from rag_posfix.pipeline.build import build_pipeline
     from rag_posfix.settings import CacheSettings, PassageStoreSettings, Settings
@@ -263,7 +270,7 @@ def _measured(memory_bytes: int, drawn: Sequence[Sequence[int]], answer_tokens: 
             if number >= len(drawn) // 2:
                 values = (seconds, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
                 sums = {name: sums[name] + value for name, value in zip(sums, values, strict=True)}
-        if pipeline.passages is not None:
+        if isinstance(pipeline.passages, PassageStore):
             tier = pipeline.passages.stats()["tiers"][0]
             sums["entry_bytes"] = tier["bytes"] / tier["entries"]
     return sums

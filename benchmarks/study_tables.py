@@ -112,6 +112,18 @@ def capacity_plan(heads: Sequence[Head]) -> Iterator[Row]:
         ]  # fmt: skip
 
 
+def capacity_parts(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per part of the fleet without GPUs: its size at each share of cached answers."""
+    summary = heads[0]["summary"]["fleet"]
+    yield ["part", *summary]
+    names = {
+        "index_gb": "index, GB on each machine", "search_cores": "search, cores", "http_cores": "HTTP, cores",
+        "answers_gb": "answers in Redis, GB", "all_passages_tb": "keys and values of all passages, TB",
+    }  # fmt: skip
+    for name, title in names.items():
+        yield [title, *(f"{row[name]:.1f}" for row in summary.values())]
+
+
 def capacity_fleet(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per share of cached answers and way to spread requests: what 50 GPUs do, and GPUs for 1,000/s."""
     yield ["answer cache", "requests", "different passages on GPUs", "found there", "50 GPUs", "GPUs for 1,000/s"]
@@ -377,6 +389,7 @@ STUDY_LAYOUTS = {
     "capacity": capacity_check,
     "capacity-plan": capacity_plan,
     "capacity-fleet": capacity_fleet,
+    "capacity-parts": capacity_parts,
     "ray-routing": ray_routing,
     "device-calls": device_calls,
     "equal-under-load": equal_under_load,

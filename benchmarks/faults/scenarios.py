@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -117,8 +118,7 @@ def cluster(replicas: int = 1) -> Iterator[Deployment]:
             first.command("CLUSTER", "MEET", "127.0.0.1", str(node.port))
         wait_until(lambda: all(_knows(node, len(nodes)) for node in nodes), 30)
         for master, follower in zip(nodes, nodes[3:], strict=False):
-            command = ("CLUSTER", "REPLICATE", _identity(master))
-            wait_until(lambda node=follower, words=command: node.command(*words).startswith(b"+OK"), 30)
+            wait_until(partial(_follows, follower, master), 30)
         wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes), 30)
         linked = b"master_link_status:up"
         wait_until(lambda: all(linked in node.command("INFO", "replication") for node in nodes[3:]), 30)
@@ -138,6 +138,10 @@ def _leads(node: RedisServer) -> bool:
         return b"role:master" in node.command("INFO", "replication")
     except OSError:  # a server that becomes the master closes its connections
         return False
+
+
+def _follows(node: RedisServer, master: RedisServer) -> bool:
+    return node.command("CLUSTER", "REPLICATE", _identity(master)).startswith(b"+OK")
 
 
 def _knows(node: RedisServer, count: int) -> bool:

@@ -115,7 +115,8 @@ def _receive(connection: socket.socket) -> bytes:
 class Load:
     """Connections that ask at a bounded pace until the block ends; one waits ``pause`` seconds between requests.
 
-    Several services are asked in turn; the next one also if a connection breaks, as load balancers do.
+    Several services are asked in turn; the next one also if a connection breaks or the status is 503, as load
+    balancers do.
     """
 
     urls: Sequence[str]
@@ -160,7 +161,8 @@ class Load:
             for connection in connections:
                 with suppress(OSError, ValueError):
                     status, answer = connection.post(CHAT, body)
-                    break
+                    if status != 503:  # such as not_ready
+                        break
             seconds = time.monotonic() - began
             wrong = status == 200 and text_of(answer) != correct_answer(number)
             self.outcomes.append(Outcome(began, seconds, status, wrong))

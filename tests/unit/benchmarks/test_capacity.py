@@ -111,7 +111,9 @@ def test_routed_gpus_keep_different_passages():
     result = fleet(MODEL, DEVICE, WORK, documents=100_000, rate=100, gpus=4)
     assert (result["routed_passages"], result["alone_passages"]) == (10_000, 2500)
     assert (result["routed_share"], result["alone_share"]) == (pytest.approx(0.1), pytest.approx(0.025))
-    assert result["vectors_gb"] == pytest.approx(0.1536)  # 100,000 x 384 x 4 bytes
+    assert result["index_gb"] == pytest.approx(0.1786)  # 100,000 x 1,786 bytes
+    assert (result["search_cores"], result["http_cores"]) == (pytest.approx(0.12), pytest.approx(0.31))
+    assert result["answers_gb"] == pytest.approx(28.31, abs=0.01)  # 100/s x 0.8 x 86,400 s x 4,096 bytes
     assert result["all_passages_tb"] == pytest.approx(0.2)  # 100,000 x 2 MB
     row = plan(MODEL, DEVICE, replace(WORK, stored=result["routed_share"]))
     assert result["routed_rate_of_all"] == pytest.approx(4 * row["rate_of_replica"] / 0.8)
