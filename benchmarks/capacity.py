@@ -220,7 +220,7 @@ def check(questions: int) -> dict[str, Any]:
     warm = _measured(1 << 30, drawn[:8] * 2, 1)
     token_s = first["seconds"] / first["prompt_tokens"]
     step_s = (longer["seconds"] - first["seconds"]) / (longer["answer_tokens"] - first["answer_tokens"])
-    passage_tokens = warm["cached_tokens"] / first["prompt_tokens"]
+    passage_tokens = warm["cached_tokens"] / warm["prompt_tokens"]
     rooms = {}
     for fit in (4, 10):
         row = _measured(int((fit + 0.5) * (warm["entry_bytes"] + 1024)), drawn, 5)
