@@ -108,14 +108,15 @@ def capacity_plan(heads: Sequence[Head]) -> Iterator[Row]:
         yield [
             name, f"{row['passages_on_gpu']:,}", percent(row["share_on_gpu"]), percent(row["share_from_redis"]),
             f"{row['prefill_ms']:.1f} ms", f"{row['step_ms']:.1f} ms", f"{row['answer_s']:.1f} s",
-            ", ".join(map(str, row["replicas"])), ", ".join(f"{rate:.2g}" for rate in row["redis_gbit_s"]),
+            ", ".join(map(str, row["replicas"])),
+            ", ".join(f"{float(f'{rate:.2g}'):g}" for rate in row["redis_gbit_s"]),
         ]  # fmt: skip
 
 
 def capacity_parts(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per part of the fleet without GPUs: its size at each share of cached answers."""
     summary = heads[0]["summary"]["fleet"]
-    yield ["part", *summary]
+    yield ["part", *(name.replace("%", " %") for name in summary)]
     names = {
         "index_gb": "index, GB on each machine", "search_cores": "search, cores", "http_cores": "HTTP, cores",
         "answers_gb": "answers in Redis, GB", "all_passages_tb": "keys and values of all passages, TB",
@@ -130,7 +131,8 @@ def capacity_fleet(heads: Sequence[Head]) -> Iterator[Row]:
     for answered, row in heads[0]["summary"]["fleet"].items():
         for name, title in (("routed", "routed by passage"), ("alone", "spread at random")):
             cells = (row[f"{name}_passages"], percent(row[f"{name}_share"]), row[f"{name}_rate_of_all"])
-            yield [answered, title, f"{cells[0]:,}", cells[1], f"{cells[2]:,.0f}/s", str(row[f"{name}_gpus"])]
+            kept, share, rate = f"{cells[0]:,}", cells[1], f"{cells[2]:,.0f}/s"
+            yield [answered.replace("%", " %"), title, kept, share, rate, str(row[f"{name}_gpus"])]
 
 
 def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:

@@ -69,7 +69,8 @@ def test_server_and_service_agree_on_name_and_window():
 def test_the_service_names_each_server_and_each_server_has_a_gpu_of_its_own():
     services = yaml.safe_load(with_defaults(COMPOSE))["services"]
     servers = {name: each for name, each in services.items() if name.startswith("vllm")}
-    hosts = [urlsplit(url).hostname for url in parse_remote(services["service"]["environment"]["RAG_POSFIX_MODEL"]).urls]
+    model = parse_remote(services["service"]["environment"]["RAG_POSFIX_MODEL"])
+    hosts = [urlsplit(url).hostname for url in model.urls]
     assert sorted(hosts) == sorted(servers) == sorted(services["service"]["depends_on"])
     devices = [each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for each in servers.values()]
     assert len({tuple(ids) for ids in devices}) == len(servers)
