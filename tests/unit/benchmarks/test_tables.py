@@ -163,7 +163,7 @@ def test_a_fault_has_a_row_and_statuses_that_no_document_has_are_counted():
         },
     }
     lines = table([head]).splitlines()
-    assert lines[2:] == ["| redis killed | 40 | 0 | 1 | 2 | - | 1.5 | - | - |"]
+    assert lines[2:] == ["| redis killed | 40 | 0 | 1 | 2 | 1.5 |"]
 
 
 def test_every_load_stands_beside_its_limit():
