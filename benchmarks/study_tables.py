@@ -77,10 +77,12 @@ def service_load(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def faults(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per fault: requests; failed, wrong and lost answers; and the cost."""
-    yield ["fault", *FAULT_COLUMNS.values()]
-    for name, row in heads[0]["summary"].items():
-        yield [name, *(_cell(row.get(column)) for column in FAULT_COLUMNS)]
+    """Yield a row per fault: requests; failed, wrong and lost answers; and the cost, each if a row has it."""
+    rows = heads[0]["summary"]
+    columns = {name: title for name, title in FAULT_COLUMNS.items() if any(name in row for row in rows.values())}
+    yield ["fault", *columns.values()]
+    for name, row in rows.items():
+        yield [name, *(_cell(row.get(column)) for column in columns)]
 
 
 def _cell(value: Any) -> str:
@@ -88,12 +90,49 @@ def _cell(value: Any) -> str:
 
 
 def capacity_check(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per distribution of service times: mean seconds that the queueing formula predicts, and measured."""
-    yield ["service times", "places busy", "predicted", "measured", "ratio"]
-    for name, row in heads[0]["summary"]["check"].items():
-        predicted, measured = row["predicted_response_s"], row["measured_response_s"]
-        ratio = f"{row['measured_to_predicted']:.2f}"
-        yield [name, percent(row["load"]), f"{predicted:.3f} s", f"{measured:.3f} s", ratio]
+    """Yield a row per size of the memory for passages: hit share and rate, as planned and as measured."""
+    yield ["passages in memory", "hit share, planned", "measured", "questions/s, planned", "measured", "ratio"]
+    for fit, row in heads[0]["summary"]["check"]["rooms"].items():
+        planned, rate = row["predicted_rate"], row["measured_rate"]
+        shares = (percent(row["predicted_share"]), percent(row["measured_share"]))
+        yield [f"{fit} of 16", *shares, f"{planned:.3f}", f"{rate:.3f}", f"{rate / planned:.2f}"]
+
+
+def capacity_plan(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per decoder and GPU: memory for passages, where they come from, and replicas."""
+    yield [
+        "model, GPU", "passages on the GPU", "found there", "from Redis", "prefill", "step", "answer at 100/s",
+        "replicas at 1, 100, 1,000/s", "from Redis, Gbit/s",
+    ]  # fmt: skip
+    for name, row in heads[0]["summary"]["plan"].items():
+        yield [
+            name, f"{row['passages_on_gpu']:,}", percent(row["share_on_gpu"]), percent(row["share_from_redis"]),
+            f"{row['prefill_ms']:.1f} ms", f"{row['step_ms']:.1f} ms", f"{row['answer_s']:.1f} s",
+            ", ".join(map(str, row["replicas"])),
+            ", ".join(f"{float(f'{rate:.2g}'):g}" for rate in row["redis_gbit_s"]),
+        ]  # fmt: skip
+
+
+def capacity_parts(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per part of the fleet without GPUs: its size at each share of cached answers."""
+    summary = heads[0]["summary"]["fleet"]
+    yield ["part", *(name.replace("%", " %") for name in summary)]
+    names = {
+        "index_gb": "index, GB on each machine", "search_cores": "search, cores", "http_cores": "HTTP, cores",
+        "answers_gb": "answers in Redis, GB", "all_passages_tb": "keys and values of all passages, TB",
+    }  # fmt: skip
+    for name, title in names.items():
+        yield [title, *(f"{row[name]:.1f}" for row in summary.values())]
+
+
+def capacity_fleet(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per share of cached answers and way to spread requests: what 50 GPUs do, and GPUs for 1,000/s."""
+    yield ["answer cache", "requests", "different passages on GPUs", "found there", "50 GPUs", "GPUs for 1,000/s"]
+    for answered, row in heads[0]["summary"]["fleet"].items():
+        for name, title in (("routed", "routed by passage"), ("alone", "spread at random")):
+            cells = (row[f"{name}_passages"], percent(row[f"{name}_share"]), row[f"{name}_rate_of_all"])
+            kept, share, rate = f"{cells[0]:,}", cells[1], f"{cells[2]:,.0f}/s"
+            yield [answered.replace("%", " %"), title, kept, share, rate, str(row[f"{name}_gpus"])]
 
 
 def ray_routing(heads: Sequence[Head]) -> Iterator[Row]:
@@ -348,7 +387,11 @@ STUDY_LAYOUTS = {
     "first-answer": first_answer,
     "service-load": service_load,
     "service-faults": faults,
+    "fleet": faults,
     "capacity": capacity_check,
+    "capacity-plan": capacity_plan,
+    "capacity-fleet": capacity_fleet,
+    "capacity-parts": capacity_parts,
     "ray-routing": ray_routing,
     "device-calls": device_calls,
     "equal-under-load": equal_under_load,

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -102,18 +103,20 @@ def sentinel() -> Iterator[Deployment]:
 
 
 @contextmanager
-def cluster() -> Iterator[Deployment]:
-    """Three masters with a third of the keys each, and a replica of the first."""
+def cluster(replicas: int = 1) -> Iterator[Deployment]:
+    """Three masters with a third of the keys each, and replicas of as many of them."""
     options: dict[str, Any] = {
         "cluster-enabled": "yes", "cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0",
     }  # fmt: skip
     with ExitStack() as servers:
-        nodes = [servers.enter_context(RedisServer(**options)) for _ in range(4)]
+        nodes = [servers.enter_context(RedisServer(**options)) for _ in range(3 + replicas)]
         first, replica = nodes[0], nodes[3]
-        form_cluster(nodes[:3], [replica])
-        wait_until(lambda: replica.command("CLUSTER", "REPLICATE", node_id(first)).startswith(b"+OK"), 30)
+        form_cluster(nodes[:3], nodes[3:])
+        for master, follower in zip(nodes, nodes[3:], strict=False):
+            wait_until(partial(_follows, follower, master), 30)
         wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes), 30)
-        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
+        linked = b"master_link_status:up"
+        wait_until(lambda: all(linked in node.command("INFO", "replication") for node in nodes[3:]), 30)
         time.sleep(1)  # until every node has heard of the replica
 
         def kill() -> None:
@@ -130,6 +133,10 @@ def _leads(node: RedisServer) -> bool:
         return b"role:master" in node.command("INFO", "replication")
     except OSError:  # a server that becomes the master closes its connections
         return False
+
+
+def _follows(node: RedisServer, master: RedisServer) -> bool:
+    return node.command("CLUSTER", "REPLICATE", node_id(master)).startswith(b"+OK")
 
 
 FAILOVERS: dict[str, Callable[[], AbstractContextManager[Deployment]]] = {
@@ -226,7 +233,7 @@ def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: st
     """Ask before, during and after ``fault``; with ``tier``, also until that tier has hits again."""
     questions = min(QUESTIONS, max(40, int(50 * seconds)))  # more than the memory tier keeps
     _ask_each(url, range(questions))  # the tier below it has them all
-    with Load(url, questions=questions).running() as load:
+    with Load([url], questions=questions).running() as load:
         before = load.during(seconds)
         hits = tier_hits(url, tier) if tier else 0.0
         started = time.monotonic()

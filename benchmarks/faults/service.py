@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,17 @@ def _receive(connection: socket.socket) -> bytes:
 
 @dataclass
 class Load:
-    """Connections that ask at a bounded pace until the block ends; one waits ``pause`` seconds between requests."""
+    """Connections that ask at a bounded pace until the block ends; one waits ``pause`` seconds between requests.
 
-    url: str
+    Several services are asked in turn; the next one also if a connection breaks or the status is 503, as load
+    balancers do.
+    """
+
+    urls: Sequence[str]
     connections: int = 4
     pause: float = 0.01
     questions: int = QUESTIONS
+    body: Callable[[int], bytes] = body_of
     outcomes: list[Outcome] = field(default_factory=list)
 
     @contextmanager
@@ -147,19 +152,22 @@ class Load:
 
     def _ask(self, seed: int, stop: threading.Event) -> None:
         chance = random.Random(seed)
-        connection = Connection(self.url)
+        connections = [Connection(url) for url in self.urls]
         while not stop.wait(self.pause):
             number = chance.randrange(self.questions)
-            body = body_of(number)
-            began = time.monotonic()
-            try:
-                status, answer = connection.post(CHAT, body)
-            except (OSError, ValueError):
-                status, answer = 0, b""
+            body = self.body(number)
+            began, status, answer = time.monotonic(), 0, b""
+            connections.append(connections.pop(0))
+            for connection in connections:
+                with suppress(OSError, ValueError):
+                    status, answer = connection.post(CHAT, body)
+                    if status != 503:  # such as not_ready
+                        break
             seconds = time.monotonic() - began
             wrong = status == 200 and text_of(answer) != correct_answer(number)
             self.outcomes.append(Outcome(began, seconds, status, wrong))
-        connection.close()
+        for connection in connections:
+            connection.close()
 
 
 def text_of(body: bytes) -> str:

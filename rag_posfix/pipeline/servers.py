@@ -48,10 +48,10 @@ def _limits(settings: Settings) -> ServerLimits:
 
 def connect_with(settings: Settings) -> Callable[[str], Connection]:
     """Return a function that connects to the server of a reranker; only the remote model's own server gets its key."""
-    model_url = parse_remote(settings.model).url if is_remote(settings.model) else ""
+    model_urls = parse_remote(settings.model).urls if is_remote(settings.model) else ()
 
     def connect(url: str) -> Connection:
-        own = urlsplit(url)[:2] == urlsplit(model_url)[:2]
+        own = urlsplit(url)[:2] in {urlsplit(model_url)[:2] for model_url in model_urls}
         return Connection(
             url, _key_of(settings) if own else None, _limits(settings), check_cancelled, remaining_seconds
         )

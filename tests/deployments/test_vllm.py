@@ -6,10 +6,12 @@ import itertools
 import re
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
+from rag_posfix.generation.remote.address import parse_remote
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import RemoteSettings, Settings
 from tests.support.compose_file import compose_parser, with_defaults
@@ -40,7 +42,7 @@ def check(settings: Settings) -> None:
 def test_the_compose_specification_accepts_the_file():
     parsed = compose_parser()(with_defaults(COMPOSE))
     parsed.validate()
-    assert {"service", "vllm"} <= set(parsed.service_names())
+    assert {"service", "vllm-0", "vllm-1"} <= set(parsed.service_names())
 
 
 def test_the_containers_settings_start_without_a_model(monkeypatch, tmp_path):
@@ -56,11 +58,23 @@ def test_the_containers_settings_start_without_a_model(monkeypatch, tmp_path):
 
 def test_server_and_service_agree_on_name_and_window():
     services = yaml.safe_load(with_defaults(COMPOSE))["services"]
-    command = services["vllm"]["command"]
+    assert services["vllm-0"]["command"] == services["vllm-1"]["command"]
+    command = services["vllm-0"]["command"]
     options = dict(itertools.pairwise(command))
     assert options["--served-model-name"] == "served"
     assert options["--max-model-len"] == services["service"]["environment"]["RAG_POSFIX_REMOTE_CONTEXT_WINDOW"]
-    assert "ports" not in services["vllm"], "only the service is reachable"
+    assert all("ports" not in services[name] for name in ("vllm-0", "vllm-1")), "only the service is reachable"
+
+
+def test_the_service_names_each_server_and_each_server_has_a_gpu_of_its_own():
+    services = yaml.safe_load(with_defaults(COMPOSE))["services"]
+    servers = {name: each for name, each in services.items() if name.startswith("vllm")}
+    model = parse_remote(services["service"]["environment"]["RAG_POSFIX_MODEL"])
+    hosts = [urlsplit(url).hostname for url in model.urls]
+    assert sorted(hosts) == sorted(servers) == sorted(services["service"]["depends_on"])
+    devices = [each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for each in servers.values()]
+    assert len({tuple(ids) for ids in devices}) == len(servers)
+    assert len(parse_remote(VALUES["model"]["name"]).urls) == 2
 
 
 def test_every_variable_is_in_the_example():

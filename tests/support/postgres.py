@@ -8,35 +8,58 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.letter_embeddings import LetterEmbeddings
 
 
+class PostgresServer:
+    """A server in a folder that user postgres may write to; ``start`` after ``kill`` finds its data again."""
+
+    def __init__(self, tools: Path, folder: Path) -> None:
+        as_postgres = ["runuser", "-u", "postgres", "--"]
+        subprocess.run(["install", "-d", "-o", "postgres", folder], check=True)
+        subprocess.run([*as_postgres, tools / "initdb", "-D", folder / "data", "-A", "trust", "-N"], check=True,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        self.url = f"postgresql+psycopg://postgres@/postgres?host={folder}"
+        self._options = f"-k {folder} -c listen_addresses= -c fsync=off"
+        self._control = [*as_postgres, tools / "pg_ctl", "-D", folder / "data", "-w", "-l", folder / "log"]
+
+    def start(self) -> None:
+        subprocess.run([*self._control, "-o", self._options, "start"], check=True, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """End it at once: open connections break, and what was not committed is lost."""
+        subprocess.run([*self._control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL)
+
+
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """Run PostgreSQL from the path, or Debian's, and yield its connection string; skip without one."""
+def postgres() -> Iterator[PostgresServer]:
+    """Run PostgreSQL from the path, or Debian's; skip without one."""
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     program = shutil.which("postgres") or (programs[-1] if programs else None)
     if program is None or shutil.which("runuser") is None:
         pytest.skip("PostgreSQL or runuser is not installed")
     tools, folder = Path(program).resolve().parent, Path(f"/tmp/rag-posfix-pg-{uuid.uuid4().hex[:9]}")
-    subprocess.run(["install", "-d", "-o", "postgres", folder], check=True)
-    as_postgres = ["runuser", "-u", "postgres", "--"]
-    subprocess.run([*as_postgres, tools / "initdb", "-D", folder / "data", "-A", "trust", "-N"], check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
-    options = f"-k {folder} -c listen_addresses= -c fsync=off"
-    control = [*as_postgres, tools / "pg_ctl", "-D", folder / "data", "-w", "-l", folder / "log"]
-    subprocess.run([*control, "-o", options, "start"], check=True, stdout=subprocess.DEVNULL)
+    server = PostgresServer(tools, folder)
+    server.start()
     try:
-        yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+        yield server
     finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL)
+        server.kill()
         shutil.rmtree(folder)
 
 
-def pgvector_collection(url: str, documents: list, ids: list[str]) -> None:
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """Run PostgreSQL and yield its connection string; skip without one."""
+    with postgres() as server:
+        yield server.url
+
+
+def pgvector_collection(url: str, documents: list, ids: list[str], embeddings: Any = None) -> None:
     """Make langchain's collection ``docs`` on a server; skips if the server has no pgvector."""
     import sqlalchemy
     from langchain_postgres.vectorstores import PGVector
@@ -48,5 +71,7 @@ def pgvector_collection(url: str, documents: list, ids: list[str]) -> None:
     engine.dispose()
     if not has_extension:
         pytest.skip("this PostgreSQL has no pgvector")
-    store = PGVector.from_documents(documents, LetterEmbeddings(), connection=url, collection_name="docs", ids=ids)
+    store = PGVector.from_documents(
+        documents, embeddings or LetterEmbeddings(), connection=url, collection_name="docs", ids=ids
+    )
     store.session_maker().get_bind().dispose()

@@ -142,8 +142,8 @@ class Upstream:
 
 
 @contextmanager
-def upstream(*replies: Reply | Answering) -> Iterator[Upstream]:
-    """Serve on a free port."""
+def upstream(*replies: Reply | Answering, port: int = 0) -> Iterator[Upstream]:
+    """Serve on ``port``, 0 for a free one."""
     script = Upstream(replies)
 
     class Handler(BaseHTTPRequestHandler):
@@ -194,7 +194,7 @@ def upstream(*replies: Reply | Answering) -> Iterator[Upstream]:
         def log_message(self, *_arguments: object) -> None:
             """Print nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

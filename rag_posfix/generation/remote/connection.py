@@ -31,6 +31,7 @@ from rag_posfix.errors import (
     UpstreamTimeoutError,
     missing_extra,
 )
+from rag_posfix.generation.remote.address import Servers
 
 if TYPE_CHECKING:
     import httpx2
@@ -69,6 +70,7 @@ class ServerLimits:
         connect_seconds: Time limit for opening a connection.
         read_seconds: How long the server may be silent: before the first token, and between two pieces of an answer.
         retries: Further attempts after status 429 or 503 or a failed connection, before any part of an answer came.
+            Every further server adds one attempt.
         concurrency: Requests of ``post_all`` that are sent at the same time, those of all questions together.
     """
 
@@ -83,10 +85,12 @@ class ServerLimits:
 
 
 class Connection:
-    """Connections to one server. Safe to share between threads.
+    """Connections to one server, or to several of one model. Safe to share between threads.
 
     Args:
-        url: Base URL of the server.
+        url: Base URL of the server, or those of several, separated by commas. The key of a request then decides which
+            server gets it. One that fails rests for 10 s, and its requests go to the next one in the order of their
+            key, if no part of the answer came.
         api_key: Sent as ``Authorization: Bearer``; None sends none. It is in no message and no log.
         check_cancelled: Called while an answer is awaited; what it raises ends the request and is raised there.
         remaining_seconds: Returns the seconds that the request of the running thread has left.
@@ -110,6 +114,7 @@ class Connection:
         except ImportError as error:
             raise missing_extra("httpx2", "remote") from error
         self.url = url
+        self.servers = Servers(url.split(","))
         self._limits = limits or ServerLimits()
         self._check_cancelled = check_cancelled
         self._remaining_seconds = remaining_seconds
@@ -126,7 +131,7 @@ class Connection:
         self.close = weakref.finalize(self, stack.close)  # the thread would outlive whoever forgets to close
         """Close all connections; running answers end with an error."""
 
-    def post(self, route: str, body: Event, max_tokens: int) -> Generator[Event, None, None]:
+    def post(self, route: str, body: Event, max_tokens: int, key: str = "") -> Generator[Event, None, None]:
         """Send a request and yield the JSON objects of its answer: one, or with ``stream`` one for each event.
 
         Nothing is sent before the first object is requested. Closing the iterator closes the connection.
@@ -135,6 +140,7 @@ class Connection:
             route: Path below the base URL.
             body: The JSON body; its ``stream`` selects the kind of answer.
             max_tokens: Tokens of the answer, which bound its size in bytes.
+            key: Content key of the passage that the prompt begins with; it chooses among several servers.
 
         Raises:
             UpstreamTimeoutError: the server was silent for longer than ``read_seconds``.
@@ -144,7 +150,7 @@ class Connection:
             PromptTooLongError: the server reports that the prompt exceeds its context window.
         """
         received: SimpleQueue[Event | None] = SimpleQueue()
-        task = self._start(route, body, max_tokens, received.put)
+        task = self._start(route, body, max_tokens, received.put, key)
         task.add_done_callback(lambda _: received.put(None))  # wakes whoever waits
         try:
             while True:
@@ -168,7 +174,12 @@ class Connection:
         return received[0]
 
     def post_all(
-        self, route: str, bodies: Sequence[Event], max_tokens: int, check: Callable[[], None] = lambda: None
+        self,
+        route: str,
+        bodies: Sequence[Event],
+        max_tokens: int,
+        check: Callable[[], None] = lambda: None,
+        keys: Sequence[str] | None = None,
     ) -> list[Event]:
         """Send requests together, none of them with ``stream``, and return the objects of their answers.
 
@@ -177,13 +188,16 @@ class Connection:
 
         Args:
             check: Called while answers are awaited; what it raises is raised here.
+            keys: The ``key`` of each request, as for ``post``.
 
         Raises:
             UpstreamError: as for ``post``, and with it the other errors of ``post``.
         """
         answers: list[list[Event]] = [[] for _ in bodies]
-        pairs = zip(bodies, answers, strict=True)
-        tasks = [self._start(route, body, max_tokens, answer.append, self._permits) for body, answer in pairs]
+        requests = zip(bodies, answers, [""] * len(bodies) if keys is None else keys, strict=True)
+        tasks = [
+            self._start(route, body, max_tokens, answer.append, key, self._permits) for body, answer, key in requests
+        ]
         pending = set(tasks)
         try:
             while pending:
@@ -204,12 +218,13 @@ class Connection:
         body: Event | None,
         max_tokens: int,
         emit: Callable[[Event], None],
+        key: str = "",
         permits: AbstractAsyncContextManager[Any] | None = None,
     ) -> Future[None]:
         max_bytes = _BASE_BYTES + _BYTES_PER_TOKEN * max_tokens
         permits = nullcontext() if permits is None else permits
         try:
-            run = partial(self._run, route, body, max_bytes, emit, self._remaining_seconds(), permits)
+            run = partial(self._run, route, body, max_bytes, emit, key, self._remaining_seconds(), permits)
             return self._portal.start_task_soon(run)
         except RuntimeError as error:
             raise GenerationError(f"the connection to {self.url} was closed; make another generator") from error
@@ -220,42 +235,61 @@ class Connection:
         body: Event | None,
         max_bytes: int,
         emit: Callable[[Event], None],
+        key: str,
         seconds: float,
         permits: AbstractAsyncContextManager[Any],
     ) -> None:
         """Repeat the request until an answer or the last retry; emit the objects of the answer. In the event loop.
 
-        ``permits`` is held during an attempt, not between attempts.
+        ``permits`` is held during an attempt, not between attempts. Another server is asked without a pause.
         """
         import anyio
         import httpx2
 
-        end = anyio.current_time() + seconds
-        for attempt in range(self._limits.retries + 1):
-            is_last = attempt == self._limits.retries
-            longest = None if is_last else min(LONGEST_PAUSE_SECONDS, end - anyio.current_time())
+        emitted: list[None] = []
+
+        def emit_next(event: Event) -> None:
+            emitted.append(None)
+            emit(event)
+
+        end, urls, tried = anyio.current_time() + seconds, self.servers.urls, set[str]()
+        last = self._limits.retries + len(urls) - 1
+        for attempt in range(last + 1):
+            url = self.servers.choose(key, tried)
+            tried = {*tried, url} if len(tried) < len(urls) else {url}
+            has_other = len(tried) < len(urls) and attempt < last
+            longest = min(LONGEST_PAUSE_SECONDS, end - anyio.current_time())
             try:
                 async with permits:
-                    pause = await self._attempt(route, body, max_bytes, emit, longest)
+                    pause = await self._attempt(
+                        url, route, body, max_bytes, emit_next,
+                        inf if has_other else None if attempt == last else longest,
+                    )  # fmt: skip
             except httpx2.TimeoutException as error:
-                _log.warning("the server at %s was silent for too long", self.url)
+                self.servers.rest(url)
+                _log.warning("the server at %s was silent for too long", url)
                 raise UpstreamTimeoutError(
-                    f"{self.url} was silent for {self._limits.read_seconds:g} s; raise "
+                    f"{url} was silent for {self._limits.read_seconds:g} s; raise "
                     "RAG_POSFIX_REMOTE_TIMEOUT_SECONDS, or use fewer passages"
                 ) from error
             except httpx2.SSEError as error:
-                raise UpstreamError(f"{self.url} sent no stream of events: {error}") from error
+                raise UpstreamError(f"{url} sent no stream of events: {error}") from error
             except (httpx2.HTTPError, httpx2.StreamError) as error:
-                raise UpstreamError(
-                    f"the connection to {self.url} failed in the middle of an answer ({type(error).__name__})"
-                ) from error
+                self.servers.rest(url)
+                if emitted or not has_other:
+                    raise UpstreamError(
+                        f"the connection to {url} failed in the middle of an answer ({type(error).__name__})"
+                    ) from error
+                pause = 0.0
             if pause is None:
                 return
-            backoff = _FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0)
-            await anyio.sleep(min(max(pause, backoff), LONGEST_PAUSE_SECONDS))
+            if not has_other:
+                backoff = _FIRST_PAUSE_SECONDS * 2 ** (attempt // len(urls)) * random.uniform(0.5, 1.0)
+                await anyio.sleep(min(max(pause, backoff), LONGEST_PAUSE_SECONDS))
 
     async def _attempt(
         self,
+        url: str,
         route: str,
         body: Event | None,
         max_bytes: int,
@@ -264,7 +298,8 @@ class Connection:
     ) -> float | None:
         """Emit the answer and return None, or return the seconds to wait before another attempt.
 
-        Without a body it is a GET. A ``longest_pause`` of None is for the last attempt.
+        Without a body it is a GET. A ``longest_pause`` of None is for the last attempt, infinity if another server is
+        next.
         """
         import httpx2
 
@@ -274,29 +309,32 @@ class Connection:
         async with AsyncExitStack() as stack:
             try:
                 response = await stack.enter_async_context(
-                    self._client.stream(method, self.url + route, json=body, headers=headers)
+                    self._client.stream(method, url + route, json=body, headers=headers)
                 )
             except (httpx2.ReadTimeout, httpx2.WriteTimeout):
                 raise  # the server may be at work: asking again would double it
             except httpx2.TransportError as error:
-                _log.warning("the server at %s cannot be reached (%s)", self.url, type(error).__name__)
+                self.servers.rest(url)
+                _log.warning("the server at %s cannot be reached (%s)", url, type(error).__name__)
                 if longest_pause is not None:
                     return 0.0
                 raise UpstreamError(
-                    f"{self.url} cannot be reached ({type(error).__name__}); check the URL, and that the server runs"
+                    f"{url} cannot be reached ({type(error).__name__}); check the URL, and that the server runs"
                 ) from error
             pause = _retry_after(response.headers.get("retry-after", ""))
-            if response.status_code in _RETRIED and longest_pause is not None and pause <= longest_pause:
+            failed = response.status_code >= 500
+            if failed:
+                self.servers.rest(url)
+            retried = response.status_code in _RETRIED or (failed and longest_pause == inf)
+            if retried and longest_pause is not None and pause <= longest_pause:
                 return pause
             if response.status_code != 200:
                 content = await _read_up_to(response, _ERROR_BYTES)
-                _log.warning("the server at %s answered with status %d", self.url, response.status_code)
-                raise failure_of_status(self.url, response.status_code, content, pause)
+                _log.warning("the server at %s answered with status %d", url, response.status_code)
+                raise failure_of_status(url, response.status_code, content, pause)
             async for data in _contents(response, max_bytes, stream=is_stream):
                 if data is None:
-                    raise UpstreamError(
-                        f"{self.url} sent more than {max_bytes} bytes, too much for the tokens asked for"
-                    )
+                    raise UpstreamError(f"{url} sent more than {max_bytes} bytes, too much for the tokens asked for")
                 try:
                     event = json.loads(data)
                 except (ValueError, RecursionError):
@@ -305,7 +343,7 @@ class Connection:
                     event = {"results": event}
                 if not isinstance(event, dict):
                     raise UpstreamError(
-                        f"{self.url} sent an answer that is no JSON object; is it an OpenAI-compatible server?"
+                        f"{url} sent an answer that is no JSON object; is it an OpenAI-compatible server?"
                     )
                 emit(event)
         return None

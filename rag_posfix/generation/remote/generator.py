@@ -90,7 +90,7 @@ class RemoteGenerator:
             ``max_completion_tokens`` alone, other servers know ``max_tokens``.
 
     Attributes:
-        fingerprint: Identity for cache keys: URL and name. What the server changes under that name is not seen.
+        fingerprint: Identity for cache keys: first URL and name. What servers change under that name is not seen.
         context_window: Token limit of prompt and answer together.
         encoder: Exact text, estimated tokens.
     """
@@ -105,7 +105,7 @@ class RemoteGenerator:
         judgements: ByteCache | None = None,
     ) -> None:
         self.model_id = model.name
-        self.fingerprint = content_hash("remote", model.url, model.name)
+        self.fingerprint = content_hash("remote", model.urls[0], model.name)
         self.context_window = context_window
         self.encoder = PieceEncoder()
         self._connection = connection
@@ -131,14 +131,17 @@ class RemoteGenerator:
 
     def _whole(self, request: GenerationRequest) -> Generation:
         started = time.perf_counter()
-        (answer,) = self._connection.post(_ROUTE, self._body(request, stream=False), request.sampling.max_tokens)
+        body = self._body(request, stream=False)
+        (answer,) = self._connection.post(_ROUTE, body, request.sampling.max_tokens, _server_key(request))
         return self._read(request, answer, started)
 
     def _voted(self, rows: Sequence[GenerationRequest], weights: Sequence[float]) -> Generation:
         """Return the answer that agrees most with those of the other rows, which are sent together."""
         started = time.perf_counter()
         bodies = [self._body(row, stream=False) for row in rows]
-        answers = self._connection.post_all(_ROUTE, bodies, rows[0].sampling.max_tokens)
+        answers = self._connection.post_all(
+            _ROUTE, bodies, rows[0].sampling.max_tokens, keys=[_server_key(row) for row in rows]
+        )
         read = [self._read(row, answer, started) for row, answer in zip(rows, answers, strict=True)]
         chosen = read[most_agreed([generation.text for generation in read], weights)]
         return replace(chosen, usage=sum_usage([generation.usage for generation in read]))
@@ -172,7 +175,8 @@ class RemoteGenerator:
             UnsupportedModelError: the server gives no log-probabilities of prompts.
         """
         question = len(self.encoder.decode(layout.tokens(layout.question)))
-        return tuple(self._judge.likelihood(self._passages_alone(layout, bare=bare), question))
+        keys = (*layout.keys, *[""] * bare)
+        return tuple(self._judge.likelihood(self._passages_alone(layout, bare=bare), question, keys))
 
     def _passages_alone(self, layout: Layout, *, bare: bool) -> list[list[ChatMessage]]:
         selections = [(index,) for index in range(layout.n_passages)] + [()] * bare
@@ -213,7 +217,8 @@ class RemoteGenerator:
         if len(rows) > 1:
             return self._vote_chunks(rows, weights)
         body = self._body(rows[0], stream=True)
-        return self._chunks(rows[0], self._connection.post(_ROUTE, body, request.sampling.max_tokens))
+        events = self._connection.post(_ROUTE, body, request.sampling.max_tokens, _server_key(rows[0]))
+        return self._chunks(rows[0], events)
 
     def _chunks(self, request: GenerationRequest, events: Events) -> Iterator[Chunk]:
         started = time.perf_counter()
@@ -339,6 +344,12 @@ class RemoteGenerator:
         )
 
 
+def _server_key(request: GenerationRequest) -> str:
+    """Return the key of the first passage, behind which prompts differ; of the whole prompt if it has no passage."""
+    layout = request.layout
+    return layout.keys[0] if layout.keys else content_hash(repr(layout.token_ids))
+
+
 def _no_text(message: object) -> NoAnswerError:
     """Return the error for an answer whose content is null: refused, or all tokens went into reasoning."""
     if isinstance(message, Mapping) and message.get("refusal"):
@@ -389,7 +400,7 @@ def open_remote(
     """Return a generator that asks an OpenAI-compatible server. Nothing is sent before the first answer.
 
     Args:
-        model: ``openai:NAME@URL``.
+        model: ``openai:NAME@URL``; several servers of the model: ``openai:NAME@URL,URL``.
         api_key: Sent as ``Authorization: Bearer`` to that server alone; None sends none.
         context_window: Token limit of prompt and answer together, on the server.
         token_limit_field: The field of the request that bounds the answer.

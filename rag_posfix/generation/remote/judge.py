@@ -110,18 +110,21 @@ class ServerJudge:
         Args:
             prompts: The messages of each prompt.
             keys: Content key of each prompt's passage, "" without one. Keys that were seen before are sent first, in
-                the order they were first seen: new passages then do not push them out of the server's cache.
+                the order they were first seen: new passages then do not push them out of the server's cache. Of
+                several servers, one gets all requests of a key.
             spellings: Those of yes and those of no.
             salt: Judgements are shared within a salt.
             check: Called while answers are awaited; what it raises ends the judgement.
         """
-        names = [content_hash("judgement-1", self._connection.url, self._model, salt, repr((prompt, spellings)))
+        server = self._connection.servers.urls[0]
+        names = [content_hash("judgement-1", server, self._model, salt, repr((prompt, spellings)))
                  for prompt in prompts]  # fmt: skip
         odds = {name: self._stored(name) for name in names}
         missing = [index for index in self._first_seen_first(keys) if odds[names[index]] is None]
         if missing:
             self.form(prompts[missing[0]], check)
-            values = self._ask([prompts[index] for index in missing], spellings, check)
+            servers = [keys[index] or names[index] for index in missing]
+            values = self._ask([prompts[index] for index in missing], servers, spellings, check)
             for index, value in zip(missing, values, strict=True):
                 odds[names[index]] = value
                 if self._cache is not None:
@@ -165,12 +168,13 @@ class ServerJudge:
     def _ask(
         self,
         prompts: Sequence[Sequence[ChatMessage]],
+        keys: Sequence[str],
         spellings: tuple[Sequence[str], Sequence[str]],
         check: Callable[[], None],
     ) -> list[float]:
         form, top = self._form or (Form.SAMPLES, 0)
         if form is not Form.SAMPLES:
-            answers = self._send(form, [self._body(form, prompt, top) for prompt in prompts], 1, check)
+            answers = self._send(form, [self._body(form, prompt, top) for prompt in prompts], 1, check, keys)
             return [_odds(_alternatives(form, answer), spellings) for answer in answers]
         bodies = [
             {**self._body(Form.CHAT, prompt, None), self._token_limit_field: _SAMPLE_TOKENS, "temperature": 1.0,
@@ -178,14 +182,20 @@ class ServerJudge:
             for prompt in prompts
             for seed in range(SAMPLES)
         ]  # fmt: skip
-        texts = [_text(answer) for answer in self._send(Form.CHAT, bodies, _SAMPLE_TOKENS, check)]
+        repeated = [key for key in keys for _ in range(SAMPLES)]
+        texts = [_text(answer) for answer in self._send(Form.CHAT, bodies, _SAMPLE_TOKENS, check, repeated)]
         return [_majority(texts[at : at + SAMPLES], spellings) for at in range(0, len(texts), SAMPLES)]
 
     def _send(
-        self, form: Form, bodies: Sequence[Event], max_tokens: int, check: Callable[[], None]
+        self,
+        form: Form,
+        bodies: Sequence[Event],
+        max_tokens: int,
+        check: Callable[[], None],
+        keys: Sequence[str] | None = None,
     ) -> Sequence[Event]:
         route = _COMPLETIONS if form is Form.COMPLETIONS else _CHAT
-        answers = self._connection.post_all(route, bodies, max_tokens, check)
+        answers = self._connection.post_all(route, bodies, max_tokens, check, keys)
         for answer in answers:
             if answer.get("error"):
                 raise UpstreamError(
@@ -201,7 +211,9 @@ class ServerJudge:
         body = {**shared, "messages": list(prompt), self._token_limit_field: 1}
         return body if top is None else {**body, "logprobs": True, "top_logprobs": top}
 
-    def likelihood(self, prompts: Sequence[Sequence[ChatMessage]], length: int) -> list[float]:
+    def likelihood(
+        self, prompts: Sequence[Sequence[ChatMessage]], length: int, keys: Sequence[str] | None = None
+    ) -> list[float]:
         """Return the mean log-probability of the end of each prompt, by completions that echo their prompt.
 
         vLLM may return wrong values for tokens that it took from its prefix cache: an end that begins in cached tokens
@@ -209,6 +221,7 @@ class ServerJudge:
 
         Args:
             length: Characters of the end.
+            keys: As for ``log_odds``.
 
         Raises:
             UnsupportedModelError: the server gives no log-probabilities of prompts.
@@ -216,7 +229,7 @@ class ServerJudge:
         bodies = [{**self._body(Form.COMPLETIONS, prompt, 1), "echo": True} for prompt in prompts]
         sizes = [len(body["prompt"]) for body in bodies]
         try:
-            answers = self._send(Form.COMPLETIONS, bodies, sum(sizes), lambda: None)
+            answers = self._send(Form.COMPLETIONS, bodies, sum(sizes), lambda: None, keys)
         except UpstreamError as error:
             if error.status not in (400, 404, 422, 501):
                 raise

@@ -163,7 +163,7 @@ def test_a_fault_has_a_row_and_statuses_that_no_document_has_are_counted():
         },
     }
     lines = table([head]).splitlines()
-    assert lines[2:] == ["| redis killed | 40 | 0 | 1 | 2 | - | 1.5 | - | - |"]
+    assert lines[2:] == ["| redis killed | 40 | 0 | 1 | 2 | 1.5 |"]
 
 
 def test_every_load_stands_beside_its_limit():
@@ -180,10 +180,20 @@ def test_every_load_stands_beside_its_limit():
     assert cells == ["p50 1.1 ms, p99 30.0 ms", "p50 44 ms, p99 64 ms", "49 complete", "-1.1 %"]
 
 
-def test_the_queueing_check_shows_what_was_predicted_and_measured():
-    found = {"load": 0.7, "predicted_response_s": 0.5, "measured_response_s": 0.6, "measured_to_predicted": 1.2}
-    head = {"kind": "capacity", "summary": {"check": {"equal": found}}}
-    assert table([head]).splitlines()[2] == "| equal | 70 % | 0.500 s | 0.600 s | 1.20 |"
+def test_the_check_of_the_capacity_shows_what_was_planned_and_measured():
+    room = {"predicted_share": 0.5, "measured_share": 0.46, "predicted_rate": 0.5, "measured_rate": 0.6}
+    head = {"kind": "capacity", "summary": {"check": {"rooms": {"4": room}}}}
+    assert table([head]).splitlines()[2] == "| 4 of 16 | 50 % | 46 % | 0.500 | 0.600 | 1.20 |"
+
+
+def test_faults_without_a_cost_have_no_column_of_it():
+    rows = {"none": {"requests": 5, "failed": 0}, "engine": {"requests": 7, "failed": 1, "recovered_s": 0.5}}
+    assert table([{"kind": "fleet", "summary": rows}]).splitlines() == [
+        "| fault | requests | failed | recovered after, s |",
+        "| --- | --- | --- | --- |",
+        "| none | 5 | 0 | - |",
+        "| engine | 7 | 1 | 0.5 |",
+    ]
 
 
 def test_calls_of_a_method_stand_beside_those_of_the_stock_model():

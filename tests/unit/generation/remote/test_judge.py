@@ -249,7 +249,10 @@ def test_a_server_without_scored_prompts_is_named(reply: Reply):
 
 
 def test_a_probe_bounds_its_answers_by_the_field_that_the_server_knows():
-    with asking(judge, token_limit_field="max_completion_tokens") as (generator, server):
+    def chatting(body: dict[str, Any]) -> Reply:
+        return judge(body) if "messages" in body else error(404, "no such route")
+
+    with asking(chatting, token_limit_field="max_completion_tokens") as (generator, server):
         generator.probe()
     chats = [body for body in server.bodies if "messages" in body]
     assert {(body.get("max_completion_tokens"), body.get("max_tokens")) for body in chats} == {(1, None)}

@@ -1,0 +1,232 @@
+"""Several servers of one remote model: who gets which passage, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.request import GenerationRequest, Sampling
+from rag_posfix.errors import ConfigError, OverloadedError, UpstreamError
+from rag_posfix.generation.remote import address
+from rag_posfix.generation.remote.address import RemoteModel, Servers, parse_remote
+from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
+from rag_posfix.plan.layout import Layout
+from tests.support.engine_process import EngineProcess
+from tests.support.upstream import Upstream, as_json, error, event, judging, piece, streamed, upstream, whole
+from tests.support.waiting import wait_until
+
+URLS = [f"http://10.0.0.{number}:8000/v1" for number in range(1, 5)]
+KEYS = [f"passage {number}" for number in range(4000)]
+YES, NO = ("Yes",), ("No",)
+
+
+def opened(urls: list[str], retries: int = 0) -> RemoteGenerator:
+    return open_remote(
+        f"openai:m@{','.join(urls)}", api_key="secret", limits=ServerLimits(connect_seconds=5, retries=retries)
+    )
+
+
+def layout_of(generator: RemoteGenerator, question: str, *texts: str) -> Layout:
+    documents = [Document(page_content=text) for text in texts]
+    return Assembler(generator.encoder, 8192).assemble(question, documents, order="original").layout
+
+
+def request_of(generator: RemoteGenerator, question: str, *texts: str) -> GenerationRequest:
+    return GenerationRequest(layout_of(generator, question, *texts), sampling=Sampling(max_tokens=32))
+
+
+def question_of(station: int) -> str:
+    return f"When did station {station} begin?"
+
+
+def station(number: int) -> str:
+    return f"Station {number} began in {1000 + number} beside the river"
+
+
+def test_several_urls_are_read_in_order():
+    model = parse_remote("openai:a@b@http://one:1/v1/,https://two")
+    assert model == RemoteModel("a@b", "http://one:1/v1,https://two/v1")
+    assert model.urls == ("http://one:1/v1", "https://two/v1")
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        ("http://one,http://one/v1", "given once"),
+        ("http://one,two", "a URL is http"),
+        ("http://one,", "a URL is http"),
+        ("http://one,ftp://two", "a URL is http"),
+        ("http://one,http://user:hidden@two", "API_KEY"),
+    ],
+)
+def test_a_wrong_further_url_is_refused(urls: str, message: str):
+    with pytest.raises(ConfigError, match=message) as refused:
+        parse_remote(f"openai:m@{urls}")
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_further_server_keeps_the_identity_of_the_model():
+    with closing(opened(URLS[:1])) as one, closing(opened(URLS[:2])) as two, closing(opened(URLS[1:2])) as other:
+        assert one.fingerprint == two.fingerprint != other.fingerprint
+
+
+def test_a_further_server_takes_its_share_and_moves_no_other_passage():
+    three, four = Servers(URLS[:3]), Servers(URLS)
+    before, after = ([servers.choose(key) for key in KEYS] for servers in (three, four))
+    assert all(abs(count / len(KEYS) - 1 / 3) < 0.03 for count in Counter(before).values())
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {URLS[3]}
+    assert abs(len(moved) / len(KEYS) - 1 / 4) < 0.03  # 1 of 4 servers is new
+
+
+def test_the_order_of_the_servers_in_the_setting_does_not_matter():
+    assert [Servers(URLS).choose(key) for key in KEYS] == [Servers(URLS[::-1]).choose(key) for key in KEYS]
+
+
+def test_a_server_that_rests_is_chosen_only_if_all_others_were_tried(monkeypatch):
+    servers = Servers(URLS[:2])
+    first, second = (key_server := servers.choose("p")), next(url for url in URLS[:2] if url != key_server)
+    servers.rest(first)
+    assert servers.choose("p") == second
+    assert servers.choose("p", {second}) == first
+    monkeypatch.setattr(address, "REST_SECONDS", -1.0)
+    servers.rest(first)  # its rest is over
+    assert servers.choose("p") == first
+
+
+def sent(server: Upstream) -> set[str]:
+    """The passages of the judgements that a server was sent."""
+    contents = [body["messages"][-1]["content"] for body in server.bodies if body.get("logprobs")]
+    return {found[0] for content in contents if (found := re.search(r"passage \d+", content))}
+
+
+def test_each_passage_is_judged_on_one_server_whatever_its_order_question_and_company():
+    chance, passages = random.Random(0), [f"passage {number}" for number in range(30)]
+    answer = as_json(judging("Yes", {"Yes": -0.1, "No": -2.0}))
+    with ExitStack() as stack:
+        servers = [stack.enter_context(upstream(answer)) for _ in range(3)]
+        generator = stack.enter_context(closing(opened([server.url for server in servers])))
+        for number in range(30):
+            texts = chance.sample(passages, 5)
+            generator.log_odds(layout_of(generator, f"question {number}?", *texts), YES, NO)
+    shares = [sent(server) for server in servers]
+    assert all(shares)
+    assert sum(map(len, shares)) == len(set.union(*shares)) == len(passages)
+    contents = [[body["messages"][-1]["content"] for body in server.bodies] for server in servers]
+    bare = [sum(not re.search(r"passage \d", text) for text in texts) for texts in contents]
+    assert all(bare), "requests without a passage are spread"
+    assert {headers["authorization"] for server in servers for headers in server.headers} == {"Bearer secret"}
+
+
+def test_the_answer_comes_from_the_server_that_judged_its_first_passage():
+    def answer(body):
+        return as_json(judging("Yes", {"Yes": -0.1, "No": -2.0})) if body.get("logprobs") else whole("yes")
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(upstream(answer)) for _ in range(3)]
+        generator = stack.enter_context(closing(opened([server.url for server in servers])))
+        used = set()
+        for number in range(9):
+            request = request_of(generator, "why?", f"passage {number}", "passage 100")
+            generator.log_odds(request.layout, YES, NO)
+            generator.generate(request)
+            owner = next(server for server in servers if f"passage {number}" in sent(server))
+            assert f"passage {number}\n" in owner.bodies[-1]["messages"][-1]["content"]
+            assert "logprobs" not in owner.bodies[-1]
+            used.add(owner.url)
+        assert len(used) > 1
+
+
+def test_a_killed_server_loses_no_answer_and_takes_its_passages_back(monkeypatch):
+    monkeypatch.setattr(address, "REST_SECONDS", 0.5)
+    texts: list[str] = []
+    killed = threading.Event()
+    with ExitStack() as stack:
+        engines = [stack.enter_context(EngineProcess()) for _ in range(3)]
+        generator = stack.enter_context(closing(opened([engine.url for engine in engines])))
+
+        def ask(number: int) -> str:
+            if number == 150:
+                engines[1].kill()
+                killed.set()
+            request = request_of(generator, question_of(number), station(number), station(number + 1000))
+            answer = generator.generate(request).text if number % 2 else list(generator.stream(request))[-1]
+            return answer if isinstance(answer, str) else answer.generation.text
+
+        with ThreadPoolExecutor(6) as pool:
+            texts = list(pool.map(ask, range(450)))
+        assert killed.is_set()
+        assert texts == [station(number) for number in range(450)]
+        seen = [set(engine.seen()) for engine in (engines[0], engines[2])]
+        engines[1].start()
+
+        def is_back() -> bool:
+            return [ask(number) for number in range(40)] == texts[:40] and bool(engines[1].seen())
+
+        wait_until(is_back, 20)
+        own = set(engines[1].seen())
+        assert own
+        wait_until(lambda: [ask(number) for number in own] == [texts[number] for number in own], 20)
+    assert seen[0] & seen[1] == set(), "the passages of the killed server each had one other server"
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_another_server_answers_at_once_where_one_is_busy_or_broken(status: int):
+    with ExitStack() as stack:
+        broken = stack.enter_context(upstream(error(status, "no", **{"retry-after": "60"})))
+        sound = stack.enter_context(upstream(whole("fine")))
+        generator = stack.enter_context(closing(opened([broken.url, sound.url])))
+        requests = [request_of(generator, "why?", f"passage {number}") for number in range(24)]
+        assert {generator.generate(request).text for request in requests} == {"fine"}
+        asked = len(broken.bodies)
+        assert len(sound.bodies) == 24
+        if status == 429:  # it is busy, not broken: it keeps its passages
+            assert asked > 1
+        else:
+            assert asked == 1, "a broken one rests"
+
+
+def test_an_error_of_the_request_is_not_repeated_elsewhere():
+    with ExitStack() as stack:
+        servers = [stack.enter_context(upstream(error(400, "bad"))) for _ in range(2)]
+        generator = stack.enter_context(closing(opened([server.url for server in servers], retries=2)))
+        with pytest.raises(UpstreamError, match="status 400"):
+            generator.generate(request_of(generator, "why?", "passage"))
+        assert sum(len(server.bodies) for server in servers) == 1
+
+
+def test_each_server_is_tried_before_one_is_tried_again():
+    with ExitStack() as stack:
+        servers = [stack.enter_context(upstream(error(429, "busy"))) for _ in range(3)]
+        generator = stack.enter_context(closing(opened([server.url for server in servers], retries=1)))
+        with pytest.raises(OverloadedError):
+            generator.generate(request_of(generator, "why?", "passage"))
+        assert sorted(len(server.bodies) for server in servers) == [1, 1, 2]  # 3 servers and 1 retry
+
+
+def test_an_answer_that_is_cut_is_repeated_elsewhere_and_a_stream_that_has_begun_is_an_error():
+    cut = as_json({"choices": []}, cut=True)
+    with ExitStack() as stack:
+        broken, sound = (stack.enter_context(upstream(reply)) for reply in (cut, whole("fine")))
+        generator = stack.enter_context(closing(opened([broken.url, sound.url])))
+        requests = [request_of(generator, "why?", f"passage {number}") for number in range(24)]
+        assert {generator.generate(request).text for request in requests} == {"fine"}
+        assert broken.bodies
+    begun = streamed("It ", cut=True)
+    begun.body = (event(piece("It ")),)
+    with ExitStack() as stack:
+        urls = [stack.enter_context(upstream(begun)).url for _ in range(2)]
+        generator = stack.enter_context(closing(opened(urls)))
+        stream = generator.stream(request_of(generator, "why?", "passage"))
+        assert next(stream).text == "It "
+        with pytest.raises(UpstreamError, match="in the middle of an answer"):
+            list(stream)
