@@ -8,7 +8,8 @@
     ├── PromptTooLongError         the prompt and the tokens to generate exceed the context window
     ├── RetrievalError             reading documents, building, saving, loading or searching an index
     │   ├── NotTextError           a file that is named as text and holds other bytes
-    │   └── IndexBusyError         another thread or process is writing the index
+    │   ├── IndexBusyError         another thread or process is writing the index
+    │   └── VectorStoreError       a vector store of another program did not answer
     ├── RerankingError             scoring documents
     │   └── RerankingTimeoutError  scoring took longer than it may, or nobody waits for it any more
     ├── GenerationError            the generator failed
@@ -45,6 +46,7 @@ __all__ = [
     "UnsupportedModelError",
     "UpstreamError",
     "UpstreamTimeoutError",
+    "VectorStoreError",
     "missing_extra",
 ]
 
@@ -87,6 +89,10 @@ class NotTextError(RetrievalError):
 
 class IndexBusyError(RetrievalError):
     """Another thread or process is writing the index."""
+
+
+class VectorStoreError(RetrievalError):
+    """A vector store of another program did not answer, or answered with an error."""
 
 
 class RerankingError(RagPosfixError):

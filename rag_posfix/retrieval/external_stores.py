@@ -19,7 +19,7 @@ from langchain_core.vectorstores import VectorStore
 from rag_posfix.contracts.filters import AllOf, Condition, conjuncts, parse_filter
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.contracts.retrieval import Retriever, first_matching
-from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError, missing_extra
+from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError, VectorStoreError, missing_extra
 from rag_posfix.retrieval.base import QuestionRetriever, as_retriever, packaged_similarity, scored_documents
 from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.external_filters import (
@@ -94,7 +94,7 @@ class ExternalRetriever(QuestionRetriever):
 
     def _call(self, work: Callable[[], T]) -> T:
         advice = "check that it runs, its address and its collection"
-        return call_client(work, RetrievalError, f"the vector store {self.name} failed with", advice)
+        return call_client(work, VectorStoreError, f"the vector store {self.name} failed with", advice)
 
 
 def call_client(work: Callable[[], T], kind: type[RagPosfixError], problem: str, advice: str) -> T:

@@ -30,6 +30,7 @@ from rag_posfix.errors import (
     UnsupportedModelError,
     UpstreamError,
     UpstreamTimeoutError,
+    VectorStoreError,
 )
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ KINDS: Final[Mapping[type[Exception], Kind]] = {
     OverloadedError: Kind(429, "overloaded", _RATE),
     GenerationCancelled: Kind(499, "client_closed_request", "cancelled"),
     RetrievalError: Kind(500, "retrieval_failed", SERVER, "the index could not be searched" + _SEE_LOG),
+    VectorStoreError: Kind(503, "retrieval_unavailable", _UNAVAILABLE, "the vector store does not answer" + _SEE_LOG),
     RerankingError: Kind(500, "reranking_failed", SERVER, "the documents could not be scored" + _SEE_LOG),
     GenerationError: Kind(500, "generation_failed", SERVER, "the model failed" + _SEE_LOG),
     UpstreamError: Kind(502, "upstream_failed", SERVER, "the server of the model failed" + _SEE_LOG),

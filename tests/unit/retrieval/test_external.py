@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from rag_posfix.contracts.filters import matches, parse_filter
-from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.errors import ConfigError, VectorStoreError
 from rag_posfix.retrieval import external_stores
 from rag_posfix.retrieval.external_filters import (
     UntranslatableError,
@@ -93,7 +93,7 @@ class TestQdrant:
         assert searches[0][2] is not None
 
     def test_store_that_is_gone_is_told_without_its_address(self, tmp_path):
-        with pytest.raises(RetrievalError, match="the vector store qdrant failed with ") as caught:
+        with pytest.raises(VectorStoreError, match="the vector store qdrant failed with ") as caught:
             open_external(f"qdrant:path={tmp_path}/secret,collection=none", LetterEmbeddings(), 5)
         assert "secret" not in str(caught.value)
 
@@ -223,7 +223,7 @@ def test_elasticsearch_is_searched_as_its_recorded_wire_has_it(elasticsearch):
     elasticsearch.retrieve("a question", 200)
     assert Elasticsearch.searches[-1]["knn"]["num_candidates"] >= 200
     Elasticsearch.gone = True
-    with pytest.raises(RetrievalError, match="the vector store elasticsearch failed with NotFoundError"):
+    with pytest.raises(VectorStoreError, match="the vector store elasticsearch failed with NotFoundError"):
         elasticsearch.check()
 
 
