@@ -355,6 +355,9 @@ class Engine:
             plan = replace(method.checked_plan(layout, spec.within.shape), fits_windows=True)
         else:
             plan = method.checked_plan(layout, spec.shape)
+            if plan.independent_passages and spec.within is not None:  # each is read once where all keys are kept
+                needed = max(_lengths(layout, plan)) + _answer_tokens(plan, max_tokens)
+                plan = replace(plan, fits_windows=needed <= spec.within.shape.context_window)
         if spec.plain is not None and not plan.reads_plain_prompts:
             raise UnsupportedModelError(
                 f"{choice.name} changes more than the rows that are read, and {shown_model(self.model_id)} runs "
@@ -372,9 +375,7 @@ class Engine:
 
     def _check_length(self, layout: Layout, plan: Plan, max_tokens: int) -> None:
         """Reject a plan whose longest row would leave the positions that the model was trained for."""
-        window = self.context_window
-        if plan.draft is not None:
-            max_tokens = max(max_tokens, plan.draft.max_tokens)
+        window, max_tokens = self.context_window, _answer_tokens(plan, max_tokens)
         needed, original = max(_lengths(layout, plan)), self.loaded.spec.original_window
         within = self.loaded.spec.within
         if plan.fits_windows and within is not None and needed + max_tokens > within.shape.context_window:
@@ -394,6 +395,11 @@ class Engine:
                 f"model's rotary frequencies change for the whole prompt; set max_tokens to at most "
                 f"{original - needed + 1}, or use fewer or shorter passages"
             )
+
+
+def _answer_tokens(plan: Plan, max_tokens: int) -> int:
+    """Return the most tokens that are written after a row."""
+    return max_tokens if plan.draft is None else max(max_tokens, plan.draft.max_tokens)
 
 
 def _lengths(layout: Layout, plan: Plan) -> list[int]:

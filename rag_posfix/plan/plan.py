@@ -306,7 +306,7 @@ class Plan:
         layout: The prompt that is read in place of the one that the plan was made for: the same passages in the same
             places, with tokens cut out of them. Rows, positions and masks are those of this prompt.
         blend: Build the KV cache from independently encoded passages (CacheBlend).
-        fits_windows: The plan needs all keys of a model with sliding windows, and prompt and answer fit them.
+        fits_windows: Prompt and answer fit the windows of a model with sliding windows, which then keeps all keys.
     """
 
     rows: tuple[RowPlan, ...] = (RowPlan(),)

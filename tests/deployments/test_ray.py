@@ -71,10 +71,11 @@ def test_the_application_is_made_of_an_ingress_and_a_model(tmp_path):
 def test_replicas_that_are_stopped_finish_their_answers_and_scaling_waits_as_it_is_told(fields, seconds, tmp_path):
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
     from ray.serve._private.build_app import build_app
+    from ray.serve.deployment import deployment_to_schema
 
     fields |= {"upscale_delay_seconds": 5, "downscale_delay_seconds": 60, "service": {"data_dir": str(tmp_path)}}
     built = build_app(application({"allow_anonymous": True, **fields}), name="a", default_runtime_env={})
-    configs = {each.name: each._deployment_config for each in built.deployments}
+    configs = {each.name: deployment_to_schema(each) for each in built.deployments}
     assert {config.graceful_shutdown_timeout_s for config in configs.values()} == {seconds}
     scaling = configs["Model"].autoscaling_config
     assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (5, 60)

@@ -225,6 +225,16 @@ def test_models_with_sliding_windows_answer_without_the_store():
         assert found.token_ids == engine_of(loaded).generate(request(toy_layout(), name)).token_ids
 
 
+@pytest.mark.parametrize(("window", "cached"), [(512, True), (24, False)])
+def test_passages_are_stored_where_rows_and_answer_fit_the_windows(window, cached):
+    loaded, store = loaded_model("mistral", sliding_window=window), store_of()
+    expected = engine_of(loaded_model("mistral", sliding_window=None)).generate(request(toy_layout(), "context_experts"))
+    for _ in range(2):
+        found = engine_of(loaded, store).generate(request(toy_layout(), "context_experts"))
+        assert found.token_ids == expected.token_ids
+    assert (found.usage.cached_tokens > 0) == cached
+
+
 def test_an_answer_never_depends_on_the_tiers_health(loaded):
     class Failing:
         name, immediate = "failing", True
