@@ -228,7 +228,9 @@ def test_models_with_sliding_windows_answer_without_the_store():
 @pytest.mark.parametrize(("window", "cached"), [(512, True), (24, False)])
 def test_passages_are_stored_where_rows_and_answer_fit_the_windows(window, cached):
     loaded, store = loaded_model("mistral", sliding_window=window), store_of()
-    expected = engine_of(loaded_model("mistral", sliding_window=None)).generate(request(toy_layout(), "context_experts"))
+    expected = engine_of(loaded_model("mistral", sliding_window=None)).generate(
+        request(toy_layout(), "context_experts")
+    )
     for _ in range(2):
         found = engine_of(loaded, store).generate(request(toy_layout(), "context_experts"))
         assert found.token_ids == expected.token_ids
