@@ -30,6 +30,7 @@ from rag_posfix.demo_data import load_passages
 from rag_posfix.evaluation.answers.answering import best_subspan_em, first_line
 from rag_posfix.evaluation.record import environment, file_digest, model_facts, save_record
 from rag_posfix.evaluation.statistics import difference_interval, mcnemar_p
+from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.pipeline.query import DECAY, QueryChoice, search_query
@@ -343,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             summary, rows, generator = measure_cache(settings, chosen.mitigation)
         head = {
-            "kind": f"conversation-{part}", **environment(), **model_facts(generator),
+            "kind": f"conversation-{part}", **environment(), **model_facts(unbatched(generator)),
             "data": {"name": CONVERSATIONS.name, "sha256": file_digest(CONVERSATIONS)},
             "settings": {"k": K, "max_tokens": MAX_TOKENS, "model": chosen.model, "mitigation": chosen.mitigation},
             "summary": summary,
