@@ -45,6 +45,7 @@ OTHER_MESSAGES = {
     "ask": "no index in '.'",
     "prompt": "no index in '.'",
     "measure": "no index in '.'",
+    "report": "record.json cannot be read",
     "data check": "rows.jsonl is not a file",
     "eval rerank-positions": "rows.jsonl is not a file",
     "eval rerank": "matplotlib is not installed; in a copy of the repository run: pip install '.[eval]'",

@@ -89,10 +89,17 @@ def served(folder: Path, url: str, **options: Any) -> Iterator[Path]:
     )  # fmt: skip
     serve.run(make_application(chosen, ModelParts(partial(load, folder), describe)), name="test")
     try:
-        wait_until(lambda: httpx2.get(url + "/readyz").status_code == 200, 60)
+        wait_until(lambda: is_ready(url), 60)
         yield folder
     finally:
         serve.delete("test")
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx2.get(url + "/readyz", timeout=30).status_code == 200
+    except httpx2.TransportError:  # it starts, on a busy machine
+        return False
 
 
 def body(question: str, passages: Sequence[str], **fields: Any) -> dict[str, Any]:
@@ -229,9 +236,10 @@ def deployed(folder: Path, url: str, dashboard: str) -> dict[str, Any]:
     refused = subprocess.run(command, env=without, capture_output=True, text=True, timeout=120, check=False)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     headers = {"authorization": "Bearer key"}
-    wait_until(lambda: httpx2.get(url + "/readyz").status_code == 200, 120)
+    wait_until(lambda: is_ready(url), 240)
     asked = body("Where is station 3?", POOL[:6])
-    codes = [httpx2.post(url + "/v1/chat/completions", json=asked, headers=each).status_code for each in ({}, headers)]
+    route = url + "/v1/chat/completions"
+    codes = [httpx2.post(route, json=asked, headers=each, timeout=60).status_code for each in ({}, headers)]
     return {
         "refused": refused.returncode, "returncode": done.returncode, "output": done.stdout + done.stderr,
         "codes": codes,
@@ -243,7 +251,7 @@ def replica_gauges() -> dict[str, float]:
     import ray
 
     (node,) = ray.nodes()
-    text = httpx2.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics").text
+    text = httpx2.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=30).text
     gauges: dict[str, float] = {}
     for name, labels, value in re.findall(r"^ray_rag_posfix_replica_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         assert 'deployment="Model"' in labels, labels
@@ -264,7 +272,7 @@ def serve_results(folder: Path, dashboard: str) -> dict[str, Any]:
         questions = [("Where is station 3?", POOL[:6]), ("Where is station 20?", POOL[16:][::-1])]
         with served(folder / "overlap", url, router_options={"remembered_seconds": 0}) as logs:
             found["equal"] = [[said(ask(url, *one)) for one in questions], plain_answers(questions)]
-            found["refused"] = httpx2.post(url + "/v1/chat/completions", json={"model": "x"}).status_code
+            found["refused"] = httpx2.post(url + "/v1/chat/completions", json={"model": "x"}, timeout=60).status_code
             found["overlap"] = shuffles(url, logs)
             wait_until(lambda: "in_flight_requests" in replica_gauges(), 60)
             found["gauges"] = replica_gauges()
