@@ -215,20 +215,23 @@ def check(questions: int) -> dict[str, Any]:
     Rates come from runs without memory for passages. Of the other runs the plan knows the size of the memory alone.
     """
     drawn = _drawn(2 * questions)
-    first = _measured(0, drawn[:8], 1)
-    longer = _measured(0, drawn[:8], 5)
-    warm = _measured(1 << 30, drawn[:8] * 2, 1)
+    first, longer = _measured(0, drawn[:8], 1), _measured(0, drawn[:8], 5)
+    alone, warm = _measured(1 << 30, [[0], [0]], 1), _measured(1 << 30, drawn[:8] * 2, 1)
     token_s = first["seconds"] / first["prompt_tokens"]
     step_s = (longer["seconds"] - first["seconds"]) / (longer["answer_tokens"] - first["answer_tokens"])
-    passage_tokens = warm["cached_tokens"] / warm["prompt_tokens"]
+    # The beginning of the prompt is stored like a passage, and used by every question.
+    passage_bytes = (warm["bytes"] - alone["bytes"]) / (warm["entries"] - alone["entries"])
+    passage_tokens = (warm["cached_tokens"] / 8 - alone["cached_tokens"]) / 3
+    first_bytes, first_tokens = alone["bytes"] - passage_bytes, alone["cached_tokens"] - passage_tokens
     rooms = {}
     for fit in (4, 10):
-        row = _measured(int((fit + 0.5) * (warm["entry_bytes"] + 1024)), drawn, 5)
+        row = _measured(int(first_bytes + (fit + 0.5) * passage_bytes), drawn, 5)
         share = lru_hit_share(_DISTINCT, fit, _SKEW)
-        read_tokens = row["prompt_tokens"] * (1 - share * passage_tokens)
+        read_tokens = row["prompt_tokens"] - questions * (first_tokens + share * 4 * passage_tokens)
         seconds = read_tokens * token_s + (row["answer_tokens"] - questions) * step_s
+        found = (row["cached_tokens"] / questions - first_tokens) / (4 * passage_tokens)
         rooms[str(fit)] = {
-            "predicted_share": share, "measured_share": row["cached_tokens"] / row["prompt_tokens"] / passage_tokens,
+            "predicted_share": share, "measured_share": found,
             "predicted_rate": questions / seconds, "measured_rate": questions / row["seconds"],
         }  # fmt: skip
     return {"questions": questions, "token_ms": 1e3 * token_s, "step_ms": 1e3 * step_s, "rooms": rooms}
@@ -272,7 +275,7 @@ def _measured(memory_bytes: int, drawn: Sequence[Sequence[int]], answer_tokens: 
                 sums = {name: sums[name] + value for name, value in zip(sums, values, strict=True)}
         if isinstance(pipeline.passages, PassageStore):
             tier = pipeline.passages.stats()["tiers"][0]
-            sums["entry_bytes"] = tier["bytes"] / tier["entries"]
+            sums |= {"bytes": tier["bytes"], "entries": tier["entries"]}
     return sums
 
 

@@ -77,7 +77,8 @@ class DeadlineRunner:
             for _ in threads:
                 self._tasks.put(None)
         for thread in threads:
-            thread.join(_JOIN_SECONDS)
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
 
     def _reset(self) -> None:
         self._pid = os.getpid()

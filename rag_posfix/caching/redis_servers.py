@@ -300,6 +300,7 @@ class RedisServers:
         cluster = self.root.client
         cluster.nodes_manager.initialize()
         with self._lock:
-            left = set(self._shards) - {node.name for node in cluster.get_nodes()}
-            for server in [self._shards.pop(name) for name in left]:
-                server.disconnect(in_use=False)
+            names = set(self._shards) - {node.name for node in cluster.get_nodes()}
+            left = [self._shards.pop(name) for name in names]
+        for server in left:
+            server.close()

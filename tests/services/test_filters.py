@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
-from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.errors import ConfigError, RetrievalError, VectorStoreError
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.command_line import command_line
@@ -250,3 +250,13 @@ def test_readiness_asks_the_vector_store():
     assert client.get("/livez").status_code == 200
     store.problem = None
     assert client.get("/readyz").status_code == 200
+
+
+def test_a_vector_store_that_does_not_answer_is_tried_again_elsewhere():
+    class Gone(CheckedRetriever):
+        def retrieve(self, question: str, k: int) -> list[Document]:
+            raise VectorStoreError("the vector store qdrant failed with ConnectError; its address is secret")
+
+    response = client_for(make_pipeline(retriever=Gone())).post(CHAT, json=chat())
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "retrieval_unavailable")
+    assert "secret" not in response.text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
 
 import pytest
 
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.laboratory.tasks import TASKS
 from rag_posfix.probing import PROBES
 from rag_posfix.probing.all_probes import run_probes
@@ -29,6 +31,16 @@ def test_a_probe_says_what_it_is(name):
     assert "\nFormula: " in text
     described = set(re.findall(r"^    (\w+): ", text.partition("\nArgs:\n")[2], re.MULTILINE))
     assert described == set(PROBES.parameters(name))
+
+
+@pytest.mark.parametrize("name", PROBES.names())
+def test_small_runs_read_as_many_texts_as_others_but_shorter_ones(name):
+    cls = PROBES.get(name)
+    PROBES.create(MethodSpec(name, {"data": "x"} if "data" in PROBES.parameters(name) else dict(cls.small)))
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    assert all(value < defaults[parameter] for parameter, value in cls.small.items())
+    assert not {"strings", "prompts", "contexts", "seeds"} & cls.small.keys()
+    assert cls.small.get("limit", 24) >= 24
 
 
 def test_the_page_holds_pictures_and_loads_nothing(tmp_path):
