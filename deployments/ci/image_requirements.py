@@ -89,7 +89,7 @@ def line_of(package: dict[str, Any]) -> str:
 
 
 def requirements_of(target: str) -> str:
-    """Return the list of a target, as uv resolves it now."""
+    """Return the list of a target, as uv resolves it now; of ``ray``, what it has beyond ``cuda``."""
     with tempfile.TemporaryDirectory() as folder:
         others, lock = Path(folder, "others.txt"), Path(folder, "pylock.toml")
         others.write_text("\n".join(OTHER_PACKAGES.get(target, ("pip",))), "utf-8")
@@ -103,7 +103,9 @@ def requirements_of(target: str) -> str:
         packages = tomllib.loads(lock.read_text("utf-8"))["packages"]
     if target == "cpu":
         packages = [package for package in packages if not package["name"].startswith(NOT_ON_CPU)]
-    return "".join(f"{line}\n" for line in map(line_of, packages) if line)
+    lines = [f"{line}\n" for line in map(line_of, packages) if line]
+    shared = requirements_of("cuda") if target == "ray" else ""
+    return "".join(line for line in lines if line not in shared)
 
 
 def check(target: str, python: tuple[int, int], machine: str) -> str:

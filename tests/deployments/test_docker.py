@@ -97,9 +97,11 @@ def test_no_step_brings_weights_into_the_image(target, steps):
 
 
 def packages_of(target):
-    """The lines of a target's list: version, marker and hashes of each package."""
+    """The lines of a target's lists: version, marker and hashes of each package."""
     packages = {}
-    for line in (FOLDER / f"requirements-{target}.txt").read_text("utf-8").splitlines():
+    lists = ["cuda", "ray"] if target == "ray" else [target]
+    texts = [(FOLDER / f"requirements-{name}.txt").read_text("utf-8") for name in lists]
+    for line in "".join(texts).splitlines():
         requirement, *hashes = line.split(" --hash=sha256:")
         parsed = Requirement(requirement)
         assert str(parsed.specifier).startswith("=="), line
@@ -152,7 +154,7 @@ def test_every_step_that_installs_takes_hashes_or_what_was_built_here(steps):
         installs = [step.text for step in steps_of(target, steps) if "uv pip install" in step.text]
         listed = [text for text in installs if "--require-hashes" in text]
         assert all("--no-deps" in text for text in installs)
-        assert f"--requirements requirements-{target}.txt" in listed[1]
+        assert f"--requirements requirements-{target}.txt" in listed[-1]
         others = [text for text in installs if text not in listed and "/build/dist/*.whl" not in text]
         assert len(others) == (1 if target == "cpu" else 0)
         assert all("^torch==" in text for text in others)
