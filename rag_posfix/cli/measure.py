@@ -206,8 +206,8 @@ def check(
 ) -> None:
     """Say what is wrong with which row of labelled questions.
 
-    Reads what measure --data reads: JSON lines, CSV or Parquet with --passages, rows of Lost in the Middle or HotpotQA,
-    SQuAD's format. The exit code is 1 if a row cannot be used.
+    Reads what measure --data reads: JSON lines, CSV or Parquet with --passages, rows of Lost in the Middle or
+    HotpotQA, SQuAD's format. The exit code is 1 if a row cannot be used.
     """
     from rag_posfix.evaluation.data.labels import check_labels
 

@@ -1,8 +1,8 @@
 """Which arrangement to use: chosen on one half of the questions, confirmed on the other half, and told in sentences.
 
-Each half chooses once and confirms once, so that all questions confirm, each an arrangement that was chosen without it.
-The half that chooses also says which position is the worst of each arrangement. The lowest of several noisy means is
-too low, and an order-free arrangement, with one mean, would beat an unbiased model by that alone.
+Each half chooses once and confirms once: all questions confirm, each an arrangement that was chosen without it. The
+half that chooses also says which position is the worst of each arrangement. The lowest of several noisy means is too
+low, and an order-free arrangement, with one mean, would beat an unbiased model by that alone.
 """
 
 from __future__ import annotations

@@ -328,22 +328,23 @@ def _by_positions(
     table: dict[str, Scores] = {}
     for candidate in supported_candidates(unbatched(run.pipeline.generator)):
         is_first = candidate.label == BASELINE
-        share = POSITIONS_SHARE if is_first else 1.0
-        total = len(examples) if is_first else taken
-        candidate_rows: list[PositionRow] = []
-        for start in range(0, total, BLOCK):
-            if (candidate_rows or not is_first) and run.budget.left(share) < 0:
-                break
-            stop = min(start + BLOCK, total)
-            candidate_rows += run.answer(examples[start:stop], candidate)
-            taken = stop if is_first else taken
-            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
-        answered = [row for row in candidate_rows if row.gold_position is not None]
-        if len({row.question for row in answered}) < taken:
+        if not is_first and run.budget.left() < 0:
             skipped[candidate.label] = "out of time"
             continue
+        cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
+        total = len(examples) if is_first else taken
+        candidate_rows: list[PositionRow] = []
+        stop = 0
+        while stop < total and not (stop and run.budget.left(POSITIONS_SHARE if is_first else 1.0) < 0):
+            start, stop = stop, min(stop + (BLOCK if stop else TOGETHER), total)
+            candidate_rows += run.answer(examples[start:stop], candidate)
+            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
+        if stop < total and not is_first:
+            skipped[candidate.label] = "out of time"
+            continue
+        taken = stop
+        answered = [row for row in candidate_rows if row.gold_position is not None]
         rows += candidate_rows if is_first else answered
-        cost = run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
         table[candidate.label] = _position_scores(answered, cost)
     return table, rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from uuid import uuid4
 
 import pytest
@@ -14,7 +15,17 @@ from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.measuring.flips import JOURNAL, FlipRow, StackJournal, draw_orders, summarize_flips
+from rag_posfix.measuring.choice import CANDIDATES
+from rag_posfix.measuring.flips import (
+    JOURNAL,
+    FlipRow,
+    StackJournal,
+    ask_in_orders,
+    draw_orders,
+    prompt_of,
+    summarize_flips,
+    time_first_tokens,
+)
 from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Question
@@ -102,6 +113,56 @@ def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
     kept, dropped = find_questions(pipeline, [*texts(2), ("again", Question("which colour is house number 1"))])
     assert kept == []
     assert dropped == {"fewer than two passages found": 2, "asked before": 1}
+
+
+def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
+    class Slow(OrderBiasedGenerator):
+        """Counts the open questions; answers of ``repeated_passages`` begin after 40 ms, all others after 20 ms."""
+
+        open = 0
+        most_open = 0
+
+        def generate(self, request):
+            self.open += 1
+            self.most_open = max(self.open, self.most_open)
+            time.sleep(0.04 if request.mitigation.name == "repeated_passages" else 0.02)
+            self.open -= 1
+            return super().generate(request)
+
+    generator = Slow()
+    questions, _ = find_questions(pipeline_of(generator), texts(4))
+    journal = StackJournal(tmp_path / JOURNAL)
+    pipeline, arrangement = pipeline_of(generator), parse_arrangement("none")
+    times = time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=journal)
+    assert (len(times), generator.most_open) == (3, 1)
+    assert min(times) >= 0.02
+    ask_in_orders(pipeline, questions, arrangement, orders=3, repeats=0, seed=0, journal=journal)
+    assert len(generator.asked) == 4 * 3  # the answers that were timed are not asked again
+    assert generator.most_open > 1
+    assert (
+        time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=StackJournal(journal._path)) == times
+    )
+    cost = run(generator, count=8).summary["measured"]["/relevance/repeated_passages:repeat=best"]["ttft_ratio"]
+    assert 1.5 < cost < 2.5
+
+
+def test_tokens_and_cost_are_told_before_a_question_is_asked():
+    generator, told = OrderBiasedGenerator(), []
+    pipeline = pipeline_of(generator)
+    asked, _ = find_questions(pipeline, texts(4))
+    measure(
+        pipeline, asked, options=MeasureOptions(prices=(1000.0, 500.0)),
+        report=lambda done, total, text: told.append((len(generator.asked), text)),
+    )  # fmt: skip
+    tokens = pipeline.preview(prompt_of(asked[0], range(3), parse_arrangement("none"))).tokens
+    prompts = 4 * (5 + 2 * (len(CANDIDATES) - 1))
+    written = prompts * pipeline.defaults.sampling.max_tokens
+    cost = (prompts * tokens * 1000 + written * 500) / 1e6
+    assert told[0] == (
+        0, f"at most {prompts} prompts: about {prompts * tokens:,} tokens of prompts, {written:,} of answers, "
+        f"{cost:.2f} by --prices\n",
+    )  # fmt: skip
+    assert len(generator.asked) <= prompts
 
 
 def test_orders_are_distinct_and_the_first_two_do_not_depend_on_the_count():
