@@ -38,6 +38,10 @@ Passages = Annotated[
     Path | None,
     typer.Option("--passages", help="Read the passages that --data names, JSON lines.", show_default="none"),
 ]
+Prices = Annotated[
+    tuple[float, float] | None,
+    typer.Option("--prices", help="Tell the cost: prices of a million tokens, sent and written."),
+]
 
 
 @with_settings(
@@ -62,10 +66,7 @@ def measure(
     judge: Annotated[
         bool, typer.Option("--judge", help="Let --writer judge whether two answers say the same.")
     ] = False,
-    prices: Annotated[
-        tuple[float, float] | None,
-        typer.Option("--prices", help="Tell the cost: prices of a million tokens, sent and written."),
-    ] = None,
+    prices: Prices = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:

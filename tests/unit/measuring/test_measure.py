@@ -117,7 +117,7 @@ def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
 
 def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
     class Slow(OrderBiasedGenerator):
-        """Counts the open questions; answers of ``repeated_passages`` begin after 40 ms, all others after 20 ms."""
+        """Counts the open questions; answers of ``repeated_passages`` begin after 100 ms, all others after 20 ms."""
 
         open = 0
         most_open = 0
@@ -125,13 +125,14 @@ def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
         def generate(self, request):
             self.open += 1
             self.most_open = max(self.open, self.most_open)
-            time.sleep(0.04 if request.mitigation.name == "repeated_passages" else 0.02)
+            time.sleep(0.1 if request.mitigation.name == "repeated_passages" else 0.02)
             self.open -= 1
             return super().generate(request)
 
     generator = Slow()
     questions, _ = find_questions(pipeline_of(generator), texts(4))
-    journal = StackJournal(tmp_path / JOURNAL)
+    file = tmp_path / JOURNAL
+    journal = StackJournal(file)
     pipeline, arrangement = pipeline_of(generator), parse_arrangement("none")
     times = time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=journal)
     assert (len(times), generator.most_open) == (3, 1)
@@ -139,11 +140,9 @@ def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
     ask_in_orders(pipeline, questions, arrangement, orders=3, repeats=0, seed=0, journal=journal)
     assert len(generator.asked) == 4 * 3  # the answers that were timed are not asked again
     assert generator.most_open > 1
-    assert (
-        time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=StackJournal(journal._path)) == times
-    )
+    assert time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=StackJournal(file)) == times
     cost = run(generator, count=8).summary["measured"]["/relevance/repeated_passages:repeat=best"]["ttft_ratio"]
-    assert 1.5 < cost < 2.5
+    assert 2 < cost < 6
 
 
 def test_tokens_and_cost_are_told_before_a_question_is_asked():
