@@ -153,8 +153,8 @@ def build_pipeline(
     with ExitStack() as cleanup:  # closes the opened stores if a later step fails
         engine = generator if generator is not None else _load(settings, cleanup, deferred, cache)
         engine, passages = _with_passages(engine, settings, cleanup)
-        writer = _load_writer(settings, cleanup)
         load_own = functools.cache(lambda model: _load(settings_with_model(settings, model), cleanup, True, cache))
+        writer = None if settings.writer is None else load_own(settings.writer)
         models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings), load_own)
         reranker = GuardedReranker(
             reranker=build_reranker(chosen.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
@@ -190,13 +190,6 @@ def build_pipeline(
     for store in stores:
         store.add_delete_listener(pipeline.invalidate)
     return pipeline
-
-
-def _load_writer(settings: Settings, cleanup: ExitStack) -> Generator | None:
-    """Return the generator that writes queries, if that is another model."""
-    if settings.writer is None:
-        return None
-    return _load(settings.model_copy(update={"model": settings.writer, "adapter": None, "tp": 1}), cleanup, True)
 
 
 def settings_with_model(settings: Settings, model: str) -> Settings:

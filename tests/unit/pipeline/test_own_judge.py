@@ -15,6 +15,7 @@ from rag_posfix.generation.load import load_engine
 from rag_posfix.pipeline import build as module
 from rag_posfix.pipeline.build import build_pipeline, build_reranker_models
 from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.pipeline.query import search_query
 from rag_posfix.reranking import YesNoReranker
 from rag_posfix.reranking.base import sigmoid
 from rag_posfix.reranking.build import RerankerModels, build_reranker, parse_reranker
@@ -24,6 +25,10 @@ from tests.support.tiny import save_tiny
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.upstream import as_json, first_passage, judging, upstream
 
+HISTORY = [
+    {"role": "user", "content": "Who built the mill?"},
+    {"role": "assistant", "content": "Ada."},
+]
 DOCUMENTS = [Document(page_content=text, id=text) for text in ("Rome", "Paris", "Bread")]
 
 
@@ -107,3 +112,13 @@ def test_a_server_judges_and_gets_the_key_unless_the_served_model_is_on_another(
             assert judged(pipeline) == judged(pipeline)
         assert {headers.get("authorization") for headers in own.headers} == {key}
         assert len(own.headers) == 5, "judgements are kept in the answer cache"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_writer_on_another_server_does_not_get_the_key(build, own):
+    with upstream(first_passage) as served, upstream(lambda _: as_json(judging("Who built it?", {}))) as other:
+        settings = {"model": served.model, "mitigation": "none", "remote": RemoteSettings(api_key="sk-1")}
+        writer = served if own else other
+        with closing(build("embedding", writer=writer.model, device_map="auto", **settings)) as pipeline:
+            search_query("rewrite", "And who?", HISTORY, pipeline.writer)
+        assert {headers.get("authorization") for headers in writer.headers} == {"Bearer sk-1" if own else None}
