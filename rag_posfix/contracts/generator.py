@@ -165,8 +165,8 @@ class OddsReader(Generator, Protocol):
 
 
 @runtime_checkable
-class PassageReader(LikelihoodReader, Protocol):
-    """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
+class FirstTokenReader(Generator, Protocol):
+    """A generator that returns how likely tokens begin the answer after a single passage, for rerankers."""
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
         """Return the log-probability of each token as the first of the answer, (N + 1, len(tokens)).
@@ -174,6 +174,11 @@ class PassageReader(LikelihoodReader, Protocol):
         Row k has passage k alone, the last row has no passage.
         """
         ...
+
+
+@runtime_checkable
+class PassageReader(LikelihoodReader, FirstTokenReader, Protocol):
+    """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
 
     def question_attention(
         self,

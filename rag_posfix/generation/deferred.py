@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import FirstTokenReader, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
+from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.folders import default_cache_dir
 from rag_posfix.generation.engine import mitigation_info
 from rag_posfix.generation.load import ModelMetadata, read_metadata
+from rag_posfix.plan.layout import Layout
 
 
 class DeferredGenerator:
@@ -41,6 +43,13 @@ class DeferredGenerator:
     def check_json_schema(self, schema: str) -> None:
         """As ``Engine.check_json_schema``."""
         self.encoder.json_grammars.check(schema)
+
+    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
+        """As ``Engine.first_token_log_probs``."""
+        reader = self.loaded()
+        if not isinstance(reader, FirstTokenReader):
+            raise UnsupportedModelError(f"{self.model_id} reads no passages for rerankers here; use an engine")
+        return reader.first_token_log_probs(layout, tokens, salt)
 
     def generate(self, request: GenerationRequest) -> Generation:
         return self.loaded().generate(request)

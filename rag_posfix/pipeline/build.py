@@ -46,7 +46,7 @@ from rag_posfix.pipeline.open_retrievers import open_retrievers
 from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute
-from rag_posfix.pipeline.servers import connect_with, open_remote_generator
+from rag_posfix.pipeline.servers import connect_with, open_remote_generator, remote_settings_of
 from rag_posfix.pipeline.stores import invalidate
 from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.process import environment_with
@@ -153,8 +153,9 @@ def build_pipeline(
     with ExitStack() as cleanup:  # closes the opened stores if a later step fails
         engine = generator if generator is not None else _load(settings, cleanup, deferred, cache)
         engine, passages = _with_passages(engine, settings, cleanup)
-        writer = _load_writer(settings, cleanup)
-        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings))
+        load_own = functools.cache(lambda model: _load(settings_with_model(settings, model), cleanup, True, cache))
+        writer = None if settings.writer is None else load_own(settings.writer)
+        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings), load_own)
         reranker = GuardedReranker(
             reranker=build_reranker(chosen.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
         )
@@ -191,11 +192,11 @@ def build_pipeline(
     return pipeline
 
 
-def _load_writer(settings: Settings, cleanup: ExitStack) -> Generator | None:
-    """Return the generator that writes queries, if that is another model."""
-    if settings.writer is None:
-        return None
-    return _load(settings.model_copy(update={"model": settings.writer, "adapter": None, "tp": 1}), cleanup, True)
+def settings_with_model(settings: Settings, model: str) -> Settings:
+    """Return the settings of a model beside the served one: on one device, without adapter and passage KV store."""
+    passages = settings.passages.model_copy(update={"enabled": False})
+    changes = {"model": model, "adapter": None, "tp": 1, "device_map": None, "passages": passages}
+    return settings.model_copy(update={**changes, "remote": remote_settings_of(settings, model)})
 
 
 def _defaults(settings: Settings, methods: Methods, template: object, engine: Generator) -> Defaults:
@@ -317,7 +318,12 @@ def build_reranker_models(settings: Settings) -> RerankerModels:
         return model
 
     generator = functools.cache(lambda: build_generator(settings))
-    return RerankerModels(embeddings, generator, connect_with(settings))
+    return RerankerModels(embeddings, generator, connect_with(settings), model_loader(settings))
+
+
+def model_loader(settings: Settings) -> Callable[[str], Generator]:
+    """Return a function that loads a model beside that of ``settings`` by name, once."""
+    return functools.cache(lambda model: build_generator(settings_with_model(settings, model)))
 
 
 def invalidate_stored(documents: Sequence[Document], settings: Settings) -> tuple[int, int, int]:

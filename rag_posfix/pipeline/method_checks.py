@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.orders import ORDERS, create_order
-from rag_posfix.contracts.method_spec import MethodSpec, named_method
+from rag_posfix.contracts.method_spec import MethodSpec, named_method, parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.registry import Registry
 
@@ -67,11 +67,12 @@ def check_loads_no_model(spec: MethodSpec) -> None:
     """Raise for rerankers that load a model: clients of a service choose rerankers, and must not make it load one."""
     from rag_posfix.reranking import RERANKERS
 
-    scorers = [scorer.partition(":")[0] for scorer in spec.parameters.get("scorers", ()) if isinstance(scorer, str)]
-    for name in (spec.name, *scorers):
-        if name in RERANKERS and getattr(RERANKERS.get(name), "loads_own_model", False):
+    scorers = [text for text in spec.parameters.get("scorers", ()) if isinstance(text, str)]
+    for member in (spec, *(parse_method(text, "reranker", "top_n=5") for text in scorers)):
+        loads = member.name in RERANKERS and getattr(RERANKERS.get(member.name), "loads_own_model", False)
+        if loads or "model" in member.parameters:
             raise ConfigError(
-                f"a question cannot choose {name}, which loads a model of its own; set RAG_POSFIX_RERANKER"
+                f"a question cannot choose {member.name} where it loads a model of its own; set RAG_POSFIX_RERANKER"
             )
 
 

@@ -11,7 +11,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.connection import Connection, ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
-from rag_posfix.settings import Settings
+from rag_posfix.settings import RemoteSettings, Settings
 
 
 def open_remote_generator(settings: Settings, cache: TieredAnswerCache | None = None) -> RemoteGenerator:
@@ -37,6 +37,18 @@ def open_remote_generator(settings: Settings, cache: TieredAnswerCache | None = 
     )
 
 
+def remote_settings_of(settings: Settings, model: str) -> RemoteSettings:
+    """Return ``settings.remote`` for another model: without the key if the served model is on another server."""
+    if not is_remote(settings.model) or _servers(model) <= _servers(settings.model):
+        return settings.remote
+    return settings.remote.model_copy(update={"api_key": None})
+
+
+def _servers(model: str) -> set[tuple[str, ...]]:
+    """Return scheme and host of each server of a model; none of a model in this process."""
+    return {urlsplit(url)[:2] for url in parse_remote(model).urls} if is_remote(model) else set()
+
+
 def _key_of(settings: Settings) -> str | None:
     return None if settings.remote.api_key is None else settings.remote.api_key.get_secret_value()
 
@@ -48,10 +60,9 @@ def _limits(settings: Settings) -> ServerLimits:
 
 def connect_with(settings: Settings) -> Callable[[str], Connection]:
     """Return a function that connects to the server of a reranker; only the remote model's own server gets its key."""
-    model_urls = parse_remote(settings.model).urls if is_remote(settings.model) else ()
 
     def connect(url: str) -> Connection:
-        own = urlsplit(url)[:2] in {urlsplit(model_url)[:2] for model_url in model_urls}
+        own = urlsplit(url)[:2] in _servers(settings.model)
         return Connection(
             url, _key_of(settings) if own else None, _limits(settings), check_cancelled, remaining_seconds
         )

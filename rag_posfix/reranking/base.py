@@ -70,7 +70,9 @@ def sum_normalized(raw: Sequence[float]) -> list[float]:
     return [min(value / total, 1.0) for value in raw] if total > 0 else [1 / len(raw)] * len(raw)
 
 
-RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry("reranker", parts=("embeddings", "generator", "connect"))
+RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry(
+    "reranker", parts=("embeddings", "generator", "connect", "load_model")
+)
 
 
 @dataclass(frozen=True, slots=True)

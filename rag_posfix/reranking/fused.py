@@ -15,6 +15,7 @@ from rag_posfix.contracts.generator import Generator, LikelihoodReader
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid, z_scores
+from rag_posfix.reranking.build import RerankerModels, build_reranker, no_loader
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.endpoint import JsonServer, no_connection
 
@@ -57,6 +58,7 @@ class FusedReranker(ScoringReranker):
         embeddings: For scorers that need an embedding model.
         generator: For scorers that need the served model.
         connect: For scorers that are on a server.
+        load_model: For scorers with a language model of their own.
         top_n: Number of passages to return, all if None.
         scorers: Two or more rerankers by name, with parameters as ``name:parameter=value``. In text,
             ``likelihood+embedding`` is short for ``fused:scorers=["likelihood","embedding"]``.
@@ -70,6 +72,7 @@ class FusedReranker(ScoringReranker):
     embeddings: Embeddings
     generator: Generator
     connect: Callable[[str], JsonServer] = Field(default=no_connection, exclude=True, repr=False)
+    load_model: Callable[[str], Generator] = Field(default=no_loader, exclude=True, repr=False)
     scorers: Annotated[tuple[str, ...], AfterValidator(_check_scorers), Field(min_length=2, max_length=8)] = (
         "likelihood",
         "embedding",
@@ -90,13 +93,9 @@ class FusedReranker(ScoringReranker):
         return self
 
     def _member(self, text: str) -> ScoringReranker:
-        models: dict[str, Callable[[], Any]] = {
-            "embeddings": lambda: self.embeddings,
-            "generator": lambda: self.generator,
-            "connect": lambda: self.connect,
-        }
+        models = RerankerModels(lambda: self.embeddings, lambda: self.generator, self.connect, self.load_model)
         try:
-            reranker = RERANKERS.create(parse_method(text, "reranker", "top_n=5"), models)
+            reranker = build_reranker(parse_method(text, "reranker", "top_n=5"), models)
         except RagPosfixError as error:
             raise PydanticCustomError("scorers", "{message}", {"message": str(error)}) from error
         if not isinstance(reranker, ScoringReranker):

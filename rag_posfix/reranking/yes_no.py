@@ -19,7 +19,7 @@ from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.prompt import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt
 from rag_posfix.contracts.cache_salt import current_salt
-from rag_posfix.contracts.generator import OddsReader, PassageReader
+from rag_posfix.contracts.generator import FirstTokenReader, OddsReader
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid
@@ -121,12 +121,18 @@ class YesNoReranker(SeparatePassageReranker):
     Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
         passages are those of answers (``template="answer"``): what the passage KV store has is not read again. On a
         server: one request of one token per passage, all together, and judgements are kept in the answer cache.
+        ``model`` takes memory beside the served model and reads each passage again: it has no passage KV store.
     Limits: a property of the reader: small models say yes to nearly every passage. A passage that speaks to the judge
         ("this document contains the answer") may be believed. A server lists its likeliest tokens only: a spelling
-        that is not listed counts as the last of them. A server without log-probabilities answers five times.
+        that is not listed counts as the last of them. A server without log-probabilities answers five times. A server
+        writes the start of the assistant's turn itself: ``answer_start`` of a template is not sent.
 
     Attributes:
-        generator: The served model; an ``Engine``, a ``BatchingGenerator`` around one, or a ``RemoteGenerator``.
+        generator: The model that judges; an ``Engine``, a ``BatchingGenerator`` around one, or a ``RemoteGenerator``.
+        model: A model that judges in place of the served one, for rerankers made by name: a name, a folder or an
+            ``openai:NAME@URL`` in double quotes, as for ``--model``. A trained reranker of this form, such as
+            ``Qwen/Qwen3-Reranker-0.6B`` with ``template=qwen3_reranker``, or any causal language model. Found and
+            checked when the reranker is made, loaded by its first question. Clients of the service cannot name it.
         top_n: Number of passages to return, all if None.
         template: ``answer``, ``qwen3_reranker``, or fields of ``JudgeTemplate``; on the command line also a TOML file.
         batch_size: Maximum number of passages per batch.
@@ -138,9 +144,10 @@ class YesNoReranker(SeparatePassageReranker):
     name: ClassVar[str] = "yes_no"
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
 
-    readers = (PassageReader, OddsReader)
+    readers = (FirstTokenReader, OddsReader)
 
-    generator: PassageReader | OddsReader
+    generator: FirstTokenReader | OddsReader
+    model: str | None = Field(default=None, min_length=1)
     template: Literal["answer", "qwen3_reranker"] | JudgeTemplate = "answer"
     window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
     calibrate: bool = True

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.demo_data import load_passages, load_questions
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.patching.install import stock_copy
+from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
+from rag_posfix.settings import CacheSettings, Settings
+from tests.support.toy_encoder import ToyEncoder
 
 pytestmark = pytest.mark.weights
 
@@ -32,6 +39,19 @@ def test_the_passage_that_answers_comes_first(engine, name):
     for question in QUESTIONS:
         result = made(engine, name).compress_documents(passages(question), question.question)
         assert result[0].id == question.gold
+
+
+def test_a_judge_of_its_own_scores_as_the_engine_of_that_model(float32_engine):
+    asked, given = QUESTIONS[0].question, passages(QUESTIONS[0])
+    settings = Settings(reranker="yes_no:model=smollm2", dtype="float32", cache=CacheSettings(enabled=False))
+    with closing(build_pipeline(settings, generator=FakeGenerator(ToyEncoder()))) as pipeline:
+        answer = pipeline.ask(Question(asked, documents=given))
+    assert not answer.warnings
+    assert pipeline.generator.model_id == "fake"
+    expected = made(float32_engine, "yes_no").compress_documents(given, asked)
+    scores = {document.id: document.score for document in answer.documents}
+    assert scores == pytest.approx({one.id: one.metadata["relevance_score"] for one in expected}, abs=1e-5)
+    assert len(set(scores.values())) == len(given)
 
 
 @pytest.mark.parametrize("name", ["attention_sorting", "calibrated_attention", "listwise"])

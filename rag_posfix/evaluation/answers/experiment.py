@@ -125,14 +125,14 @@ def arrangement_rerankers(
     arrangements: Sequence[Arrangement], engine: Generator, settings: Settings | None
 ) -> dict[str, Reranker]:
     """Return the rerankers that ``arrangements`` name, by label; ``settings`` name their embeddings."""
-    from rag_posfix.pipeline.build import build_embeddings
+    from rag_posfix.pipeline.build import build_embeddings, model_loader
     from rag_posfix.pipeline.servers import connect_with
     from rag_posfix.reranking.build import RerankerModels, build_reranker
 
     specs = {choice.reranker.label: choice.reranker for choice in arrangements if choice.reranker is not None}
     settings = settings or Settings()
     embeddings = functools.cache(lambda: build_embeddings(settings))
-    models = RerankerModels(embeddings, lambda: engine, connect_with(settings))
+    models = RerankerModels(embeddings, lambda: engine, connect_with(settings), model_loader(settings))
     return {label: build_reranker(spec, models) for label, spec in specs.items()}
 
 

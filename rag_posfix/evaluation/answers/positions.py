@@ -88,7 +88,7 @@ def evaluate_positions(
         documents: Number of passages per prompt.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
-        hostile: Replace the first distractor by a passage that repeats the question (``evaluation.data.hostile``).
+        hostile: Replace the first distractor by a hostile passage: a kind of ``evaluation.data.hostile``.
         baselines: Also run plain prompts that are sorted by the scorers of ``choices`` (``with_baselines``).
         max_tokens: Maximum number of tokens of an answer.
         check_orders: Compute the answer at every position, also of order-invariant arrangements.

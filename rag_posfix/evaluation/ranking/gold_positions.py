@@ -91,7 +91,7 @@ def evaluate_reranking_positions(
         documents: Number of passages per list.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
-        hostile: Replace the first distractor by a passage that repeats the question (``evaluation.data.hostile``).
+        hostile: Replace the first distractor by a hostile passage: a kind of ``evaluation.data.hostile``.
         fresh: Recompute what is in the journal.
         settings: Models; read from the environment if None.
         out: Folder for the record and the journal; None writes nothing.

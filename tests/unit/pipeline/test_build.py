@@ -325,6 +325,8 @@ def test_a_question_cannot_make_the_process_load_a_reranker_of_its_own(tmp_path)
     for spec in (
         MethodSpec("cross_encoder"),
         MethodSpec("fused", {"scorers": ["cross_encoder:top_n=1", "embedding"]}),
+        MethodSpec("yes_no", {"model": "smollm2"}),
+        MethodSpec("fused", {"scorers": ['yes_no:model="openai:judge@http://10.0.0.1"', "embedding"]}),
     ):
         with pytest.raises(ConfigError, match="loads a model of its own"):
             pipeline.ask(Question("Which?", documents=documents, reranker=spec))

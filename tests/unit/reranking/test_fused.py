@@ -8,8 +8,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.registry import Registry
-from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking import fused as module
+from rag_posfix.reranking import RERANKERS, build, fused
 from rag_posfix.reranking.base import DocumentScore, ScoringReranker
 from rag_posfix.reranking.build import RerankerModels, build_reranker, parse_reranker, read_reranker
 from rag_posfix.reranking.fused import FusedReranker
@@ -43,15 +42,16 @@ def fuse(monkeypatch):
     scorers = Registry("reranker", parts=RERANKERS.parts)
     for scorer in (First, Second):
         scorers.register(scorer.name)(scorer)
-    monkeypatch.setattr(module, "RERANKERS", scorers)
+    for module in (fused, build):
+        monkeypatch.setattr(module, "RERANKERS", scorers)
 
-    def fused(**parameters):
+    def made(**parameters):
         return FusedReranker(
             embeddings=DeterministicFakeEmbedding(size=4), generator=FakeGenerator(ToyEncoder()),
             **{"scorers": ("first", "second"), **parameters},
         )  # fmt: skip
 
-    return fused
+    return made
 
 
 def raw_scores(reranker):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from langchain_core.documents import Document
 
@@ -47,9 +49,14 @@ def test_the_last_question_is_given_the_answer_of_the_first():
 @pytest.mark.parametrize(
     ("examples", "kind", "message"),
     [
-        (EXAMPLES, "spam", "hostile='spam' must be one of echo, poison, injection, faq"),
+        (EXAMPLES, "spam", "hostile='spam' must be one of echo, poison, injection, faq, conflict, majority"),
         (EXAMPLES[:2], "poison", "no other question has another answer"),
-        ([PositionExample("x", "Who?", ("A",), EXAMPLES[0].gold, ())], "echo", "has no distractor"),
+        (EXAMPLES, "conflict", "question a: no gold passage has an accepted answer"),
+        (
+            [PositionExample("x", "Who?", ("A",), EXAMPLES[0].gold, ())],
+            "echo",
+            "question x has 0 distractors, and echo replaces 1",
+        ),
     ],
 )
 def test_what_cannot_be_replaced_is_an_error(examples, kind, message):
@@ -64,3 +71,26 @@ def test_an_entry_of_an_faq_repeats_the_question_before_the_gold_text_and_replac
     ]
     assert first.distractors == EXAMPLES[0].distractors
     assert not first.planted
+
+
+GOLD = Document(
+    id="ga", page_content="ANNA built it; Annapolis did not. By Ann, 1901.", metadata={"title": "Anna's mill"}
+)
+OTHER = Document(id="o", page_content="Ann paid, and Bea left.")
+ANSWERED = [
+    replace(one, gold=(Document(page_content="gold"), gold))
+    for one, gold in zip(EXAMPLES, (GOLD, OTHER, OTHER), strict=True)
+]
+
+
+@pytest.mark.parametrize(("kind", "replaced"), [("conflict", 1), ("majority", 2)])
+def test_a_conflicting_passage_is_the_gold_passage_with_the_planted_answer(kind, replaced):
+    first, *_ = with_hostile_passage(ANSWERED, kind)
+    contradiction, *others = first.distractors
+    assert contradiction.page_content == "Bea built it; Annapolis did not. By Bea, 1901."
+    assert (contradiction.id, contradiction.metadata) == (f"{kind}-a", GOLD.metadata)
+    assert first.planted == "Bea"
+    assert first.gold == ANSWERED[0].gold
+    support = [("support-a", f"Another source says: {GOLD.page_content}", GOLD.metadata)]
+    assert [(d.id, d.page_content, d.metadata) for d in others[: replaced - 1]] == support[: replaced - 1]
+    assert others[replaced - 1 :] == list(EXAMPLES[0].distractors[replaced:])
