@@ -74,7 +74,7 @@ def demo(
 
     def show(_: dict[str, Any]) -> None:
         _show(cells, engine.model_id, indexed, mitigation)
-        say(f"\n{NEXT}\n\nTook {seconds:.0f} s.")
+        say(f"\nTook {seconds:.0f} s.\n\n{NEXT}")
 
     rows = [asdict(cell) for cell in cells]
     emit({"model": engine.model_id, "passages": indexed, "rows": rows, "seconds": seconds}, as_json, show)

@@ -15,7 +15,7 @@ import typer
 from rag_posfix.cli.ask_many import read_questions
 from rag_posfix.cli.options import AsJson, Fresh, Limit, check_index, out_option, with_settings
 from rag_posfix.cli.output import emit, err, out, progress_with_text, say, say_files, status, table
-from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ Labels = Annotated[
 Passages = Annotated[
     Path | None,
     typer.Option("--passages", help="Read the passages that --data names, JSON lines.", show_default="none"),
+]
+Prices = Annotated[
+    tuple[float, float] | None,
+    typer.Option("--prices", help="Tell the cost: prices of a million tokens, sent and written."),
 ]
 
 
@@ -62,6 +66,7 @@ def measure(
     judge: Annotated[
         bool, typer.Option("--judge", help="Let --writer judge whether two answers say the same.")
     ] = False,
+    prices: Prices = None,
     fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
@@ -88,7 +93,7 @@ def measure(
     from rag_posfix.pipeline.build import build_pipeline
 
     examples = [] if data is None else load_labels(data, passages, limit)
-    options = MeasureOptions(minutes=minutes, orders=orders, documents=documents, seed=seed, fresh=fresh)
+    options = MeasureOptions(minutes, orders, documents, seed, fresh, prices)
     asks_itself = settings.model_copy(update={"mitigation": "none", "profile": None})
     with status("loading the model and the index"):
         pipeline = build_pipeline(asks_itself, index=index)
@@ -106,7 +111,7 @@ def measure(
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
             judge=same_by(pipeline.writer or pipeline.generator) if judge else None,
-            data={"name": source.name if source else "written from the index",
+            data={"name": source.name if source else _written_name(examples),
                   "sha256": file_digest(source) if source else _digest(asked)},
         )  # fmt: skip
     emit(record.to_json(), as_json, _show)
@@ -120,16 +125,32 @@ def _written(
     options: MeasureOptions,
     report: Callable[[int, int, str], None],
 ) -> tuple[list[PositionExample], Counter[str]]:
-    """Return questions that were written from the passages of an index, in at most a third of the time."""
-    from rag_posfix.measuring.written_questions import WrittenJournal, write_questions
+    """Return questions that were written from the passages of an index, in at most a third of the time.
+
+    Where the writer wrote less than half of them, sentences with a gap fill up.
+    """
+    from rag_posfix.measuring.written_questions import WrittenJournal, gap_questions, write_questions
     from rag_posfix.retrieval.index.storage import read_entries
 
-    until = time.monotonic() + 20 * options.minutes
-    return write_questions(
-        pipeline, [entry.document for entry in read_entries(index).values()], limit or _DEFAULT_QUESTIONS,
-        documents=options.documents, seed=options.seed, journal=WrittenJournal(journal, fresh=options.fresh),
-        in_time=lambda: time.monotonic() < until, report=report,
+    until, count = time.monotonic() + 20 * options.minutes, limit or _DEFAULT_QUESTIONS
+    index_passages = [entry.document for entry in read_entries(index).values()]
+    examples, dropped = write_questions(
+        pipeline, index_passages, count, documents=options.documents, seed=options.seed,
+        journal=WrittenJournal(journal, fresh=options.fresh), in_time=lambda: time.monotonic() < until, report=report,
     )  # fmt: skip
+    if len(examples) < count / 2:
+        examples += gap_questions(
+            pipeline, index_passages, count - len(examples), documents=options.documents, seed=options.seed,
+            leave_out={example.id for example in examples},
+        )  # fmt: skip
+    return examples, dropped
+
+
+def _written_name(examples: list[PositionExample]) -> str:
+    from rag_posfix.measuring.written_questions import GAP
+
+    gaps = sum(GAP in example.question for example in examples)
+    return "written from the index" + (f", {gaps} of {len(examples)} as sentences with a gap" if gaps else "")
 
 
 def _digest(questions: list[AskedQuestion]) -> str:
@@ -140,7 +161,7 @@ def _digest(questions: list[AskedQuestion]) -> str:
 
 def _show(result: dict[str, Any]) -> None:
     say(result["verdict"])
-    rows = table("arrangement", "worst", "mean", "second", "well formed", "first token")
+    rows = table("arrangement", "worst", "mean", "second", "well formed", "time to first token")
     for name, values in result["measured"].items():
         numbers = (values["worst"], values["mean"], values["second"], values["well_formed"], values["ttft_ratio"])
         rows.add_row(name, *(f"{number:.2f}" for number in numbers))
@@ -150,25 +171,20 @@ def _show(result: dict[str, Any]) -> None:
 
 def report(
     records: Annotated[list[Path], typer.Argument(help="Show these records, each the .json file.")],
-    output: Annotated[Path, typer.Option("--out", help="Write this HTML file, and a CSV file next to it.")],
+    output: Annotated[Path, typer.Option("--out", help="Write this HTML file; table and charts beside it.")],
     as_json: AsJson = False,
 ) -> None:
     """Write a page of result records that needs no network.
 
-    Records of measure, eval and bench have charts and tables; every other record has its summary.
+    Records of measure, eval and bench have charts and tables; every other record has its summary. Beside the page are
+    the table as CSV and LaTeX, and each chart as SVG and PNG.
     """
-    from rag_posfix.evaluation.record import read_record, write_whole
-    from rag_posfix.measuring.report import report_page, report_table
+    from rag_posfix.evaluation.record import read_record
+    from rag_posfix.measuring.report import write_report
 
     if output.suffix != ".html":
         raise ConfigError(f"--out {str(output)!r} must end in .html")
-    read = [read_record(path) for path in records]
-    files = {"report": output, "csv": output.with_suffix(".csv")}
-    try:
-        write_whole(files["report"], [report_page(read).encode()])
-        write_whole(files["csv"], [report_table(read).encode()])
-    except OSError as error:
-        raise EvaluationError(f"--out {str(output)!r} cannot be written: {error.strerror}") from error
+    files = write_report([read_record(path) for path in records], output)
     emit({name: str(path) for name, path in files.items()}, as_json, lambda result: say_files(result, *files))
 
 
@@ -191,8 +207,8 @@ def check(
 ) -> None:
     """Say what is wrong with which row of labelled questions.
 
-    Reads what measure --data reads: JSON lines or CSV with --passages, Lost-in-the-Middle and HotpotQA rows, SQuAD's
-    format. The exit code is 1 if a row cannot be used.
+    Reads what measure --data reads: JSON lines, CSV or Parquet with --passages, rows of Lost in the Middle or
+    HotpotQA, SQuAD's format. The exit code is 1 if a row cannot be used.
     """
     from rag_posfix.evaluation.data.labels import check_labels
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement
 from rag_posfix.evaluation.journal import LineJournal
@@ -47,12 +49,16 @@ class AskedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class StackAnswer:
-    """An answer of the pipeline, as the journal keeps it. ``first_token_seconds`` includes the reranker's time."""
+    """An answer of the pipeline, as the journal keeps it.
+
+    ``first_token_seconds`` is the time from the question to the first text, the reranker's time included. It is None
+    where other questions were open at the same time.
+    """
 
     text: str
     well_formed: bool
     seconds: float
-    first_token_seconds: float
+    first_token_seconds: float | None
     prompt_tokens: int
     completion_tokens: int
 
@@ -81,7 +87,6 @@ class FlipRow:
     answer: str
     well_formed: bool
     seconds: float
-    first_token_seconds: float
     prompt_tokens: int
     completion_tokens: int
     asked: str
@@ -131,12 +136,12 @@ def ask_in_orders(
     ]
     keys = [_key(pipeline, arrangement, question, order, repeat) for question, _, order, repeat in plan]
     missing = [index for index, key in enumerate(keys) if journal.get(key) is None]
-    prompts = [_prompt(plan[index][0], plan[index][2], arrangement) for index in missing]
+    prompts = [prompt_of(plan[index][0], plan[index][2], arrangement) for index in missing]
     with closing(pipeline.batch_as_completed(prompts)) as results:
         for number, result in results:
             if isinstance(result, Exception):
                 raise result
-            journal.add(keys[missing[number]], _stack_answer(result))
+            journal.add(keys[missing[number]], _stack_answer(result, None))
     rows: list[FlipRow] = []
     first: StackAnswer | None = None
     for (question, kind, order, _), key in zip(plan, keys, strict=True):
@@ -147,6 +152,39 @@ def ask_in_orders(
             first = answer
         rows.append(_row(question, arrangement.label, kind, order, answer, first, judge))
     return rows
+
+
+def time_first_tokens(
+    pipeline: Pipeline,
+    questions: Sequence[AskedQuestion],
+    arrangement: Arrangement,
+    *,
+    seed: int,
+    journal: StackJournal,
+) -> list[float]:
+    """Ask each question alone, in its first order, and return the seconds until its first text.
+
+    The answers go to the journal, where ``ask_in_orders`` finds them.
+    """
+    seconds = []
+    for question in questions:
+        order = draw_orders(question, 1, seed)[0]
+        key = _key(pipeline, arrangement, question, order, 0)
+        answer = journal.get(key)
+        if answer is None or answer.first_token_seconds is None:
+            answer = _ask_alone(pipeline, prompt_of(question, order, arrangement))
+            journal.add(key, answer)
+        seconds.append(answer.first_token_seconds or 0.0)
+    return seconds
+
+
+def _ask_alone(pipeline: Pipeline, question: Question) -> StackAnswer:
+    begun, first = time.perf_counter(), 0.0
+    for chunk in pipeline.stream(question):
+        first = first or time.perf_counter() - begun
+        if chunk.answer is not None:
+            return _stack_answer(chunk.answer, first)
+    raise EvaluationError(f"the answer to {question.text!r} ended without its last part; ask again")
 
 
 def _asks(orders: Sequence[tuple[int, ...]], repeats: int) -> list[tuple[str, tuple[int, ...], int]]:
@@ -160,7 +198,8 @@ def _asks(orders: Sequence[tuple[int, ...]], repeats: int) -> list[tuple[str, tu
     return result
 
 
-def _prompt(question: AskedQuestion, order: Sequence[int], arrangement: Arrangement) -> Question:
+def prompt_of(question: AskedQuestion, order: Sequence[int], arrangement: Arrangement) -> Question:
+    """Return the question to the pipeline, with its passages in an order."""
     return Question(
         question.text,
         [question.passages[index] for index in order],
@@ -190,14 +229,12 @@ def _key(
     return content_hash(json.dumps(parts, sort_keys=True))
 
 
-def _stack_answer(answer: Answer) -> StackAnswer:
-    seconds = sum(answer.timings.values()) - answer.timings.get("queue", 0.0)
-    before_decoding = seconds - answer.timings.get("decode", 0.0)
+def _stack_answer(answer: Answer, first_token_seconds: float | None) -> StackAnswer:
     return StackAnswer(
         text=answer.text,
         well_formed=answer.well_formed,
-        seconds=seconds,
-        first_token_seconds=before_decoding or seconds,
+        seconds=sum(answer.timings.values()) - answer.timings.get("queue", 0.0),
+        first_token_seconds=first_token_seconds,
         prompt_tokens=answer.usage.prompt_tokens,
         completion_tokens=answer.usage.completion_tokens,
     )
@@ -217,8 +254,7 @@ def _row(
         question=question.id, condition=condition, kind=kind, order=order, changed=changed,
         judged_changed=None if judge is None else changed and not judge(question.text, first.text, answer.text),
         answer=answer.text, well_formed=answer.well_formed, seconds=answer.seconds,
-        first_token_seconds=answer.first_token_seconds, prompt_tokens=answer.prompt_tokens,
-        completion_tokens=answer.completion_tokens, asked=question.text,
+        prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens, asked=question.text,
         passages=tuple(str(question.passages[index].id) for index in order),
     )  # fmt: skip
 

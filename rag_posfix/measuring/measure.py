@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import orjson
@@ -38,10 +38,11 @@ from rag_posfix.measuring.flips import (
     Judge,
     StackJournal,
     ask_in_orders,
-    least_change,
     order_matters,
     summarize_flips,
+    time_first_tokens,
 )
+from rag_posfix.measuring.plan import Budget, plan_text, tokens_text
 from rag_posfix.pipeline.defaults import PROFILE_KIND
 from rag_posfix.pipeline.pipeline import Pipeline
 
@@ -68,6 +69,7 @@ class MeasureOptions:
         documents: Passages of a labelled question.
         seed: Seed of the orders.
         fresh: Answer again what is in the journal.
+        prices: Of a million tokens of prompts, and of answers; for a line that tells the cost of a remote model.
     """
 
     minutes: float = 10.0
@@ -75,27 +77,7 @@ class MeasureOptions:
     documents: int = 10
     seed: int = 0
     fresh: bool = False
-
-
-class Budget:
-    """The time of a measurement; ``clock`` returns seconds."""
-
-    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self._clock, self._started = 60 * minutes, clock, clock()
-
-    @property
-    def used(self) -> float:
-        """Seconds since the beginning."""
-        return self._clock() - self._started
-
-    def left(self, share: float = 1.0) -> float:
-        """Return the seconds until a share of the time is used."""
-        return share * self.seconds - self.used
-
-    @property
-    def minutes_left(self) -> float:
-        """Minutes until the whole time is used, for people."""
-        return max(self.left(), 0.0) / 60
+    prices: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +98,13 @@ class Measurement:
             self.pipeline, questions, arrangement, orders=self.options.orders if repeats else 2, repeats=repeats,
             seed=self.options.seed, journal=self.journal, judge=self.judge if repeats else None,
         )  # fmt: skip
+
+    def first_token_seconds(self, questions: Sequence[AskedQuestion], arrangement: Arrangement) -> float:
+        """Return the median time to the first token of the first questions, each asked alone."""
+        times = time_first_tokens(
+            self.pipeline, questions[:TOGETHER], arrangement, seed=self.options.seed, journal=self.journal
+        )
+        return median(times)
 
     def answer(self, examples: Sequence[PositionExample], arrangement: Arrangement) -> list[PositionRow]:
         """Answer labelled questions with the gold passage at each position."""
@@ -207,12 +196,14 @@ def measure(
         pipeline, options, Budget(options.minutes), StackJournal(out and out / JOURNAL, fresh=options.fresh),
         AnswerJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh, scored=scored), report, judge,
     )  # fmt: skip
+    if not scored:
+        report(0, len(questions), f"{tokens_text(pipeline, questions, _prompts(run, examples), options.prices)}\n")
     rows = _measure_flips(run, questions, FLIPS_SHARE_WITH_LABELS if examples else FLIPS_SHARE)
     flips = summarize_flips(rows)
     position_rows: list[PositionRow] = []
     skipped: dict[str, str] = {}
     if examples:
-        table, position_rows = _by_positions(run, examples, skipped)
+        table, position_rows = _by_positions(run, questions, examples, skipped)
     else:
         asked = {row.question for row in rows}
         table = _by_flips(run, [question for question in questions if question.id in asked], rows, flips, skipped)
@@ -236,15 +227,24 @@ def measure(
     return _write(ExperimentRecord(head, all_rows), out)
 
 
+def _prompts(run: Measurement, examples: Sequence[PositionExample]) -> int:
+    """Return the maximum number of prompts of a question."""
+    candidates = len(supported_candidates(unbatched(run.pipeline.generator)))
+    in_orders = 2 * run.options.orders - 1
+    if not examples:
+        return in_orders + 2 * (candidates - 1)
+    return in_orders + 2 + candidates * len(gold_positions(run.options.documents, len(examples[0].gold)))
+
+
 def _measure_flips(run: Measurement, questions: Sequence[AskedQuestion], share: float) -> list[FlipRow]:
     """Ask questions of the unmodified model in random orders, and in one order again, until the time is used."""
     rows: list[FlipRow] = []
-    repeats, total = run.options.orders - 1, len(questions)
+    repeats, total, begun = run.options.orders - 1, len(questions), run.budget.used
+    run.first_token_seconds(questions, parse_arrangement(BASELINE))
     for start in range(0, total, TOGETHER):
-        begun = run.budget.used
         rows += run.ask(questions[start : start + TOGETHER], parse_arrangement(BASELINE), repeats=repeats)
         done = min(start + TOGETHER, total)
-        chunk_seconds = run.budget.used - begun
+        chunk_seconds, begun = run.budget.used - begun, run.budget.used
         if start == 0:
             reachable = min(total, max(TOGETHER, int(run.budget.left(share) / max(chunk_seconds, 1e-3)) * TOGETHER))
             run.report(done, total, f"{plan_text(reachable, total, run.options.minutes)}\n")
@@ -259,16 +259,6 @@ def _measure_flips(run: Measurement, questions: Sequence[AskedQuestion], share: 
     return rows
 
 
-def plan_text(reachable: int, total: int, minutes: float) -> str:
-    """Return what so many questions can tell, and what not."""
-    low, high = wilson_interval(reachable // 2, reachable)
-    return (
-        f"about {reachable} of {total} questions fit into {minutes:g} minutes: shares will be known to within "
-        f"{(high - low) / 2:.0%}, and a change of fewer than {least_change(reachable):.0%} of the questions cannot be "
-        "told from none"
-    )
-
-
 def _by_flips(
     run: Measurement,
     questions: Sequence[AskedQuestion],
@@ -281,16 +271,20 @@ def _by_flips(
     for row in rows:
         answers.setdefault(row.question, Counter())[normalize(row.answer)] += row.kind == "order"
     usual = {name: counts.most_common(1)[0][0] for name, counts in answers.items()}
-    baseline = run.ask(questions, parse_arrangement(BASELINE), repeats=0)
-    seconds = mean([row.first_token_seconds for row in baseline])
-    table = {BASELINE: _flip_scores(baseline, usual, seconds)}
+    baseline = parse_arrangement(BASELINE)
+    seconds = run.first_token_seconds(questions, baseline)
+    table = {BASELINE: _flip_scores(run.ask(questions, baseline, repeats=0), usual, 1.0)}
     candidates = supported_candidates(unbatched(run.pipeline.generator))[1:]
     if order_matters(flips) is False:
         skipped |= dict.fromkeys([candidate.label for candidate in candidates], "the order changes almost no answer")
         return table
     for candidate in candidates:
         candidate_rows: list[FlipRow] = []
+        if run.budget.left() < 0:
+            skipped[candidate.label] = "out of time"
+            continue
         try:
+            cost = run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
             for start in range(0, len(questions), TOGETHER):
                 if run.budget.left() < 0:
                     skipped[candidate.label] = "out of time"
@@ -299,7 +293,7 @@ def _by_flips(
                 done = min(start + TOGETHER, len(questions))
                 run.report(done, len(questions), f"trying {candidate.label}, {run.budget.minutes_left:.1f} min left")
             else:
-                table[candidate.label] = _flip_scores(candidate_rows, usual, seconds)
+                table[candidate.label] = _flip_scores(candidate_rows, usual, cost)
         except ConfigError as error:
             skipped[candidate.label] = str(error)
     return table
@@ -312,53 +306,56 @@ def _grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return questions
 
 
-def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], seconds: float) -> Scores:
+def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], cost: float) -> Scores:
     questions = _grouped(rows)
     return Scores(
         values=[[float(not any(row.changed for row in group))] for group in questions.values()],
         second=[mean([float(normalize(row.answer) == usual[name]) for row in g]) for name, g in questions.items()],
-        cost=mean([row.first_token_seconds for row in rows]) / max(seconds, 1e-9),
+        cost=cost,
         well_formed=[mean([float(row.well_formed) for row in group]) for group in questions.values()],
     )
 
 
 def _by_positions(
-    run: Measurement, examples: Sequence[PositionExample], skipped: dict[str, str]
+    run: Measurement,
+    questions: Sequence[AskedQuestion],
+    examples: Sequence[PositionExample],
+    skipped: dict[str, str],
 ) -> tuple[dict[str, Scores], list[PositionRow]]:
     """Return the scores of arrangements with labels, accuracy by position, and every row."""
     rows: list[PositionRow] = []
-    seconds, taken = 0.0, 0
+    seconds, taken = run.first_token_seconds(questions, parse_arrangement(BASELINE)), 0
     table: dict[str, Scores] = {}
     for candidate in supported_candidates(unbatched(run.pipeline.generator)):
         is_first = candidate.label == BASELINE
-        share = POSITIONS_SHARE if is_first else 1.0
-        total = len(examples) if is_first else taken
-        candidate_rows: list[PositionRow] = []
-        for start in range(0, total, BLOCK):
-            if (candidate_rows or not is_first) and run.budget.left(share) < 0:
-                break
-            stop = min(start + BLOCK, total)
-            candidate_rows += run.answer(examples[start:stop], candidate)
-            taken = stop if is_first else taken
-            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
-        answered = [row for row in candidate_rows if row.gold_position is not None]
-        if len({row.question for row in answered}) < taken:
+        if not is_first and run.budget.left() < 0:
             skipped[candidate.label] = "out of time"
             continue
-        if is_first:
-            seconds = mean([row.seconds for row in answered])
+        cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
+        total = len(examples) if is_first else taken
+        candidate_rows: list[PositionRow] = []
+        stop = 0
+        while stop < total and not (stop and run.budget.left(POSITIONS_SHARE if is_first else 1.0) < 0):
+            start, stop = stop, min(stop + (BLOCK if stop else TOGETHER), total)
+            candidate_rows += run.answer(examples[start:stop], candidate)
+            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
+        if stop < total and not is_first:
+            skipped[candidate.label] = "out of time"
+            continue
+        taken = stop
+        answered = [row for row in candidate_rows if row.gold_position is not None]
         rows += candidate_rows if is_first else answered
-        table[candidate.label] = _position_scores(answered, seconds)
+        table[candidate.label] = _position_scores(answered, cost)
     return table, rows
 
 
-def _position_scores(rows: Sequence[PositionRow], seconds: float) -> Scores:
+def _position_scores(rows: Sequence[PositionRow], cost: float) -> Scores:
     questions = _grouped(rows)
     values = [[row.accuracy for row in group] for group in questions.values()]
     return Scores(
         values=values,
         second=[mean(row) for row in values],
-        cost=mean([row.seconds for row in rows]) / max(seconds, 1e-9),
+        cost=cost,
         well_formed=[mean([float(is_sound(row.answer)) for row in group]) for group in questions.values()],
     )
 
@@ -411,10 +408,10 @@ def _spec(spec: MethodSpec | None) -> dict[str, Any] | None:
 
 
 def _write(record: ExperimentRecord, out: Path | None) -> ExperimentRecord:
-    """Return the record with its files: ``record.json``, ``profile.json`` and ``report.html``."""
+    """Return the record with its files: ``record.json``, ``profile.json``, ``report.html`` and what is beside it."""
     if out is None:
         return record
-    from rag_posfix.measuring.report import report_page
+    from rag_posfix.measuring.report import write_report
 
     summary = record.summary
     chosen = parse_arrangement(summary["choice"]["name"])
@@ -436,10 +433,7 @@ def _write(record: ExperimentRecord, out: Path | None) -> ExperimentRecord:
         "git": record.head["git"],
         "at": record.head["at"],
     }
-    files = {
-        name: out / f"{name}.{kind}" for name, kind in (("record", "json"), ("profile", "json"), ("report", "html"))
-    }
+    files = {name: out / f"{name}.json" for name in ("record", "profile")}
     save_record(files["record"], record.head, record.rows)
     write_whole(files["profile"], [orjson.dumps(profile, option=orjson.OPT_INDENT_2), b"\n"])
-    write_whole(files["report"], [report_page([record]).encode()])
-    return replace(record, files=files)
+    return replace(record, files={**files, **write_report([record], out / "report.html")})

@@ -1,30 +1,64 @@
-"""The report: one HTML file of one record or more that loads nothing from outside, and a CSV of its table."""
+"""The report: one HTML file of one record or more that loads nothing from outside, its charts and table beside it."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import missing_extra
-from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.evaluation.statistics import mean, wilson_interval
+from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
+from rag_posfix.evaluation.record import ExperimentRecord, write_whole
+from rag_posfix.measuring.charts import STYLE, Chart, draw_cost, draw_curve, png_of
 
 MAX_QUESTIONS = 200
 """Questions whose answers a report shows, those that change first."""
 MAX_CHARACTERS = 1200
 """Characters of an answer in a report."""
-MAX_CURVES = 8
 _FACTS = ("model", "model_fingerprint", "dtype", "device", "template", "git", "at", "python", "machine")
 _TEMPLATE = Path(__file__).parent / "report.html.jinja"
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 280, 46, 14, 12, 42
+_LATEX = str.maketrans(
+    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {character: f"\\{character}" for character in "&%$#_{}"}
+)
 
-Point = tuple[str, float, float, float]
-"""Label of a position, value, and both ends of its interval."""
+_log = logging.getLogger(__name__)
+
+
+def write_report(records: Sequence[ExperimentRecord], page: Path) -> dict[str, Path]:
+    """Write a report and, beside it, its table as CSV and LaTeX and each chart as SVG and PNG; return the files.
+
+    Without resvg_py (extra ``eval``) there is no PNG, and a warning says how to get it.
+
+    Args:
+        page: The HTML file; the other files begin with its name.
+
+    Raises:
+        EvaluationError: a file cannot be written.
+    """
+    files: dict[str, tuple[Path, bytes]] = {
+        "report": (page, report_page(records).encode()),
+        "csv": (page.with_suffix(".csv"), report_csv(records).encode()),
+        "tex": (page.with_suffix(".tex"), report_latex(records).encode()),
+    }
+    for number, record in enumerate(records, 1):
+        for chart in _charts(record):
+            name = chart.name if len(records) == 1 else f"{number}-{chart.name}"
+            svg = chart.svg()
+            files[f"{name}.svg"] = (page.with_name(f"{page.stem}-{name}.svg"), svg.encode())
+            try:
+                files[f"{name}.png"] = (page.with_name(f"{page.stem}-{name}.png"), png_of(svg))
+            except ConfigError as error:
+                _log.warning("%s.png was not written: %s", name, error)
+    for path, content in files.values():
+        try:
+            write_whole(path, [content])
+        except OSError as error:
+            raise EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+    return {name: path for name, (path, _) in files.items()}
 
 
 def report_page(records: Sequence[ExperimentRecord]) -> str:
@@ -35,19 +69,46 @@ def report_page(records: Sequence[ExperimentRecord]) -> str:
         raise missing_extra("jinja2", "local") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text("utf-8"))
-    return template.render(records=[_view(record) for record in records], percent=lambda share: f"{share:.0%}")
+    return template.render(
+        records=[_view(record) for record in records], percent=lambda share: f"{share:.0%}", style=STYLE
+    )
 
 
-def report_table(records: Sequence[ExperimentRecord]) -> str:
+def report_csv(records: Sequence[ExperimentRecord]) -> str:
     """Return the numbers of the arrangements of each record as CSV."""
-    tables = [(str(record.head.get("model", "")), _table(record.head["summary"])) for record in records]
-    columns = list(dict.fromkeys(name for _, (names, _) in tables for name in names))
     text = io.StringIO()
-    writer = csv.DictWriter(text, ["model", *columns], lineterminator="\n")
-    writer.writeheader()
-    for model, (names, rows) in tables:
-        writer.writerows({"model": model, **dict(zip(names, row, strict=True))} for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(_joined_table(records))
     return text.getvalue()
+
+
+def report_latex(records: Sequence[ExperimentRecord]) -> str:
+    """Return the table of ``report_csv`` as a LaTeX document that needs no package."""
+    header, *rows = _joined_table(records)
+    lines = [" & ".join(_number(cell).translate(_LATEX) for cell in row) + r" \\" for row in (header, *rows)]
+    return "\n".join(
+        [
+            r"\documentclass[landscape]{article}", r"\begin{document}", r"\noindent\scriptsize",
+            rf"\begin{{tabular}}{{ll{'r' * (len(header) - 2)}}}", r"\hline", lines[0], r"\hline", *lines[1:],
+            r"\hline", r"\end{tabular}", r"\end{document}", "",
+        ]
+    )  # fmt: skip
+
+
+def _joined_table(records: Sequence[ExperimentRecord]) -> list[list[Any]]:
+    """Return the tables of all records as one: names of columns, then a row for each model and arrangement."""
+    tables = [(str(record.head.get("model", "")), *_table(record.head.get("summary", {}))) for record in records]
+    columns = list(dict.fromkeys(["arrangement", *(name for _, names, _ in tables for name in names)]))
+    joined: list[list[Any]] = [["model", *columns]]
+    for model, names, rows in tables:
+        for row in rows:
+            cells = dict(zip(names, row, strict=True))
+            joined.append([model, *(cells.get(name) for name in columns)])
+    return joined
+
+
+def _charts(record: ExperimentRecord) -> list[Chart]:
+    summary = record.head.get("summary", {})
+    return [chart for chart in (draw_curve(record.rows, summary), draw_cost(summary)) if chart is not None]
 
 
 def _view(record: ExperimentRecord) -> dict[str, Any]:
@@ -62,8 +123,7 @@ def _view(record: ExperimentRecord) -> dict[str, Any]:
         "verdict": [verdict] if isinstance(verdict, str) else list(verdict),
         "flips": flips if isinstance(flips, dict) else None,
         "questions": _questions(rows),
-        "curve": _curve(rows, summary),
-        "cost": _cost(summary),
+        "charts": [(chart.title, chart.html()) for chart in _charts(record)],
         "columns": columns,
         "table": [[_number(value) for value in row] for row in table],
         "dropped": summary.get("dropped", {}),
@@ -123,107 +183,3 @@ def _questions(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return sorted(questions, key=lambda question: not question["changed"])[:MAX_QUESTIONS]
-
-
-def _curve(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Return the accuracy by position of the gold passage as SVG, with Wilson's bands; empty without such rows."""
-    cells: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        position = row.get("gold_position")
-        if position is not None and row.get("accuracy") is not None and "changed" not in row:
-            label = "+".join(map(str, position)) if isinstance(position, list) else str(position)
-            cells.setdefault(str(row["condition"]), {}).setdefault(label, []).append(float(row["accuracy"]))
-    lines = {
-        name: [
-            (label, mean(values), *wilson_interval(round(sum(values)), len(values))) for label, values in by.items()
-        ]
-        for name, by in list(cells.items())[:MAX_CURVES]
-    }
-    if not lines or max(map(len, lines.values())) < 2:
-        return ""
-    levels = {
-        text: float(summary[name]["accuracy"])
-        for text, names in (
-            ("gold passage alone", ("ceiling", "gold_only")),
-            ("no passages", ("floor", "closed_book")),
-        )
-        for name in names
-        if isinstance(summary.get(name), dict) and summary[name].get("accuracy") is not None
-    }
-    return _line_chart(lines, levels)
-
-
-def _x(share: float) -> float:
-    return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
-
-
-def _y(value: float) -> float:
-    return _HEIGHT - _BOTTOM - value * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _axes(label: str, ticks: Mapping[str, float]) -> list[str]:
-    """Return the grid of values from 0 to 1, and label and ticks of the x axis."""
-    parts = [f'<text x="{_x(0.5):.0f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(label)}</text>']
-    parts += [
-        f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{escape(tick)}</text>'
-        for tick, x in ticks.items()
-    ]
-    for tenth in range(0, 11, 2):
-        y = _y(tenth / 10)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
-    return parts
-
-
-def _chart(parts: Sequence[str], title: str, legend: Sequence[str]) -> str:
-    keys = [
-        f'<li><span class="key c{number % MAX_CURVES}"></span>{escape(name)}</li>'
-        for number, name in enumerate(legend)
-    ]
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
-        f'{"".join(parts)}</svg><ul class="legend">{"".join(keys)}</ul>'
-    )
-
-
-def _line_chart(lines: Mapping[str, Sequence[Point]], levels: Mapping[str, float]) -> str:
-    labels = [label for label, *_ in max(lines.values(), key=len)]
-    places = {label: _x((index + 0.5) / len(labels)) for index, label in enumerate(labels)}
-    parts = _axes("position of the gold passage, from 0", places)
-    for text, value in levels.items():
-        y = _y(value)
-        parts.append(f'<line class="level" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">{escape(text)}</text>')
-    for number, (name, points) in enumerate(lines.items()):
-        top = [f"{places[label]:.1f},{_y(high):.1f}" for label, _, _, high in points]
-        bottom = [f"{places[label]:.1f},{_y(low):.1f}" for label, _, low, _ in reversed(points)]
-        middle = " ".join(f"{places[label]:.1f},{_y(value):.1f}" for label, value, *_ in points)
-        parts.append(f'<polygon class="band c{number}" points="{" ".join(top + bottom)}"/>')
-        parts.append(f'<polyline class="line c{number}" points="{middle}"/>')
-        parts += [
-            f'<circle class="c{number}" cx="{places[label]:.1f}" cy="{_y(value):.1f}" r="4"><title>{escape(name)}, '
-            f"position {escape(label)}: {value:.2f} ({low:.2f} to {high:.2f})</title></circle>"
-            for label, value, low, high in points
-        ]
-    return _chart(parts, "accuracy by position of the gold passage, 95 % bands", list(lines))
-
-
-def _cost(summary: Mapping[str, Any]) -> str:
-    """Return quality against time to the first token as SVG; empty without both."""
-    measured = summary.get("measured")
-    if not isinstance(measured, dict) or len(measured) < 2:
-        return ""
-    costs = {name: float(values["ttft_ratio"]) for name, values in measured.items()}
-    highest = 1.1 * max(costs.values())
-    ticks = {f"{tick * highest / 4:.1f}": _x(tick / 4) for tick in range(5)}
-    parts = _axes("time to the first token, unmodified model = 1", ticks)
-    legend = []
-    for number, (name, values) in enumerate(measured.items()):
-        label = f"{name}: {values['worst']:.2f} at {costs[name]:.1f}"
-        parts.append(
-            f'<circle class="c{number % MAX_CURVES}" cx="{_x(costs[name] / highest):.1f}" '
-            f'cy="{_y(min(max(values["worst"], 0), 1)):.1f}" r="6"><title>{escape(label)}</title></circle>'
-        )
-        legend.append(label)
-    what = "accuracy at the worst position" if summary.get("labels") else "share of questions with stable answers"
-    return _chart(parts, f"{what} against cost", legend)

@@ -3,6 +3,8 @@
 A question is kept because of its text: its answer is in its passage and in no other passage that is found for it. A
 writer that is not the measured model must also answer it from the passage. What the measured model answers from the
 passage alone decides nothing: that filter would favour methods that read each passage alone.
+
+Small models write few questions. A sentence with a gap needs no writer.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,9 @@ Answer: 1931
 
 Text: {text}
 Question:"""
+GAP = "____"
+_SENTENCE = re.compile(r"[^.!?\u3002\uff01\uff1f\n]+[.!?\u3002\uff01\uff1f]?")
+_WORD = re.compile(r"\w+")
 _WRITTEN = re.compile(r"\s*(?:Question:)?\s*(?P<question>[^\n]+?)\s*\n+\s*Answer:\s*(?P<answer>[^\n]+)")
 
 
@@ -104,26 +109,60 @@ def write_questions(
     examples: list[PositionExample] = []
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
-    distinct = list({checked_document(passage).key: passage for passage in passages}.values())
-    for passage in random.Random(seed).sample(distinct, len(distinct)):
+    for passage in _shuffled(passages, seed):
         if len(examples) == count or not in_time():
             break
         written = _written(writer, passage, journal, asks_again=pipeline.writer is not None)
         match = _WRITTEN.match(written.text)
         question, answer = (match["question"].strip(), match["answer"].strip(" .\"'")) if match else ("", "")
         reason = _fault(question, answer, passage, written, seen)
-        distractors = () if reason else _distractors(pipeline, question, passage, documents)
-        if not reason and any(best_subspan_em(document.page_content, [answer]) for document in distractors):
-            reason = "another passage holds the answer"
-        if not reason and len(distractors) < documents - 1:
-            reason = "too few other passages are found"
-        if reason:
-            dropped[reason] += 1
+        example = reason or _example(pipeline, question, answer, passage, documents)
+        if isinstance(example, str):
+            dropped[example] += 1
         else:
             seen.add(normalize(question))
-            examples.append(PositionExample(str(passage.id), question, (answer,), (passage,), distractors))
+            examples.append(example)
         report(len(examples), count, f"writing questions, {dropped.total()} dropped")
     return examples, dropped
+
+
+def gap_questions(
+    pipeline: Pipeline,
+    passages: Sequence[Document],
+    count: int,
+    *,
+    documents: int,
+    seed: int,
+    leave_out: Collection[str],
+) -> list[PositionExample]:
+    """Return up to ``count`` sentences of the passages with a gap, whose answer is the word that stood there.
+
+    The sentence is one with two words or more that no other passage has; the gap takes the last of them.
+
+    Args:
+        leave_out: Ids of passages that are not used.
+    """
+    examples: list[PositionExample] = []
+    holders = Counter(word for passage in passages for word in {*_WORD.findall(passage.page_content.casefold())})
+    for passage in _shuffled(passages, seed):
+        if len(examples) == count:
+            break
+        for sentence in _SENTENCE.findall(passage.page_content):
+            own = [match for match in _WORD.finditer(sentence) if holders[match[0].casefold()] == 1]
+            if str(passage.id) in leave_out or len(own) < 2:
+                continue
+            question = f"Fill the gap: {sentence[: own[-1].start()].lstrip()}{GAP}{sentence[own[-1].end() :]}"
+            example = _example(pipeline, question, own[-1][0], passage, documents)
+            if isinstance(example, PositionExample):
+                examples.append(example)
+                break
+    return examples
+
+
+def _shuffled(passages: Sequence[Document], seed: int) -> list[Document]:
+    """Return the passages in an order drawn by a seed, each text once."""
+    distinct = list({checked_document(passage).key: passage for passage in passages}.values())
+    return random.Random(seed).sample(distinct, len(distinct))
 
 
 def _written(writer: Generator, passage: Document, journal: WrittenJournal, *, asks_again: bool) -> WrittenQuestion:
@@ -158,7 +197,13 @@ def _fault(question: str, answer: str, passage: Document, written: WrittenQuesti
     return None
 
 
-def _distractors(pipeline: Pipeline, question: str, gold: Document, documents: int) -> tuple[Document, ...]:
+def _example(pipeline: Pipeline, question: str, answer: str, gold: Document, documents: int) -> PositionExample | str:
+    """Return the question with the best other passages that the pipeline finds for it, or why it cannot be used."""
     found = pipeline.find_passages(Question(question, k=documents, floor="off", mitigation="none", order="relevance"))
     key = checked_document(gold).key
-    return tuple(document for document in found if checked_document(document).key != key)[: documents - 1]
+    others = tuple(document for document in found if checked_document(document).key != key)[: documents - 1]
+    if any(best_subspan_em(document.page_content, [answer]) for document in others):
+        return "another passage holds the answer"
+    if len(others) < documents - 1:
+        return "too few other passages are found"
+    return PositionExample(str(gold.id), question, (answer,), (gold,), others)

@@ -42,9 +42,9 @@ def load_labels(path: Path, passages: Path | None = None, limit: int | None = No
     """Return labelled questions: of two files, or of one that ``load_examples`` reads.
 
     Args:
-        path: With ``passages``, JSON lines or CSV with ``question``, ``answers`` (a list; in CSV separated by ``|``)
-            or ``answer``, and ``passage``, the id of the gold passage. Without, Lost-in-the-Middle or HotpotQA rows,
-            or SQuAD's format.
+        path: With ``passages``, JSON lines, Parquet or CSV with ``question``, ``answers`` (a list; in CSV separated by
+            ``|``) or ``answer``, and ``passage``, the id of the gold passage. Without, Lost-in-the-Middle or HotpotQA
+            rows, or SQuAD's format.
         passages: JSON lines with ``id``, ``text`` and perhaps ``title``. The other passages are the distractors, those
             that share the most words with the question first.
         limit: Maximum number of questions.
@@ -134,7 +134,7 @@ def _example(row: Mapping[str, Any], number: int, passages: Mapping[str, _Passag
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and row of a file of CSV or JSON lines; for a line that is no row, a text with the reason."""
+    """Yield number and row of a file of CSV, Parquet or JSON lines; for what is no row, a text with the reason."""
     text = read_text(path)
     if path.name.removesuffix(".gz").endswith(".csv"):
         for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):

@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 from pydantic import ValidationError
 
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.errors import EvaluationError
+from rag_posfix.errors import EvaluationError, missing_extra
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.pipeline.query import history_query
 
@@ -160,15 +160,28 @@ def data_facts(data: Path | Sequence[PositionExample]) -> dict[str, str | None]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of questions or passages, .gz or plain."""
+    """Return the text of a file of questions or passages, .gz or plain; of a Parquet file its rows as JSON lines."""
     if not path.is_file():
         raise EvaluationError(f"{path} is not a file; give the path of a file of questions, .gz or plain")
+    if path.suffix == ".parquet":
+        return "\n".join(json.dumps(row, default=str) for row in _parquet_rows(path))
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
             return str(file.read())
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise unreadable(path, error) from error
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise missing_extra("pyarrow", "parquet") from error
+    try:
+        return list(parquet.read_table(path).to_pylist())
+    except (OSError, ArrowException) as error:
+        raise EvaluationError(f"{path} cannot be read: {error}; it must be a Parquet file") from error
 
 
 def unreadable(path: Path, error: Exception) -> EvaluationError:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
 
 from rag_posfix.demo_data import load_passages, load_questions
+from rag_posfix.evaluation.record import read_record
 from tests.support.redis_server import free_port
 from tests.support.subprocesses import wait_until_ready
 from tests.support.upstream import first_passage, upstream
@@ -47,24 +49,28 @@ def arguments(folder, index, model, out):
     return ("measure", "--index", index, *questions, "--model", model, "--floor", "off", "--k", 4, "--out", out)
 
 
-def answer_of_a_service(index, model, profile):
-    """Start the service with a profile, and return its answer to a request for ``auto``."""
+@contextmanager
+def service(index, model, profile):
+    """A service with a profile: its process and port."""
     port = str(free_port())
     words = ["serve", "--index", str(index), "--model", model, "--profile", str(profile), "--port", port]
-    process = subprocess.Popen([sys.executable, "-m", "rag_posfix.cli.main", *words], stderr=subprocess.DEVNULL)
-    try:
-        wait_until_ready(process, port)
-        body = {
-            "model": "default",
-            "messages": [{"role": "user", "content": "Who designed the Maravel lighthouse?"}],
-            "posfix": {"mitigation": "auto", "floor": "off"},
-        }
-        response = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
-        assert response.status_code == 200, response.text
-        return response.json()
-    finally:
-        process.terminate()
-        process.wait()
+    command = [sys.executable, "-m", "rag_posfix.cli.main", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, port
+        finally:
+            process.terminate()
+
+
+def served_answer(port, **posfix):
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Who designed the Maravel lighthouse?"}],
+        "posfix": {"floor": "off", **posfix},
+    }
+    response = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, tmp_path):
@@ -82,9 +88,6 @@ def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, 
         profile = result["profile"]
         asked = run("ask", "Who?", "--index", index, "--model", server.model, "--profile", profile, "--json").json
         assert asked["mitigation"] == "none"
-        served = answer_of_a_service(index, server.model, profile)
-        chosen = json.loads(Path(profile).read_text())["arrangement"]
-        assert (served["mitigation"], served["order"]) == (chosen["mitigation"]["name"], chosen["order"])
     page = run("report", result["record"], "--out", tmp_path / "page.html")
     assert page.code == 0
     assert "data:" not in (tmp_path / "page.html").read_text()
@@ -92,6 +95,42 @@ def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, 
     with upstream(first_passage) as other:
         refused = run("ask", "Who?", "--index", index, "--model", other.model, "--profile", profile, "--json")
         assert "measured on" in refused.error["message"]
+
+
+def test_a_service_answers_by_its_profile_and_refuses_that_of_another_model(run, folder, index, tmp_path):
+    with upstream(first_passage) as server, upstream(first_passage) as other:
+        result = run(*arguments(folder, index, server.model, tmp_path / "out"), "--limit", 2, "--json").json
+        path = Path(result["profile"])
+        profile = json.loads(path.read_text())
+        path.write_text(json.dumps({**profile, "arrangement": {**profile["arrangement"], "order": "reverse"}}))
+        with service(index, other.model, path) as (refused, _), service(index, server.model, path) as (process, port):
+            wait_until_ready(process, port, 240)
+            for posfix in ({"mitigation": "auto"}, {}):
+                answer = served_answer(port, **posfix)
+                assert (answer["mitigation"], answer["order"]) == ("none", "reverse")
+            named = served_answer(port, mitigation="none", order="ends_first")
+            assert (named["mitigation"], named["order"]) == ("none", "ends_first")
+            _, errors = refused.communicate(timeout=120)
+            assert refused.returncode != 0
+            assert "the profile was measured on" in errors
+
+
+def test_questions_are_written_from_the_index_by_the_packaged_model_and_measured(run, index, tmp_path):
+    out = tmp_path / "out"
+    few = ("--documents", 4, "--limit", 2, "--max-tokens", 8, "--minutes", 0.1)
+    result = run("measure", "--index", index, *few, "--out", out, "--json").json
+    assert result["labels"] is True
+    assert set(result["positions"]["none"]) == {"0", "1", "3"}
+    record = read_record(out / "record.json")
+    assert record.head["data"]["name"].startswith("written from the index")
+    rows = record.rows
+    asked = {row["asked"] for row in rows}
+    assert len(asked) == 2
+    accepted = {row["asked"]: row["accepted"][0] for row in rows if row["table"] == "positions"}
+    passages = {passage.id: passage.page_content for passage in load_passages()}
+    golds = {row["asked"]: row["passages"][0] for row in rows if row.get("condition") == "gold_only"}
+    assert all(accepted[question] in passages[gold] for question, gold in golds.items())
+    assert {path.suffix for path in out.glob("report*")} >= {".html", ".csv", ".tex", ".svg"}
 
 
 def test_a_killed_measurement_continues_where_it_was(run, folder, index, tmp_path):

@@ -8,9 +8,9 @@ from rag_posfix.evaluation.statistics import mean
 from rag_posfix.measuring.choice import Scores, choose
 
 RUNS = 200
-QUESTIONS = 100
+QUESTIONS = 60
 NOISE = 0.2
-"""About the half width of the interval of a paired difference over half of the questions."""
+"""About the half width of the interval of a paired difference over the questions."""
 
 READERS = {
     # true accuracy at the first, middle and last position; candidates whose order is fixed have one accuracy
@@ -19,6 +19,7 @@ READERS = {
     "middle": {"none": (0.8, 0.3, 0.8), "sorted": (0.7,) * 3, "default": (0.75,) * 3, "repeat": (0.75, 0.6, 0.75)},
     "unbiased": {"none": (0.6,) * 3, "sorted": (0.6,) * 3, "default": (0.6,) * 3, "repeat": (0.6,) * 3},
     "hurt by it": {"none": (0.5, 0.45, 0.5), "sorted": (0.5,) * 3, "default": (0.15,) * 3, "repeat": (0.48,) * 3},
+    "nine alike": dict.fromkeys(("none", "sorted", "default", "repeat", *"abcde"), (0.6,) * 3),
 }  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def draw(name, accuracies, generator):
             rows.append([float(generator.random() < accuracies[0])] * len(accuracies))
         else:
             rows.append([float(generator.random() < accuracy) for accuracy in accuracies])
-    cost = {"none": 1.0, "sorted": 1.0, "repeat": 2.0, "default": 1.5}[name]
+    cost = {"repeat": 2.0, "default": 1.5}.get(name, 1.0)
     return Scores(rows, [mean(row) for row in rows], cost, [1.0] * QUESTIONS)
 
 
@@ -67,9 +68,10 @@ def test_a_biased_reader_is_told_to_change_its_arrangement(outcomes, reader):
     assert mean([name != "none" for *_, name in outcomes[reader]]) >= 0.9
 
 
-@pytest.mark.parametrize("reader", ["unbiased", "hurt by it"])
-def test_at_most_one_in_twenty_unbiased_readers_is_told_to_change(outcomes, reader):
-    assert mean([name != "none" for *_, name in outcomes[reader]]) <= 0.05
+@pytest.mark.parametrize("reader", READERS)
+def test_at_most_one_in_twenty_readers_is_told_to_change_to_what_is_not_better(outcomes, reader):
+    false = [name != "none" and chosen <= none for chosen, none, _, name in outcomes[reader]]
+    assert mean(false) <= 0.05
 
 
 def test_an_arrangement_with_malformed_answers_is_not_chosen():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from uuid import uuid4
 
 import pytest
@@ -10,10 +11,21 @@ from langchain_core.documents import Document
 
 from rag_posfix.contracts.request import Generation
 from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.measuring.flips import JOURNAL, FlipRow, StackJournal, draw_orders, summarize_flips
+from rag_posfix.measuring.choice import CANDIDATES
+from rag_posfix.measuring.flips import (
+    JOURNAL,
+    FlipRow,
+    StackJournal,
+    ask_in_orders,
+    draw_orders,
+    prompt_of,
+    summarize_flips,
+    time_first_tokens,
+)
 from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Question
@@ -47,19 +59,19 @@ def run(generator, out=None, count=COUNT, **options):
     return measure(pipeline, asked, dropped=dropped, out=out, options=MeasureOptions(**options))
 
 
-def test_a_reader_of_the_first_passage_is_reported_and_gets_a_fixed_order(tmp_path):
+def test_a_reader_of_the_first_passage_is_reported_and_gets_an_order_free_arrangement(tmp_path):
     record = run(OrderBiasedGenerator(), tmp_path)
     summary = record.summary
     assert summary["order_matters"] is True
     assert (summary["flips"]["rate"], summary["flips"]["control"]) == (1.0, 0.0)
     assert summary["flips"]["interval"][0] > 0.85
-    order = summary["chosen"]["order"]
-    assert order in ("relevance", "reverse")
+    name = summary["choice"]["name"]
+    assert parse_arrangement(name).order_free
     assert "changes 100%" in summary["verdict"]
-    assert f"Use /{order}/none" in summary["verdict"]
+    assert f"Use {name}" in summary["verdict"]
     written = read_record(tmp_path / "record.json")
     assert written.summary["measured"]["none"]["flip_rate"] > 0.4  # of two orders, a third have the same first passage
-    assert json.loads((tmp_path / "profile.json").read_text())["arrangement"]["order"] == order
+    assert json.loads((tmp_path / "profile.json").read_text())["arrangement"]["order"] == summary["chosen"]["order"]
 
 
 def test_a_reader_without_bias_keeps_its_arrangement_and_tries_nothing_else():
@@ -103,6 +115,55 @@ def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
     assert dropped == {"fewer than two passages found": 2, "asked before": 1}
 
 
+def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
+    class Slow(OrderBiasedGenerator):
+        """Counts the open questions; answers of ``repeated_passages`` begin after 100 ms, all others after 20 ms."""
+
+        open = 0
+        most_open = 0
+
+        def generate(self, request):
+            self.open += 1
+            self.most_open = max(self.open, self.most_open)
+            time.sleep(0.1 if request.mitigation.name == "repeated_passages" else 0.02)
+            self.open -= 1
+            return super().generate(request)
+
+    generator = Slow()
+    questions, _ = find_questions(pipeline_of(generator), texts(4))
+    file = tmp_path / JOURNAL
+    journal = StackJournal(file)
+    pipeline, arrangement = pipeline_of(generator), parse_arrangement("none")
+    times = time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=journal)
+    assert (len(times), generator.most_open) == (3, 1)
+    assert min(times) >= 0.02
+    ask_in_orders(pipeline, questions, arrangement, orders=3, repeats=0, seed=0, journal=journal)
+    assert len(generator.asked) == 4 * 3  # the answers that were timed are not asked again
+    assert generator.most_open > 1
+    assert time_first_tokens(pipeline, questions[:3], arrangement, seed=0, journal=StackJournal(file)) == times
+    cost = run(generator, count=8).summary["measured"]["/relevance/repeated_passages:repeat=best"]["ttft_ratio"]
+    assert 2 < cost < 6
+
+
+def test_tokens_and_cost_are_told_before_a_question_is_asked():
+    generator, told = OrderBiasedGenerator(), []
+    pipeline = pipeline_of(generator)
+    asked, _ = find_questions(pipeline, texts(4))
+    measure(
+        pipeline, asked, options=MeasureOptions(prices=(1000.0, 500.0)),
+        report=lambda done, total, text: told.append((len(generator.asked), text)),
+    )  # fmt: skip
+    tokens = pipeline.preview(prompt_of(asked[0], range(3), parse_arrangement("none"))).tokens
+    prompts = 4 * (5 + 2 * (len(CANDIDATES) - 1))
+    written = prompts * pipeline.defaults.sampling.max_tokens
+    cost = (prompts * tokens * 1000 + written * 500) / 1e6
+    assert told[0] == (
+        0, f"at most {prompts} prompts: about {prompts * tokens:,} tokens of prompts, {written:,} of answers, "
+        f"{cost:.2f} by --prices\n",
+    )  # fmt: skip
+    assert len(generator.asked) <= prompts
+
+
 def test_orders_are_distinct_and_the_first_two_do_not_depend_on_the_count():
     question = find_questions(pipeline_of(FakeGenerator(ToyEncoder())), texts(1))[0][0]
     orders = draw_orders(question, 6, 0)
@@ -115,12 +176,13 @@ def test_a_profile_is_used_by_auto_and_refused_by_another_model(tmp_path, monkey
     from rag_posfix.pipeline import build as module
 
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
-    order = json.loads((tmp_path / "profile.json").read_text())["arrangement"]["order"]
+    arrangement = json.loads((tmp_path / "profile.json").read_text())["arrangement"]
+    mitigation, order = arrangement["mitigation"]["name"], arrangement["order"]
     settings = Settings(profile=tmp_path / "profile.json", order="ends_first")
     pipeline = build_pipeline(settings, retriever=Shelf(), generator=OrderBiasedGenerator())
-    assert (pipeline.ask("Which river?").mitigation, pipeline.ask("Which river?").order) == ("none", order)
-    chosen = pipeline.ask(Question("Which river?", mitigation="auto", order="original"))
-    assert (chosen.mitigation, chosen.order) == ("none", "original")
+    assert (pipeline.ask("Which river?").mitigation, pipeline.ask("Which river?").order) == (mitigation, order)
+    chosen = pipeline.ask(Question("Which river?", mitigation="auto", order="ends_first"))
+    assert (chosen.mitigation, chosen.order) == (mitigation, "ends_first")
     assert pipeline.ask(Question("Which river?", mitigation="context_experts")).mitigation == "context_experts"
     other = OrderBiasedGenerator()
     other.fingerprint = "another"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from langchain_core.documents import Document
 
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.measuring.written_questions import WrittenJournal, same_by, write_questions
+from rag_posfix.measuring.written_questions import WrittenJournal, gap_questions, same_by, write_questions
 from rag_posfix.retrieval.base import as_retriever
 from tests.support.serving import make_pipeline
 from tests.support.toy_encoder import ToyEncoder
@@ -102,6 +102,17 @@ def test_equal_passages_are_used_once_and_equal_questions_are_dropped():
     examples, dropped = write_questions(pipeline, [HOUSES[0], twin, other], 10, documents=3)
     assert len(examples) + dropped.total() == 2
     assert len(examples) <= 1
+
+
+def test_a_gap_takes_the_last_word_that_no_other_passage_has():
+    pipeline = make_pipeline(Writer(), retriever=as_retriever(lambda _: HOUSES))
+    plain = Document(page_content="It was built. It is tall.", id="plain")
+    examples = gap_questions(pipeline, [*HOUSES, plain], 10, documents=4, seed=0, leave_out={"Bel"})
+    assert sorted(example.id for example in examples) == ["Arn", "Cor", "Dun", "Elm", "Fen"]
+    example = next(example for example in examples if example.id == "Dun")
+    assert (example.question, example.answers) == ("Fill the gap: The house Dun was built in ____.", ("1903",))
+    assert len(example.distractors) == 3
+    assert len(gap_questions(pipeline, HOUSES, 2, documents=4, seed=0, leave_out=())) == 2
 
 
 def test_only_yes_of_the_judge_means_the_same():

@@ -89,6 +89,73 @@ def test_passages_without_a_text_or_with_one_id_twice_are_refused(tmp_path):
         load_labels(questions, lines(tmp_path / "p2.jsonl", [PASSAGES[0], PASSAGES[0]]))
 
 
+ROW = {"question": "When was the Arn bridge built?", "answers": ["1901"], "passage": "a"}
+CONTEXTS = [
+    {"title": "Arn", "text": "Built in 1901.", "isgold": True},
+    {"title": "Bel", "text": "Tall.", "isgold": False},
+]
+LITM = {"question": "When?", "answers": ["1901"], "ctxs": CONTEXTS}
+HOTPOT = {
+    "question": "When?", "answer": "1901", "supporting_facts": [["Arn", 0], ["Bel", 0]],
+    "context": [["Arn", ["Built in 1901."]], ["Bel", ["Tall."]], ["Cor", ["Old."]]],
+}  # fmt: skip
+
+
+def parquet(path, rows):
+    table = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed; `pip install pyarrow`")
+    import pyarrow
+
+    table.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "rows", "needs_passages", "message"),
+    [
+        ("q.jsonl", lines, [ROW, {**ROW, "passage": "z"}], True, "passage 'z' is not among"),
+        ("q.csv", lines, ["question,answers,passage", "When was Arn built?,1901,a", "Who?,,a"], True, "no 'answer'"),
+        ("q.parquet", parquet, [ROW, {**ROW, "passage": "z"}], True, "passage 'z' is not among"),
+        ("litm.jsonl", lines, [LITM, {**LITM, "ctxs": CONTEXTS[1:]}], False, "no passage is marked as gold"),
+        ("litm.parquet", parquet, [LITM, {**LITM, "ctxs": CONTEXTS[1:]}], False, "no passage is marked as gold"),
+        ("hotpot.jsonl", lines, [HOTPOT, {**HOTPOT, "context": HOTPOT["context"][1:]}], False, "name 2 titles, of"),
+    ],
+)
+def test_every_format_has_its_faulty_row_named(tmp_path, passages, name, write, rows, needs_passages, message):
+    path = write(tmp_path / name, rows)
+    usable, problems = check_labels(path, passages if needs_passages else None)
+    assert usable == 1
+    assert [(problem.row, problem.severity) for problem in problems] == [(2, "error")]
+    assert message in problems[0].message
+
+
+def test_a_file_in_squads_format_is_checked_by_question(tmp_path):
+    def article(*paragraphs):
+        return {"paragraphs": [{"context": text, "qas": qas} for text, qas in paragraphs]}
+
+    good = {"question": "When?", "answers": [{"text": "1901"}]}
+    path = tmp_path / "squad.json"
+    path.write_text(
+        json.dumps({"data": [article(("Built in 1901.", [good]), ("Tall.", [{**good, "question": "How tall?"}]))]})
+    )
+    usable, problems = check_labels(path)
+    assert usable == 2
+    assert [(problem.row, problem.message) for problem in problems] == [
+        (2, "no accepted answer is in the gold passage, word by word"),
+        (2, "an accepted answer is also in 1 other passages; they count as wrong positions"),
+    ]
+    path.write_text(json.dumps({"data": [article(("Built in 1901.", [{"question": "When?", "answers": []}]))]}))
+    with pytest.raises(EvaluationError, match=r"paragraphs\[0\].qas\[0\] is not a SQuAD question"):
+        check_labels(path)
+
+
+def test_a_damaged_parquet_file_says_so(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed; `pip install pyarrow`")
+    path = tmp_path / "q.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(EvaluationError, match="must be a Parquet file"):
+        check_labels(path)
+
+
 def test_rows_of_lost_in_the_middle_are_checked_one_by_one(tmp_path):
     contexts = [{"title": "Arn", "text": "Built in 1901.", "isgold": True}, {"title": "Bel", "text": "Tall."}]
     good = {"question": "When?", "answers": ["1901"], "ctxs": contexts}
