@@ -60,7 +60,7 @@ def python(tmp_path_factory) -> Iterator[WarmPython]:
 
 
 def pytest_in(copy, python, *arguments):
-    """Run tests of the copy; return what pytest writes. anyio, a plugin of theirs, is a library of transformers too."""
+    """Run tests of the copy; return what pytest writes. anyio is a plugin of theirs and a library of transformers."""
     options = ("-p", "no:cacheprovider", "-W", "ignore:Module already imported so cannot be rewritten; anyio")
     return python.run(copy, "-m", "pytest", *options, *arguments)
 
