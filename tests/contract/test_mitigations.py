@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 import typing
@@ -49,9 +50,15 @@ def session(loaded, name, prompt=None, parameters=None, **changes):
     return Session(loaded, prompt, dataclasses.replace(plan, **changes))
 
 
+@functools.cache
+def model_of(family):
+    """Return the model that all tests of a family read; no test changes it."""
+    return loaded_model(family)
+
+
 def served(name, families=FAMILIES):
     """Return the families that the method serves."""
-    return [family for family in families if create(name).refusal(loaded_model(family).spec.shape) is None]
+    return [family for family in families if create(name).refusal(model_of(family).spec.shape) is None]
 
 
 def neutral(loaded, name, prompt):
@@ -59,7 +66,7 @@ def neutral(loaded, name, prompt):
 
 
 INDEPENDENT = [
-    name for name in METHODS if example(name).plan(layout(), loaded_model().spec.shape).independent_passages
+    name for name in METHODS if example(name).plan(layout(), model_of("llama").spec.shape).independent_passages
 ]
 SERVED = [(name, family) for name in METHODS for family in served(name)]
 
@@ -91,7 +98,7 @@ def test_the_model_is_bit_identical_to_the_stock_one_after_an_exception(name, ll
 
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INVARIANT])
 def test_every_order_of_four_passages_gives_the_same_log_probabilities(name, family):
-    loaded = loaded_model(family)
+    loaded = model_of(family)
     base = session(loaded, name).next_log_probs()
     for order in itertools.permutations(range(4)):
         found = session(loaded, name, layout().select(order)).next_log_probs()
@@ -143,7 +150,7 @@ def test_the_unmodified_model_does_depend_on_order(llama):
 @pytest.mark.parametrize(("name", "family"), SERVED)
 def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_changes_nothing(name, family):
     """Compares keys and values of each passage in rows read whole with those of the passage read after the prefix."""
-    loaded, prompt = loaded_model(family), layout()
+    loaded, prompt = model_of(family), layout()
     plan = example(name).checked_plan(prompt, loaded.spec.shape)
     with torch.inference_mode():
         decided, groups = prefill_calibrated(loaded, prompt, dataclasses.replace(plan, independent_passages=False))
@@ -161,7 +168,7 @@ def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_cha
 
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INDEPENDENT])
 def test_passage_by_passage_equals_reading_each_row_whole(name, family):
-    loaded = loaded_model(family)
+    loaded = model_of(family)
     fast = session(loaded, name)
     plain = session(loaded, name, independent_passages=False)
     for token in TOKENS:
@@ -212,7 +219,7 @@ def test_without_passages_it_is_the_unmodified_model(name, llama):
 
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if MITIGATIONS.get(pair[0]).neutral_is_identity])
 def test_with_neutral_parameters_it_is_the_unmodified_model_bit_for_bit(name, family):
-    loaded = loaded_model(family)
+    loaded = model_of(family)
     found, plain = neutral(loaded, name, layout()), session(loaded, "none")
     for token in TOKENS:
         assert torch.equal(found.next_log_probs(), plain.next_log_probs())

@@ -43,6 +43,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_no_answer_and_no_score_depends_on_the_load(served: tuple[str, int]) -> None:
     url, questions = served
     bodies = demo_bodies(questions, passages=3)

@@ -213,6 +213,7 @@ async def test_wrong_secrets_from_one_source_do_not_keep_the_same_key_from_anoth
         assert len(secrets) == 2, "the digest is there: no further scrypt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True], ids=["digests", "scrypt hashes"])
 def test_no_valid_key_is_refused_under_wrong_secrets_on_200_connections(old: bool, tmp_path: Path):
     store = KeyStore(tmp_path)
