@@ -24,20 +24,6 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Coverage follows the first case of a test function, and none that is slow or reads real weights.
-
-    Following a Python program makes it take half the time again and more. Further cases reach few further lines; lines
-    that no followed test reaches count as not covered.
-    """
-    followed = set()
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        if function in followed or any(map(item.get_closest_marker, ("slow", "weights"))):
-            item.add_marker("no_cover")
-        followed.add(function)
-
-
 @pytest.fixture(scope="session")
 def _no_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of API keys and collections that nobody creates: tests with any bring their own."""
