@@ -247,17 +247,19 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
+    auto_class: Any = AutoModelForCausalLM
     with _as_config_error(source), quiet_loading():
         is_listed = "gguf_file" in options
         if "gguf_file" not in options:  # an unsupported family raises before its weights are read
             config = _read_config(source)
             _check_decoder(config)
+            auto_class = auto_class_of(config)
             is_listed = config.get_text_config(decoder=True).model_type in FAMILIES
             if is_quantised(config) and not _PLACED & options.keys():
                 # Quantised weights are made where they stay: most kinds cannot be moved.
                 options["device_map"] = device
         tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class.from_pretrained(
             source,
             dtype=dtype,
             **({"attn_implementation": "sdpa"} if is_listed else {}),
@@ -267,6 +269,20 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
         )
         check_tensors(source, model, report)
         return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
+
+
+def auto_class_of(config: Any) -> Any:
+    """Return transformers' loader of a decoder: multimodal wrappers that write text may have one of their own."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _check_decoder(config: Any) -> None:
