@@ -282,6 +282,7 @@ class TestPlacing:
 
     def test_a_quantised_checkpoint_is_made_where_it_stays(self, tiny, options, monkeypatch):
         monkeypatch.setattr(models, "is_quantised", lambda config: True)
+        monkeypatch.setattr(models, "check_quantisation", lambda source, config, kinds: None)
         load_engine(str(tiny), device="cpu")
         assert options["device_map"] == "cpu"
         assert "moved" not in options
