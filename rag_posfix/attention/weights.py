@@ -1,4 +1,4 @@
-"""How much attention the last queries pay to each key."""
+"""Materialised attention: how much the last queries pay to each key, and outputs where no fused kernel serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import scores
+from rag_posfix.attention.blockwise import scores, weigh
 from rag_posfix.attention.causal import runs
 
 ROWS = 64
@@ -23,6 +23,7 @@ def last_query_attention(
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
     count: int = 1,
+    sinks: Tensor | None = None,
     *,
     approximate: bool = False,
 ) -> Tensor:
@@ -37,9 +38,10 @@ def last_query_attention(
         query: (B, Hq, Tq, D), the last of the tokens that the keys belong to. key: (B, Hkv, Tk, D).
         attention_mask: (B, 1, Tq, Tk), bool or additive; None is causal.
         starts: the first key of each row; keys before it get 0.
-        returns: (B, Tk), each row sums to 1.
+        sinks: (Hq,) scores of a column without a value, whose probability is left out.
+        returns: (B, Tk), each row sums to 1, less the sinks.
     """
-    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate)
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, sinks, starts, count, approximate)
     return reduce(torch.add, [probabilities.mean(dim=(1, 2)) * share for probabilities, share in blocks])
 
 
@@ -52,6 +54,7 @@ def head_attention(
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
     count: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention probabilities of the last ``count`` queries in some heads, averaged over the queries.
 
@@ -59,12 +62,40 @@ def head_attention(
 
     Shapes: as ``last_query_attention``.
         heads: query heads, from 0.
-        returns: (B, len(heads), Tk) float32, each row sums to 1.
+        returns: (B, len(heads), Tk) float32, each row sums to 1, less the sinks.
     """
     per_key = query.shape[1] // key.shape[1]
     query, key = query[:, list(heads)], key[:, [head // per_key for head in heads]]
-    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate=False)
+    sinks = None if sinks is None else sinks[list(heads)]
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, sinks, starts, count, approximate=False)
     return reduce(torch.add, [probabilities.mean(dim=2) * share for probabilities, share in blocks])
+
+
+def attend_weighed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    starts: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the values weighted by materialised attention: for soft caps and sinks, which fused kernels lack.
+
+    Formula: out = softmax([c tanh(QK^T scaling / c), s])V, where the value of the sinks s is 0. Sources: Gemma 2
+        (2024), section 2, https://arxiv.org/abs/2408.00118; Xiao et al. (2023), https://arxiv.org/abs/2309.17453.
+
+    Cost: the score matrix, 64 queries at a time: (B, Hq, 64, Tk) float32.
+
+    Shapes: as ``last_query_attention``, the queries are the last Tq tokens.
+        value: (B, Hkv, Tk, D). returns: (B, Hq, Tq, D) in the dtype of ``value``.
+    """
+    n_query, values = query.shape[2], value.float()
+    blocks = _row_blocks(
+        query, key.float(), attention_mask, scaling, softcap, sinks, starts, n_query, approximate=False
+    )
+    return torch.cat([weigh(probabilities, values) for probabilities, _ in blocks], dim=2).to(value.dtype)
 
 
 def _row_blocks(
@@ -73,6 +104,7 @@ def _row_blocks(
     mask: Tensor | None,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
     starts: Sequence[int] | None,
     count: int,
     approximate: bool,
@@ -91,7 +123,11 @@ def _row_blocks(
             for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
                 if first:
                     logits[rows_alike, :, :, :first] = float("-inf")
-        yield logits.softmax(dim=-1), (stop - start) / count
+        if sinks is None:
+            yield logits.softmax(dim=-1), (stop - start) / count
+        else:
+            column = sinks.float()[:, None, None].expand(*logits.shape[:3], 1)
+            yield torch.cat((logits, column), dim=-1).softmax(dim=-1)[..., :-1], (stop - start) / count
 
 
 def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:

@@ -47,8 +47,6 @@ UNSUPPORTED: Mapping[str, str] = {
         ("codegen", "gptj"), "it rotates inside of its attention modules, out of reach of the attention hook"
     ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "it rotates a part of each key that is kept apart from the rest"),
-    "gemma2": "its attention scores are soft-capped, which sdpa attention cannot do",
-    "gpt_oss": "its softmax has sinks, which sdpa attention cannot do",
     "llama4_text": "its layers rotate or not, and attend in chunks or not, in turns",
 }
 """Why model types have no attention hook. Types in neither table are read from the model itself (``structure``)."""
@@ -147,6 +145,10 @@ def _lacks(config: Any, family: Family, *, keeps_all: bool) -> dict[Capability, 
     if not keeps_all:
         lacks[Capability.FULL_CACHE] = f"{name} has sliding-window layers, whose caches drop keys"
         lacks[Capability.ROTATION] = lacks[Capability.FULL_CACHE]
+    if not family.softmax:
+        lacks[Capability.SOFTMAX] = (
+            f"{name} caps its attention scores or has sinks, and the method's own attention does not"
+        )
     if family.rotation != "half":
         pairs = "pairs neighbouring channels" if family.rotation == "interleaved" else "pairs channels in its own way"
         lacks[Capability.ROTATION] = f"{name} {pairs} when it rotates, the hook first with second half"
@@ -185,7 +187,7 @@ def shape_as_placed(shape: ModelShape, model: Any, modules: Sequence[Any]) -> Mo
     devices = devices_of(model)
     if len(devices) > 1:
         reason = f"its layers are on several devices ({', '.join(devices)}); load it on one"
-        lacks.update(dict.fromkeys(frozenset(Capability) - {Capability.POSITIONS}, reason))
+        lacks.update(dict.fromkeys(frozenset(Capability) - {Capability.POSITIONS, Capability.SOFTMAX}, reason))
     elif Capability.HIDDEN_CHANNEL in shape.capabilities and not all(map(_has_plain_weights, modules)):
         lacks[Capability.HIDDEN_CHANNEL] = "its weights are quantised, and no channel can be read from them"
     return replace(shape, capabilities=shape.capabilities - lacks.keys(), lacks={**lacks, **shape.lacks})

@@ -29,6 +29,16 @@ class Structure:
     unrotated: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What was read of one kind of layer; names as in ``Family``."""
+
+    rotates: bool
+    rotation: Rotation
+    linear: bool
+    softmax: bool
+
+
 class _Captured(Exception):
     """Ends an attention module with its queries and keys."""
 
@@ -83,22 +93,23 @@ def _read(model: Any, config: Any) -> Structure:
         raise UnsupportedModelError("its attention modules name no layer, or no one size of their heads")
     types: Sequence[Any] = getattr(config, "layer_types", None) or [None] * len(modules)
     arguments = _arguments(model, modules[0])
-    kinds: dict[Any, tuple[bool, Rotation, bool]] = {}
+    kinds: dict[Any, _Reading] = {}
     unrotated = set()
     for index, module in enumerate(modules):
         kind = (types[index], *_settings(module))
         if kind not in kinds:
             kinds[kind] = _read_module(module, arguments, config)
-        if not kinds[kind][0]:
+        if not kinds[kind].rotates:
             unrotated.add(index)
-    rotations = {rotation for rotates, rotation, _ in kinds.values() if rotates}
+    rotations = {reading.rotation for reading in kinds.values() if reading.rotates}
     if not rotations:
         raise UnsupportedModelError("none of its layers rotates queries and keys")
     family = Family(
         config.model_type,
         rotations.pop() if len(rotations) == 1 else "other",
-        linear=all(linear for _, _, linear in kinds.values()),
+        linear=all(reading.linear for reading in kinds.values()),
         one_base=hasattr(rotary, "inv_freq"),
+        softmax=all(reading.softmax for reading in kinds.values()),
     )
     return Structure(family, frozenset(unrotated))
 
@@ -131,8 +142,8 @@ def _arguments(model: Any, module: Any) -> dict[str, Any]:
     return seen
 
 
-def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> tuple[bool, Rotation, bool]:
-    """Return whether a module rotates, how, and whether queries and keys are linear in its input."""
+def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> _Reading:
+    """Return whether a module rotates and how, whether queries and keys are linear in its input, and its softmax."""
     states, (cos, sin) = arguments["hidden_states"], arguments["position_embeddings"]
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(states.shape, generator=generator).to(states)
@@ -150,14 +161,12 @@ def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> tuple[b
         raise UnsupportedModelError("its attention does not go through transformers' attention functions")
 
     plain = run(states, nothing)
-    for option, what in (("softcap", "its attention scores are soft-capped"), ("s_aux", "its softmax has sinks")):
-        if plain.options.get(option) is not None:
-            raise UnsupportedModelError(what)
+    softmax = all(plain.options.get(option) is None for option in ("softcap", "s_aux"))
     if plain.query.shape[-1] != module.head_dim:
         raise UnsupportedModelError("its keys have parts that are kept apart")
     turned = run(states, half)
     if _is_near((turned.query, turned.key), (plain.query, plain.key), exact=True):
-        return False, "half", _is_linear(module, run, states, nothing, config)
+        return _Reading(False, "half", _is_linear(module, run, states, nothing, config), softmax)
     rotations: tuple[tuple[Any, tuple[Tensor, ...], Rotation], ...] = (
         (_turn_halves, (half,), "half"),
         (_turn_neighbours, (half, neighbours), "interleaved"),
@@ -167,9 +176,9 @@ def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> tuple[b
         for layout in layouts:  # families pass the angles of pairs in either order
             turned = run(states, layout)
             if _is_near((turned.query, turned.key), expected):
-                is_half = rotation == "half"
-                return True, rotation, is_half and _is_linear(module, run, states, nothing, config)
-    return True, "other", False
+                linear = rotation == "half" and _is_linear(module, run, states, nothing, config)
+                return _Reading(True, rotation, linear, softmax)
+    return _Reading(True, "other", False, softmax)
 
 
 def _turn_halves(states: Tensor, angle: Tensor) -> Tensor:

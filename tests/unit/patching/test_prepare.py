@@ -89,8 +89,7 @@ def test_a_proved_model_is_idle_the_stock_model_and_order_free_methods_are(model
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gemma2", "soft-capped"),
-        ("gpt_oss", "sinks"),
+        ("llama4_text", "rotate or not"),
         ("mamba", "no attention that keeps keys"),
         ("falcon_mamba", "no attention that keeps keys"),  # forgets its state where several tokens follow
         ("jamba", "recurrent"),
