@@ -27,7 +27,7 @@ class ChatModel:
         licence: Of the weights.
         traps: What its tokenizer and its chat template do that others do not.
         heads: Query heads for each key head.
-        window: Tokens of its sliding windows; None without windows.
+        window: Tokens of its sliding windows, or of its chunks; None without both.
         structure: Further settings of a tiny copy.
     """
 
@@ -44,7 +44,7 @@ class ChatModel:
         """Return the configuration of a tiny copy."""
         kv_heads = 2 if self.heads <= 4 else 1
         sizes = {"num_attention_heads": kv_heads * self.heads, "num_key_value_heads": kv_heads, "head_dim": 16}
-        windows = {} if self.window is None else {"sliding_window": WINDOW}
+        windows = {} if self.window is None else {"sliding_window": WINDOW, "attention_chunk_size": WINDOW}
         return tiny_config(self.model_type, {**sizes, **windows, **self.structure})
 
 
@@ -186,8 +186,8 @@ CHAT_MODELS: Mapping[str, ChatModel] = {
         ),
         ChatModel(
             "meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4", "109 (17)", "Llama 4",
-            "three tokens end an answer; the template trims contents", heads=5,
-            structure={"attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "num_local_experts": 4,
+            "three tokens end an answer; the template trims contents", heads=5, window=8192,
+            structure={"no_rope_layers": [1, 1, 1, 0], "num_local_experts": 4,
                        "num_experts_per_tok": 1, "use_qk_norm": True, "attn_temperature_tuning": True,
                        "interleave_moe_layer_step": 1, **_rope(5e5)},
         ),

@@ -102,6 +102,7 @@ class Family:
         linear: Whether queries and keys are linear in the normalised hidden state: no norm of their own.
         one_base: Whether all layers rotate by the same angles.
         softmax: Whether attention is the softmax of scaled scores: no soft caps, no sinks.
+        complex_angles: Whether layers get their angles as complex numbers, not as cosines and sines.
     """
 
     model_type: str
@@ -109,6 +110,7 @@ class Family:
     linear: bool
     one_base: bool = True
     softmax: bool = True
+    complex_angles: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -110,6 +110,7 @@ def _read(model: Any, config: Any) -> Structure:
         linear=all(reading.linear for reading in kinds.values()),
         one_base=hasattr(rotary, "inv_freq"),
         softmax=all(reading.softmax for reading in kinds.values()),
+        complex_angles=_has_complex_angles(arguments),
     )
     return Structure(family, frozenset(unrotated))
 
@@ -142,18 +143,30 @@ def _arguments(model: Any, module: Any) -> dict[str, Any]:
     return seen
 
 
+def _has_complex_angles(arguments: dict[str, Any]) -> bool:
+    angles = arguments["position_embeddings"]
+    return isinstance(angles, Tensor) and angles.is_complex()
+
+
 def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> _Reading:
     """Return whether a module rotates and how, whether queries and keys are linear in its input, and its softmax."""
-    states, (cos, sin) = arguments["hidden_states"], arguments["position_embeddings"]
+    states, embeddings = arguments["hidden_states"], arguments["position_embeddings"]
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(states.shape, generator=generator).to(states)
-    angle = torch.rand(cos[..., : cos.shape[-1] // 2].shape, generator=generator)
-    half = torch.cat((angle, angle), dim=-1)
-    neighbours = angle.repeat_interleave(2, dim=-1)
+    if is_complex := _has_complex_angles(arguments):
+        angle = torch.rand(embeddings.shape, generator=generator)
+        half = neighbours = angle
+    else:
+        cos, sin = embeddings
+        angle = torch.rand(cos[..., : cos.shape[-1] // 2].shape, generator=generator)
+        half, neighbours = torch.cat((angle, angle), dim=-1), angle.repeat_interleave(2, dim=-1)
     nothing = torch.zeros_like(half)
 
     def run(hidden: Tensor, angles: Tensor) -> _Captured:
-        given = (angles.cos().to(cos), angles.sin().to(sin))
+        if is_complex:
+            given: Any = torch.polar(torch.ones_like(angles), angles).to(embeddings)
+        else:
+            given = (angles.cos().to(cos), angles.sin().to(sin))
         try:
             module(**{**arguments, "hidden_states": hidden, "position_embeddings": given, "past_key_values": None})
         except _Captured as captured:
