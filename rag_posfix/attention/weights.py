@@ -1,4 +1,4 @@
-"""Materialised attention: how much the last queries pay to each key, and outputs where no fused kernel serves."""
+"""How much attention the last queries pay to each key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import scores, weigh
+from rag_posfix.attention.blockwise import scores
 from rag_posfix.attention.causal import runs
 
 ROWS = 64
@@ -69,33 +69,6 @@ def head_attention(
     sinks = None if sinks is None else sinks[list(heads)]
     blocks = _row_blocks(query, key, attention_mask, scaling, softcap, sinks, starts, count, approximate=False)
     return reduce(torch.add, [probabilities.mean(dim=2) * share for probabilities, share in blocks])
-
-
-def attend_weighed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    starts: Sequence[int] | None = None,
-) -> Tensor:
-    """Return the values weighted by materialised attention: for soft caps and sinks, which fused kernels lack.
-
-    Formula: out = softmax([c tanh(QK^T scaling / c), s])V, where the value of the sinks s is 0. Sources: Gemma 2
-        (2024), section 2, https://arxiv.org/abs/2408.00118; Xiao et al. (2023), https://arxiv.org/abs/2309.17453.
-
-    Cost: the score matrix, 64 queries at a time: (B, Hq, 64, Tk) float32.
-
-    Shapes: as ``last_query_attention``, the queries are the last Tq tokens.
-        value: (B, Hkv, Tk, D). returns: (B, Hq, Tq, D) in the dtype of ``value``.
-    """
-    n_query, values = query.shape[2], value.float()
-    blocks = _row_blocks(
-        query, key.float(), attention_mask, scaling, softcap, sinks, starts, n_query, approximate=False
-    )
-    return torch.cat([weigh(probabilities, values) for probabilities, _ in blocks], dim=2).to(value.dtype)
 
 
 def _row_blocks(

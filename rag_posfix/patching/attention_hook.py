@@ -17,12 +17,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from rag_posfix.attention.causal import attend_causal_rows
-from rag_posfix.attention.weights import attend_weighed, head_attention, last_query_attention
+from rag_posfix.attention.masks import causal_rows
+from rag_posfix.attention.weights import head_attention, last_query_attention
 from rag_posfix.errors import GenerationError, UnsupportedModelError
 from rag_posfix.patching.forward_context import ForwardContext, LastLayerRead, Observer, current
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec, Ranks
 from rag_posfix.plan.plan import AttentionInput, HeadScale, HiddenScale, Rotated
+
+_StockAttention = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention function of transformers."""
+
+EAGER_ROWS = 256
+"""Queries for which eager attention materialises its scores at a time."""
 
 
 def channel_columns(module: Any, channel: int, n_heads: int, n_kv_heads: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -182,22 +189,20 @@ def hooked_eager_attention(
     return _attention(eager_attention_of(module), module, query, key, value, attention_mask, kwargs)
 
 
-def eager_attention_of(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def eager_attention_of(module: Any) -> _StockAttention:
     """Return the eager attention function of a module's family.
 
     Raises:
         UnsupportedModelError: the file of its class has none.
     """
-    found: Callable[..., tuple[Tensor, Tensor | None]] | None = getattr(
-        sys.modules[type(module).__module__], "eager_attention_forward", None
-    )
+    found: _StockAttention | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise UnsupportedModelError(f"{type(module).__name__} has no eager_attention_forward beside it")
     return found
 
 
 def _attention(
-    stock: Callable[..., tuple[Tensor, Tensor | None]],
+    stock: _StockAttention,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -208,7 +213,7 @@ def _attention(
     context = current()
     if context is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
-    layer = _Layer(module, context, attention_mask, kwargs)
+    layer = _Layer(stock, module, context, attention_mask, kwargs)
     if context.last_layer == layer.layer:  # its keys are in the cache; the output of its attention is not used
         layer.observe(query, key)
         raise LastLayerRead
@@ -218,7 +223,15 @@ def _attention(
 class _Layer:
     """One layer's attention under a context."""
 
-    def __init__(self, module: Any, context: ForwardContext, mask: Tensor | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        stock: _StockAttention,
+        module: Any,
+        context: ForwardContext,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.stock = stock
         self.module, self.context, self.mask, self.options = module, context, mask, options
         self.layer: int = module.layer_idx
         scaling = options.get("scaling")
@@ -323,23 +336,33 @@ class _Layer:
         """Attend in each slice of the batch to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
         outs = []
         for batch_slice in self.context.slices:
-            alone = _Layer(self.module, batch_slice.context, None, self.options)
+            alone = _Layer(self.stock, self.module, batch_slice.context, None, self.options)
             outs.append(alone.run(query[batch_slice.rows], *batch_slice.keys(self.layer)))
         if n_padding := query.shape[0] - self.context.slices[-1].rows.stop:
             outs.append(outs[0].new_zeros((n_padding, *outs[0].shape[1:])))
         return torch.cat(outs)
 
     def _standard_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.stock is not sdpa_attention_forward:
+            return self._eager_attention(query, key, value)
         mask = self.mask
-        if self.softcap is not None or self.sinks is not None:
-            out = attend_weighed(query, key, value, mask, self.scaling, self.softcap, self.sinks, self.context.starts)
-            return out.transpose(1, 2)
         if mask is None and self.context.starts is not None:
             return attend_causal_rows(query, key, value, self.scaling, self.context.starts).transpose(1, 2)
         if mask is not None and query.shape[2] < mask.shape[2]:
             mask = mask[:, :, -query.shape[2] :]
-        standard: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
-        return standard
+        out: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
+        return out
+
+    def _eager_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the family's own eager attention, with its caps and sinks, a block of queries at a time."""
+        n_query, mask = query.shape[2], self.mask
+        if mask is None:
+            mask = causal_rows(self.context.starts or (0,), n_query, key.shape[2], query.device)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        rows = zip(query.split(EAGER_ROWS, dim=2), mask[:, :, -n_query:].split(EAGER_ROWS, dim=2), strict=True)
+        outs = [self.stock(self.module, block, key, value, visible, **self.options)[0] for block, visible in rows]
+        return torch.cat(outs, dim=1)
 
     def _observer(self) -> Observer | None:
         """Return the observer if it needs this layer's attention."""

@@ -76,7 +76,7 @@ def read_gguf(model: str, digests: FileDigests) -> GgufFile | None:
         ConfigError: there is no such file, it is not a full GGUF file, or ``gguf`` is not installed; or the model is a
             folder with GGUF files and no configuration.
     """
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.suffix.lower() != _SUFFIX:
         _refuse_folder(model, path)
         return None

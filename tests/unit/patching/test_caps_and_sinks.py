@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_decoders import tiny_config, tiny_model
+from rag_posfix.attention.masks import causal_rows
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.engine import Engine
@@ -66,6 +67,25 @@ def test_idle_it_is_the_stock_model_bit_for_bit(pair):
     assert torch.equal(engine.loaded.model(ids).logits, stock(ids).logits)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(engine.loaded.model.generate(ids, **options), stock.generate(ids, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_in_sixteen_bits_it_is_proved_too(model_type, dtype):
+    model = stock_of(model_type).to(dtype)
+    assert prepare(model).plain is None
+
+
+@torch.inference_mode()
+def test_a_long_prompt_is_read_in_blocks_of_queries(monkeypatch):
+    from rag_posfix.patching import attention_hook
+
+    engine, layout = opened("gemma2"), toy_layout()
+    choices = [MitigationChoice(name) for name in ("none", "set_prompting")]  # masks of the model and of a plan
+    at_once = [engine.open(layout, choice, 4).next_log_probs() for choice in choices]
+    monkeypatch.setattr(attention_hook, "EAGER_ROWS", 7)
+    for choice, expected in zip(choices, at_once, strict=True):
+        assert float((engine.open(layout, choice, 4).next_log_probs() - expected).abs().max()) < 1e-5
 
 
 @torch.inference_mode()
@@ -155,8 +175,7 @@ def test_methods_with_attention_of_their_own_are_refused_with_the_reason(pair):
 def test_a_model_that_fails_gets_its_eager_attention_back(monkeypatch):
     from rag_posfix.patching import attention_hook
 
-    kernel = attention_hook.attend_weighed
-    monkeypatch.setattr(attention_hook, "attend_weighed", lambda *arguments: kernel(*arguments) * 1.5)
+    monkeypatch.setattr(attention_hook, "causal_rows", lambda *arguments: causal_rows(*arguments).logical_not())
     model = stock_of("gemma2")
     assert "differs from native" in prepare(model).plain.reason
     assert attention_of(model) == "eager"
