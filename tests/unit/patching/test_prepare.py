@@ -59,6 +59,18 @@ def test_what_is_read_from_attention_modules_is_how_the_family_rotates(model_typ
     assert (attention_of(model), count_hooks(model)) == (before, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("model_type", "linear"),
+    [("mixtral", True), ("phi", True), ("qwen3_moe", False), ("exaone4", False), ("llama4_text", False)],
+)
+def test_sixteen_bits_hide_no_norm(model_type, linear, dtype):
+    structure = read_structure(tiny_model(tiny_config(model_type)).to(dtype))
+    assert structure.family.linear is linear
+    expected = read_structure(tiny_model(tiny_config(model_type)))
+    assert (structure.family, structure.unrotated) == (expected.family, expected.unrotated)
+
+
 def test_what_is_read_of_listed_families_is_what_the_table_says():
     for model_type in ("llama", "qwen3", "gemma3_text", "smollm3", "olmo2", "glm4"):
         model = tiny_model(tiny_config(model_type))
