@@ -360,8 +360,11 @@ class _Layer:
             mask = causal_rows(self.context.starts or (0,), n_query, key.shape[2], query.device)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        rows = zip(query.split(EAGER_ROWS, dim=2), mask[:, :, -n_query:].split(EAGER_ROWS, dim=2), strict=True)
-        outs = [self.stock(self.module, block, key, value, visible, **self.options)[0] for block, visible in rows]
+        blocks = (torch.split(rows, EAGER_ROWS, dim=2) for rows in (query, mask[:, :, -n_query:]))
+        outs = [
+            self.stock(self.module, block, key, value, visible, **self.options)[0]
+            for block, visible in zip(*blocks, strict=True)
+        ]
         return torch.cat(outs, dim=1)
 
     def _observer(self) -> Observer | None:
