@@ -108,10 +108,11 @@ def _value(config: Any, name: str) -> Any:
 def tiny_model(config: Any) -> Any:
     """Return a random float32 model with stock attention; the same numbers for every call."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from rag_posfix.generation.load import auto_class_of
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = auto_class_of(config).from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.08) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -21,9 +21,9 @@ from benchmarks.tables import table_of
 from docs.charts import fill_charts
 from docs.figure import pictures
 from docs.first_screen import first_screen
+from docs.model_tables import chat_models_table, families_table
 from docs.picture import draw
 from docs.reference_pages import argument_texts, reference_pages
-from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.parameters import parameters_of
 from rag_posfix.reranking import RERANKERS
@@ -168,33 +168,6 @@ def _table(parameters: Mapping[str, Any], described: str) -> list[str]:
     return ["| name | default | meaning |", "|---|---|---|", *rows, ""]
 
 
-def families_table() -> str:
-    """Return how a tiny model of each type loads, from the record of ``python -m benchmarks.models``."""
-    models = read_head(RESULTS / "models.json")["summary"]["models"]
-    kinds: dict[tuple[int, str], list[str]] = {}
-    for name, model in models.items():
-        kinds.setdefault(_loading(model), []).append(f"`{name}`")
-    rows = [
-        f"| {', '.join(sorted(names, key=lambda name: name.strip('`')))} | {how} |"
-        for (_, how), names in sorted(kinds.items())
-    ]
-    return "\n".join(["| `model_type` in config.json | |", "|---|---|", *rows])
-
-
-def _loading(model: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the place of a row and its text; reasons are cut after their first part and name no class."""
-    reason = re.split(r"[:(,]", model["reason"])[0].strip().replace("|", "\\|")
-    reason = re.sub(r"^\w+(ForCausalLM|LMHeadModel|Decoder) ", "it ", re.sub(r"by \d\S* ", "", reason))
-    texts = {
-        "listed": (0, "attention hook, in the table of families"),
-        "proved": (1, "attention hook, proved at load"),
-        "plain": (2, f"plain prompts: {reason}"),
-        "refused": (3, f"not supported: {reason}"),
-        "not built": (4, "not examined: no tiny model could be built"),
-    }
-    return texts[model["reading"]]
-
-
 def memory_table() -> str:
     """Return weights, and keys and values of one request, in bfloat16: 2 x layers x KV heads x head dimension."""
     rows = []
@@ -235,7 +208,8 @@ def expected() -> dict[Path, str]:
         (readme, "first screen", first_screen(RESULTS)),
         (reranking, "rerankers", f"\n{rerankers()}\n"),
         (operations, "alerts", alerts_table()),
-        (models, "families", families_table()),
+        (ROOT / "docs" / "models.md", "chat models", chat_models_table()),
+        (ROOT / "docs" / "models.md", "families", families_table()),
         (models, "memory", memory_table()),
         (models, "needs", needs_table()),
     ):

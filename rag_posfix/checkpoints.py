@@ -134,10 +134,11 @@ def _count(kind: str, names: Iterable[str]) -> str:
 def _advice(model: Any) -> str:
     """Return the likely cause, and the remedy."""
     config = model.config
-    for name in ("quantization_config", "quantization"):
-        quantization = getattr(config, name, None)
-        if isinstance(quantization, Mapping):  # transformers converts a config that it reads to an object
-            return f"transformers does not read its {name} {dict(quantization)}; use a checkpoint without quantisation"
+    quantization = getattr(config, "quantization", None)
+    if isinstance(quantization, Mapping):  # MLX
+        return (
+            f"transformers does not read its quantization {dict(quantization)}; use a checkpoint without quantisation"
+        )
     architectures = ", ".join(getattr(config, "architectures", None) or ())
     if architectures and architectures != type(model).__name__:
         return f"config.json calls it a {architectures}; use a checkpoint of a {type(model).__name__}"

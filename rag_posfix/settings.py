@@ -174,8 +174,8 @@ class Settings(CheckedSettings):
     """Settings of a process, ``RAG_POSFIX_...``.
 
     Attributes:
-        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, or ``openai:NAME@URL`` for a
-            model of an OpenAI-compatible server.
+        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, a GGUF file, or
+            ``openai:NAME@URL`` for a model of an OpenAI-compatible server.
         adapter: Folder of a LoRA adapter that is merged into the weights of ``model``; None for none.
         embedding_model: ``minilm`` (packaged, English), ``multilingual``, a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.

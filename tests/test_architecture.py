@@ -51,6 +51,7 @@ NEEDED_ON_DEMAND = {
     "rag_posfix/generation/remote/connection.py": ("httpx2", "anyio"),  # where the model is on a server
     "rag_posfix/generation/model/json_grammar.py": ("llguidance",),  # where an answer follows a JSON schema
     "rag_posfix/generation/model/checkpoint.py": ("peft",),  # where a model has an adapter
+    "rag_posfix/generation/model/checkpoint_formats.py": ("gguf",),  # where a model is a GGUF file
     "rag_posfix/checkpoints.py": ("huggingface_hub",),  # a package that transformers needs itself
 }
 """What a file imports inside of a function, for what the rooms that compute do not do themselves."""

@@ -71,6 +71,16 @@ def materialize(mask: MaskFunction, n_query: int, n_key: int, device: torch.devi
 Indentation = Literal["left", "right"]
 
 
+def causal_rows(starts: Sequence[int], n_query: int, n_key: int, device: torch.device | None = None) -> Tensor:
+    """Return the causal mask of rows whose tokens before ``starts`` are padding. Shape (R, 1, n_query, n_key), bool.
+
+    The queries are the last tokens.
+    """
+    causal = materialize(causal_mask, n_query, n_key, device)
+    first = torch.tensor(starts, device=device)[:, None, None, None]
+    return causal & (torch.arange(n_key, device=device) >= first)
+
+
 def windows_of(layout: Layout, count: int | None) -> tuple[Span, ...]:
     """Return ``count`` windows of neighbouring passages, as even in number of passages as can be; None = one each.
 

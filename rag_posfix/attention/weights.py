@@ -23,6 +23,7 @@ def last_query_attention(
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
     count: int = 1,
+    sinks: Tensor | None = None,
     *,
     approximate: bool = False,
 ) -> Tensor:
@@ -37,9 +38,10 @@ def last_query_attention(
         query: (B, Hq, Tq, D), the last of the tokens that the keys belong to. key: (B, Hkv, Tk, D).
         attention_mask: (B, 1, Tq, Tk), bool or additive; None is causal.
         starts: the first key of each row; keys before it get 0.
-        returns: (B, Tk), each row sums to 1.
+        sinks: (Hq,) scores of a column without a value, whose probability is left out.
+        returns: (B, Tk), each row sums to 1, less the sinks.
     """
-    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate)
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, sinks, starts, count, approximate)
     return reduce(torch.add, [probabilities.mean(dim=(1, 2)) * share for probabilities, share in blocks])
 
 
@@ -52,6 +54,7 @@ def head_attention(
     softcap: float | None = None,
     starts: Sequence[int] | None = None,
     count: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention probabilities of the last ``count`` queries in some heads, averaged over the queries.
 
@@ -59,11 +62,12 @@ def head_attention(
 
     Shapes: as ``last_query_attention``.
         heads: query heads, from 0.
-        returns: (B, len(heads), Tk) float32, each row sums to 1.
+        returns: (B, len(heads), Tk) float32, each row sums to 1, less the sinks.
     """
     per_key = query.shape[1] // key.shape[1]
     query, key = query[:, list(heads)], key[:, [head // per_key for head in heads]]
-    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, starts, count, approximate=False)
+    sinks = None if sinks is None else sinks[list(heads)]
+    blocks = _row_blocks(query, key, attention_mask, scaling, softcap, sinks, starts, count, approximate=False)
     return reduce(torch.add, [probabilities.mean(dim=2) * share for probabilities, share in blocks])
 
 
@@ -73,6 +77,7 @@ def _row_blocks(
     mask: Tensor | None,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
     starts: Sequence[int] | None,
     count: int,
     approximate: bool,
@@ -91,7 +96,11 @@ def _row_blocks(
             for rows_alike, first in runs(starts):  # slices, not a mask: a mask would be an upload in every layer
                 if first:
                     logits[rows_alike, :, :, :first] = float("-inf")
-        yield logits.softmax(dim=-1), (stop - start) / count
+        if sinks is None:
+            yield logits.softmax(dim=-1), (stop - start) / count
+        else:
+            column = sinks.float()[:, None, None].expand(*logits.shape[:3], 1)
+            yield torch.cat((logits, column), dim=-1).softmax(dim=-1)[..., :-1], (stop - start) / count
 
 
 def _masked(logits: Tensor, mask: Tensor | None, after: int) -> Tensor:

@@ -28,6 +28,12 @@ from rag_posfix.generation.model.checkpoint import (
     merge_adapter,
     read_generation_config,
 )
+from rag_posfix.generation.model.checkpoint_formats import (
+    GgufFile,
+    check_quantisation,
+    read_gguf,
+    serving,
+)
 from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, model_fingerprint
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -63,13 +69,13 @@ def load_engine(
     """Load a model, install the attention hook and check it.
 
     Args:
-        model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, or a folder.
+        model: ``smollm2`` or ``gemma3-270m`` (weights that come as packages), a model id, a folder, or a GGUF file.
         dtype: ``auto``, ``bfloat16``, ``float16`` or ``float32``. ``auto`` is bfloat16 where it is fast.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
         device_map: ``auto``, ``balanced``, ``balanced_low_0`` or ``sequential``: transformers distributes the layers
             over all devices, in place of ``device``. Methods that concatenate or rotate keys then cannot run; see
             ``rag-posfix verify``. None puts the whole model on ``device``.
-        cache_dir: Where the packaged weights are kept once converted, and the digests of files; default
+        cache_dir: Where packaged weights and GGUF files are kept once converted, and the digests of files; default
             ``~/.cache/rag_posfix``.
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
             ``generation.parallel``, which starts them.
@@ -95,10 +101,10 @@ def load_engine(
     _respect_quota()
     torch_dtype = _dtype(dtype, model_device)
     options = _placement_options(device_map, ranks)
-    packaged = PACKAGED.get(model)
-    if packaged is not None:
-        source, loaded, tokenizer = _load_packaged(
-            packaged, cache_dir or default_cache_dir(), torch_dtype, model_device, **options
+    converted = _converted(model, cache_dir)
+    if converted is not None:
+        source, loaded, tokenizer = _load_converted(
+            converted, cache_dir or default_cache_dir(), torch_dtype, model_device, **options
         )
     else:
         source, (loaded, tokenizer) = model, load_pretrained(model, torch_dtype, model_device, **options)
@@ -145,9 +151,15 @@ def _placement_options(device_map: str | None, ranks: Ranks | None) -> dict[str,
 
 
 def source_of(model: str, cache_dir: Path | None = None) -> str:
-    """Return the folder or the id that a model is loaded from; a packaged model is converted if it has not been."""
-    packaged = PACKAGED.get(model)
-    return model if packaged is None else str(_converted_folder(packaged, cache_dir or default_cache_dir()))
+    """Return the folder or the id that a model is loaded from; packaged models and GGUF files are converted once."""
+    converted = _converted(model, cache_dir)
+    return model if converted is None else str(_converted_folder(converted, cache_dir or default_cache_dir()))
+
+
+def _converted(model: str, cache_dir: Path | None) -> PackagedModel | GgufFile | None:
+    """Return the model that is converted before it is loaded; None for a folder or an id."""
+    digests = FileDigests((cache_dir or default_cache_dir()) / REMEMBERED_IN)
+    return PACKAGED.get(model) or read_gguf(model, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +257,26 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.quantization_config import QuantizationMethod
     except ImportError as error:
         raise missing_extra("transformers", "local") from error
-    with _as_config_error(source), quiet_loading():
-        is_listed = "gguf_file" in options
-        if "gguf_file" not in options:  # an unsupported family raises before its weights are read
+    auto_class: Any = AutoModelForCausalLM
+    gguf = Path(source) / options["gguf_file"] if "gguf_file" in options else None
+    name, advice = (source, "") if gguf is None else (str(gguf), serving(gguf))
+    with _as_config_error(name, advice=advice), quiet_loading():
+        is_listed = False  # a GGUF file is converted, and its attention is not run
+        if gguf is None:  # an unsupported family raises before its weights are read
             config = _read_config(source)
             _check_decoder(config)
+            auto_class = auto_class_of(config)
             is_listed = config.get_text_config(decoder=True).model_type in FAMILIES
-            if is_quantised(config) and not _PLACED & options.keys():
-                # Quantised weights are made where they stay: most kinds cannot be moved.
-                options["device_map"] = device
+            if is_quantised(config):
+                check_quantisation(source, config, {kind.value for kind in QuantizationMethod})
+                if not _PLACED & options.keys():
+                    # Quantised weights are made where they stay: most kinds cannot be moved.
+                    options["device_map"] = device
         tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k == "gguf_file"})
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class.from_pretrained(
             source,
             dtype=dtype,
             **({"attn_implementation": "sdpa"} if is_listed else {}),
@@ -267,6 +286,20 @@ def load_pretrained(source: str, dtype: Any, device: str, **options: Any) -> tup
         )
         check_tensors(source, model, report)
         return (model.eval() if _PLACED & options.keys() else model.eval().to(device)), tokenizer
+
+
+def auto_class_of(config: Any) -> Any:
+    """Return transformers' loader of a decoder: multimodal wrappers that write text may have one of their own."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _check_decoder(config: Any) -> None:
@@ -312,33 +345,33 @@ def _as_config_error(source: str, action: str = "be loaded", advice: str = "") -
         raise ConfigError(f"model {source!r} cannot {action}: {reason}; {advice}") from error
 
 
-def _load_packaged(
-    packaged: PackagedModel, cache_dir: Path, dtype: Any, device: str, **options: Any
+def _load_converted(
+    converted: PackagedModel | GgufFile, cache_dir: Path, dtype: Any, device: str, **options: Any
 ) -> tuple[str, Any, Any]:
     """Return where the model was loaded from, and it; damaged converted weights are converted again, once."""
-    source = str(_converted_folder(packaged, cache_dir))
+    source = str(_converted_folder(converted, cache_dir))
     try:
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     except ConfigError as error:
         _log.warning("the converted weights are damaged and are made again: %s", error)
-        source = str(_converted_folder(packaged, cache_dir, again=True))
+        source = str(_converted_folder(converted, cache_dir, again=True))
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     return source, loaded, tokenizer
 
 
-def _converted_folder(packaged: PackagedModel, cache_dir: Path, *, again: bool = False) -> Path:
-    """Return the folder with the model as bfloat16 safetensors, converting it from the package's GGUF once."""
-    packaged.files(cache_dir)  # raises for a removed package, also if its weights were converted before
-    target = cache_dir / "models" / packaged.folder_name
+def _converted_folder(converted: PackagedModel | GgufFile, cache_dir: Path, *, again: bool = False) -> Path:
+    """Return the folder with the model as bfloat16 safetensors, converting it from its GGUF once."""
+    converted.files(cache_dir)  # raises for a removed package, also if its weights were converted before
+    target = cache_dir / "models" / converted.folder_name
     if again or not (target / "complete").exists():
-        _log.info("converting %s once, to %s", packaged.gguf, target)
+        _log.info("converting %s once, to %s", converted.gguf, target)
         try:
-            with packaged.whole_file(cache_dir) as gguf:
+            with converted.whole_file(cache_dir) as gguf:
                 convert(gguf, target)
         except OSError as error:
             raise ConfigError(
                 f"the model cannot be kept in {target}: {error.strerror or error}; set RAG_POSFIX_CACHE_DIR to a "
-                f"folder that can be written and has {packaged.megabytes} MB free"
+                f"folder that can be written and has {converted.megabytes} MB free"
             ) from error
     return target
 

@@ -54,7 +54,7 @@ class Blended(Mitigation):
     """
 
     name = "blended"
-    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
+    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE, Capability.SOFTMAX})
     identity_parameters = MappingProxyType({"fraction": 1.0})
 
     fraction: Annotated[float, Number(0, 1)] = 0.15

@@ -156,7 +156,7 @@ class CalibratedAttention(Mitigation):
     """
 
     name = "calibrated_attention"
-    requires = frozenset({Capability.FULL_CACHE})
+    requires = frozenset({Capability.FULL_CACHE, Capability.SOFTMAX})
     identity_parameters = MappingProxyType({"strength": 0.0})
     neutral_is_identity = True
     uses_last_prompt_token = True

@@ -51,7 +51,7 @@ class InterDocument(Mitigation):
 
     name = "inter_document"
     order_invariant = True
-    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE, Capability.POSITIONS})
+    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE, Capability.POSITIONS, Capability.SOFTMAX})
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row whose passages are in canonical order (by content) and attend to each other."""

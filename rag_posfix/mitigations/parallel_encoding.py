@@ -92,7 +92,7 @@ class ParallelEncoding(Mitigation):
 
     name = "parallel_encoding"
     order_invariant = True
-    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE, Capability.SOFTMAX})
     identity_parameters = MappingProxyType({"temperature": 1.0, "scale": 1.0})
 
     temperature: Annotated[float, Number(0.1, 10)] = 0.9

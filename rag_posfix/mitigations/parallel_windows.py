@@ -46,7 +46,7 @@ class ParallelWindows(Mitigation):
 
     name = "parallel_windows"
     order_invariant = True
-    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE})
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE, Capability.SOFTMAX})
 
     windows: Annotated[int | None, Integer(1)] = None
     indentation: Indentation = "left"

@@ -122,7 +122,7 @@ class ShiftedRotary(Mitigation):
     """
 
     name = "shifted_rotary"
-    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE})
+    requires = frozenset({Capability.ROTATION, Capability.FULL_CACHE, Capability.SOFTMAX})
     identity_parameters = MappingProxyType({"share": 1.0})
     neutral_is_identity = True
 

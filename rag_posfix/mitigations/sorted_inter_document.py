@@ -169,7 +169,7 @@ class SortedInterDocument(Mitigation):
 
     name = "sorted_inter_document"
     order_invariant = True
-    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE, Capability.ROTATION})
+    requires = frozenset({Capability.POSITIONS, Capability.FULL_CACHE, Capability.ROTATION, Capability.SOFTMAX})
 
     sort: Literal["lexicographic", "relevance"] = "lexicographic"
     routing: Annotated[float | None, Number(0, 1)] = None

@@ -69,7 +69,7 @@ class StableMask(Mitigation):
 
     name = "stable_mask"
     training_free = False
-    requires = frozenset({Capability.FULL_CACHE})
+    requires = frozenset({Capability.FULL_CACHE, Capability.SOFTMAX})
     identity_parameters = MappingProxyType({"gamma": 100.0})
     uses_last_prompt_token = True
 

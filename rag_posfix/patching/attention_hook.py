@@ -6,6 +6,7 @@ thread that runs the model, so threads with different plans share one model. Not
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,15 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from rag_posfix.attention.causal import attend_causal_rows
+from rag_posfix.attention.masks import causal_rows
 from rag_posfix.attention.weights import head_attention, last_query_attention
 from rag_posfix.errors import GenerationError, UnsupportedModelError
 from rag_posfix.patching.forward_context import ForwardContext, LastLayerRead, Observer, current
 from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec, Ranks
 from rag_posfix.plan.plan import AttentionInput, HeadScale, HiddenScale, Rotated
+
+_StockAttention = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention function of transformers."""
+
+EAGER_ROWS = 256
+"""Queries for which eager attention materialises its scores at a time."""
 
 
 def channel_columns(module: Any, channel: int, n_heads: int, n_kv_heads: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -137,6 +145,17 @@ def _angles(
 
 def hooked_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
     """Mask function: transformers' own, or the active context's complete mask. Shape (B, 1, Tq, Tk), bool."""
+    return _mask(sdpa_mask, batch_size, q_length, kv_length, *args, **kwargs)
+
+
+def hooked_eager_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Tensor | None:
+    """As ``hooked_mask`` for models with eager attention, whose own masks are additive."""
+    return _mask(eager_mask, batch_size, q_length, kv_length, *args, **kwargs)
+
+
+def _mask(
+    stock: Callable[..., Tensor | None], batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
+) -> Tensor | None:
     context = current()
     if context is not None:
         attend = context.overrides.attend
@@ -149,8 +168,7 @@ def hooked_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kw
             return context.overrides.mask(query, key).expand(batch_size, 1, q_length, kv_length)
         if context.starts is not None or context.slices:
             return None
-    result: Tensor | None = sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
-    return result
+    return stock(batch_size, q_length, kv_length, *args, **kwargs)
 
 
 def hooked_attention(
@@ -161,13 +179,41 @@ def hooked_attention(
     Shapes:
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D). returns: (B, Tq, Hq, D).
     """
+    return _attention(sdpa_attention_forward, module, query, key, value, attention_mask, kwargs)
+
+
+def hooked_eager_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """As ``hooked_attention`` for models whose own attention is the eager function of their family."""
+    return _attention(eager_attention_of(module), module, query, key, value, attention_mask, kwargs)
+
+
+def eager_attention_of(module: Any) -> _StockAttention:
+    """Return the eager attention function of a module's family.
+
+    Raises:
+        UnsupportedModelError: the file of its class has none.
+    """
+    found: _StockAttention | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if found is None:
+        raise UnsupportedModelError(f"{type(module).__name__} has no eager_attention_forward beside it")
+    return found
+
+
+def _attention(
+    stock: _StockAttention,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
     context = current()
     if context is None:
-        stock: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return stock
-    layer = _Layer(module, context, attention_mask, kwargs)
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    layer = _Layer(stock, module, context, attention_mask, kwargs)
     if context.last_layer == layer.layer:  # its keys are in the cache; the output of its attention is not used
         layer.observe(query, key)
         raise LastLayerRead
@@ -177,11 +223,21 @@ def hooked_attention(
 class _Layer:
     """One layer's attention under a context."""
 
-    def __init__(self, module: Any, context: ForwardContext, mask: Tensor | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        stock: _StockAttention,
+        module: Any,
+        context: ForwardContext,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.stock = stock
         self.module, self.context, self.mask, self.options = module, context, mask, options
         self.layer: int = module.layer_idx
         scaling = options.get("scaling")
         self.scaling: float = module.head_dim**-0.5 if scaling is None else scaling
+        self.softcap: float | None = options.get("softcap")
+        self.sinks: Tensor | None = options.get("s_aux")
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.context.slices:
@@ -280,13 +336,15 @@ class _Layer:
         """Attend in each slice of the batch to its own keys, as it would alone. Returns (B, Tq, Hq, D)."""
         outs = []
         for batch_slice in self.context.slices:
-            alone = _Layer(self.module, batch_slice.context, None, self.options)
+            alone = _Layer(self.stock, self.module, batch_slice.context, None, self.options)
             outs.append(alone.run(query[batch_slice.rows], *batch_slice.keys(self.layer)))
         if n_padding := query.shape[0] - self.context.slices[-1].rows.stop:
             outs.append(outs[0].new_zeros((n_padding, *outs[0].shape[1:])))
         return torch.cat(outs)
 
     def _standard_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.stock is not sdpa_attention_forward:
+            return self._eager_attention(query, key, value)
         mask = self.mask
         if mask is None and self.context.starts is not None:
             return attend_causal_rows(query, key, value, self.scaling, self.context.starts).transpose(1, 2)
@@ -294,6 +352,20 @@ class _Layer:
             mask = mask[:, :, -query.shape[2] :]
         out: Tensor = sdpa_attention_forward(self.module, query, key, value, mask, **self.options)[0]
         return out
+
+    def _eager_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the family's own eager attention, with its caps and sinks, a block of queries at a time."""
+        n_query, mask = query.shape[2], self.mask
+        if mask is None:
+            mask = causal_rows(self.context.starts or (0,), n_query, key.shape[2], query.device)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        blocks = (torch.split(rows, EAGER_ROWS, dim=2) for rows in (query, mask[:, :, -n_query:]))
+        outs = [
+            self.stock(self.module, block, key, value, visible, **self.options)[0]
+            for block, visible in zip(*blocks, strict=True)
+        ]
+        return torch.cat(outs, dim=1)
 
     def _observer(self) -> Observer | None:
         """Return the observer if it needs this layer's attention."""
@@ -305,20 +377,24 @@ class _Layer:
         observer = self._observer()
         if observer is None:
             return
-        softcap, count, starts = (
-            self.options.get("softcap"),
-            min(observer.queries, query.shape[2]),
-            self.context.starts,
-        )
+        count, starts = min(observer.queries, query.shape[2]), self.context.starts
         if observer.heads is not None:
             heads = observer.heads[self.layer]
             observer.by_head[self.layer] = head_attention(
-                query, key, self.mask, self.scaling, heads, softcap, starts, count
+                query, key, self.mask, self.scaling, heads, self.softcap, starts, count, self.sinks
             )
             return
         observer.add(
             last_query_attention(
-                query, key, self.mask, self.scaling, softcap, starts, count, approximate=observer.approximate
+                query,
+                key,
+                self.mask,
+                self.scaling,
+                self.softcap,
+                starts,
+                count,
+                self.sinks,
+                approximate=observer.approximate,
             )
         )
 

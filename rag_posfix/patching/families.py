@@ -47,9 +47,6 @@ UNSUPPORTED: Mapping[str, str] = {
         ("codegen", "gptj"), "it rotates inside of its attention modules, out of reach of the attention hook"
     ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "it rotates a part of each key that is kept apart from the rest"),
-    "gemma2": "its attention scores are soft-capped, which sdpa attention cannot do",
-    "gpt_oss": "its softmax has sinks, which sdpa attention cannot do",
-    "llama4_text": "its layers rotate or not, and attend in chunks or not, in turns",
 }
 """Why model types have no attention hook. Types in neither table are read from the model itself (``structure``)."""
 
@@ -124,13 +121,27 @@ LEAST_WINDOW = 16
 """Sliding windows of fewer tokens hold no prompt."""
 
 
+def window_of(config: Any) -> int | None:
+    """Return the tokens that layers with sliding windows keep, or those of the first chunk of layers with chunks."""
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    window: int | None = getattr(config, "attention_chunk_size" if is_chunked else "sliding_window", None)
+    return window
+
+
+def _scales_by_place(config: Any) -> bool:
+    """Return whether layers without rotation scale queries by the number of tokens before them (Llama 4)."""
+    return bool(getattr(config, "attn_temperature_tuning", False))
+
+
 def shape_within(config: Any, family: Family) -> ModelShape | None:
-    """Return the shape for calls that fit the sliding windows of a model, whose layers then keep all keys."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    """Return the shape for calls that fit the windows, or the first chunk: the layers then keep all keys."""
+    window, kinds = window_of(config), getattr(config, "layer_types", None) or ()
     if keeps_all_keys(config) or not window or window < LEAST_WINDOW:
         return None
-    if not {"full_attention", "sliding_attention"}.issuperset(kinds):
+    if not {"full_attention", "sliding_attention", "chunked_attention"}.issuperset(kinds):
         return None
+    if _scales_by_place(config):  # padding in front of shorter rows moves their places
+        window = min(window, int(config.floor_scale) - 1)
     lacks = _lacks(config, family, keeps_all=True)
     return replace(
         shape_of(config, family),
@@ -145,13 +156,23 @@ def _lacks(config: Any, family: Family, *, keeps_all: bool) -> dict[Capability, 
     name = family.model_type
     lacks: dict[Capability, str] = {}
     if not keeps_all:
-        lacks[Capability.FULL_CACHE] = f"{name} has sliding-window layers, whose caches drop keys"
+        kind = "chunked" if "chunked_attention" in (getattr(config, "layer_types", None) or ()) else "sliding-window"
+        lacks[Capability.FULL_CACHE] = f"{name} has {kind} layers, whose caches drop keys"
         lacks[Capability.ROTATION] = lacks[Capability.FULL_CACHE]
+    if not family.softmax:
+        lacks[Capability.SOFTMAX] = (
+            f"{name} caps its attention scores or has sinks, and the method's own attention does not"
+        )
     if family.rotation != "half":
         pairs = "pairs neighbouring channels" if family.rotation == "interleaved" else "pairs channels in its own way"
         lacks[Capability.ROTATION] = f"{name} {pairs} when it rotates, the hook first with second half"
     if not family.one_base:
         lacks[Capability.ANGLES] = f"{name} rotates by two sets of angles, one for each kind of layer"
+        lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
+    if _scales_by_place(config):
+        lacks[Capability.POSITIONS] = f"{name} scales queries by their place in the cache, whatever their positions"
+    if family.complex_angles:
+        lacks[Capability.ANGLES] = f"{name} rotates by complex numbers, the hook by cosines and sines"
         lacks[Capability.ROTATION] = lacks[Capability.ANGLES]
     if Capability.ROTATION in lacks:
         lacks[Capability.HIDDEN_CHANNEL] = lacks[Capability.ROTATION]
@@ -185,7 +206,7 @@ def shape_as_placed(shape: ModelShape, model: Any, modules: Sequence[Any]) -> Mo
     devices = devices_of(model)
     if len(devices) > 1:
         reason = f"its layers are on several devices ({', '.join(devices)}); load it on one"
-        lacks.update(dict.fromkeys(frozenset(Capability) - {Capability.POSITIONS}, reason))
+        lacks.update(dict.fromkeys(frozenset(Capability) - {Capability.POSITIONS, Capability.SOFTMAX}, reason))
     elif Capability.HIDDEN_CHANNEL in shape.capabilities and not all(map(_has_plain_weights, modules)):
         lacks[Capability.HIDDEN_CHANNEL] = "its weights are quantised, and no channel can be read from them"
     return replace(shape, capabilities=shape.capabilities - lacks.keys(), lacks={**lacks, **shape.lacks})

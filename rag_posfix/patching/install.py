@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -14,7 +14,14 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.attention_hook import before_attention, hooked_attention, hooked_mask
+from rag_posfix.patching.attention_hook import (
+    before_attention,
+    eager_attention_of,
+    hooked_attention,
+    hooked_eager_attention,
+    hooked_eager_mask,
+    hooked_mask,
+)
 from rag_posfix.patching.families import (
     decoder_of,
     family_of,
@@ -30,12 +37,18 @@ from rag_posfix.patching.spec import ModelSpec, Ranks
 from rag_posfix.patching.structure import Structure
 
 ATTENTION_NAME = "rag_posfix"
+HOOKED: Mapping[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "sdpa": (ATTENTION_NAME, hooked_attention, hooked_mask),
+    "eager": (f"{ATTENTION_NAME}_eager", hooked_eager_attention, hooked_eager_mask),
+}
+"""Stock attention -> name, attention function and mask function of the hook in its place."""
 
 
 def install(model: Any, ranks: Ranks | None = None, structure: Structure | None = None) -> ModelSpec:
     """Route a model's attention through the attention hook and return what is known of the model.
 
-    Idle, the model computes bit for bit what it computed before with ``sdpa`` attention. No class is subclassed,
+    Idle, the model computes bit for bit what it computed before with ``sdpa`` attention, or with ``eager`` where its
+    family is not listed and has no other. No class is subclassed,
     copied or monkey-patched: the attention and mask functions are registered under one name (that of this library)
     and chosen for this model alone, and one hook is put in front of each of its attention modules.
 
@@ -59,14 +72,21 @@ def install(model: Any, ranks: Ranks | None = None, structure: Structure | None 
             f"{type(model).__name__} has no model.rotary_emb and model.layers[i].self_attn; the attention hook "
             "needs a decoder with one rotary module and one attention module per layer"
         )
-    if config._attn_implementation == ATTENTION_NAME:
+    stock = config._attn_implementation
+    if stock.startswith(ATTENTION_NAME):
         raise UnsupportedModelError(f"{type(model).__name__} has the attention hook already; install it once, at load")
     if rope_type_of(config) in ("dynamic", "longrope"):
         rotary.inv_freq.copy_(rotary.original_inv_freq)
         rotary.rope_type = "default"  # what transformers looks at before it writes other frequencies
-    AttentionInterface.register(ATTENTION_NAME, hooked_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, hooked_mask)  # without it, causality and padding would be lost
-    model.set_attn_implementation(ATTENTION_NAME)
+    if structure is None or stock not in HOOKED:
+        stock = "sdpa"
+    if stock == "eager":
+        for module in modules:
+            eager_attention_of(module)  # raises where there is none
+    name, attention, mask = HOOKED[stock]
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)  # without it, causality and padding would be lost
+    model.set_attn_implementation(name)
     spec = ModelSpec(
         family=family,
         shape=shape_as_placed(shape_of(config, family), model, modules),
@@ -75,6 +95,7 @@ def install(model: Any, ranks: Ranks | None = None, structure: Structure | None 
         ranks=ranks or Ranks(),
         unrotated=_unrotated(modules) if structure is None else structure.unrotated,
         is_listed=structure is None,
+        attention=stock,
     )
     if (within := shape_within(config, family)) is not None:
         spec = replace(spec, within=replace(spec, shape=shape_as_placed(within, model, modules)))
@@ -157,5 +178,5 @@ def stock_copy(model: Any, spec: ModelSpec) -> Any:
         for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
             for number in handles.intersection(hooks):
                 del hooks[number]
-    stock.set_attn_implementation("sdpa")
+    stock.set_attn_implementation(spec.attention)
     return stock

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.families import FAMILIES, UNSUPPORTED, main_device
-from rag_posfix.patching.install import install, uninstall
+from rag_posfix.patching.install import HOOKED, install, uninstall
 from rag_posfix.patching.plain import PlainCache, PlainForward
 from rag_posfix.patching.spec import Family, ModelSpec, Ranks
 from rag_posfix.patching.structure import read_structure
@@ -67,8 +67,8 @@ def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
 
 def _prove(model: Any, implementation: str) -> ModelSpec:
     """Return the spec of an unlisted model whose attention passes every check, or leave the model as it was."""
-    if implementation != "sdpa":
-        raise UnsupportedModelError(f"its attention is {implementation}, and the hook computes as sdpa does")
+    if implementation not in HOOKED:
+        raise UnsupportedModelError(f"its attention is {implementation}, and the hook computes as sdpa or eager does")
     layers = DynamicCache(config=model.config).layers
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
         raise UnsupportedModelError("some of its layers are recurrent and keep no keys")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -90,14 +91,14 @@ def scaled_base_angles(rotary: Any, states: Tensor, positions: Tensor, factor: f
         frequencies, whatever scaling made it, is multiplied by factor^(-i / (d / 2)).
 
     Shapes:
-        positions: (B, T). returns: (B, T, d) each, in the dtype of ``states``.
+        positions: (B, T). returns: as the rotary module, in the dtype of ``states``.
     """
     frequencies = rotary.inv_freq.float()  # (d / 2,)
     exponent = torch.arange(frequencies.shape[0], device=frequencies.device) / frequencies.shape[0]
-    angle = positions[..., None].float() * (frequencies * factor**-exponent)
-    angle = torch.cat((angle, angle), dim=-1)
-    scaling = getattr(rotary, "attention_scaling", 1.0)
-    return (angle.cos() * scaling).to(states.dtype), (angle.sin() * scaling).to(states.dtype)
+    scaled = copy.copy(rotary)  # its own forward lays the angles out, and others may run on the module meanwhile
+    scaled._buffers = {**rotary._buffers, "inv_freq": frequencies * factor**-exponent}
+    cos, sin = type(rotary).forward(scaled, states, positions)
+    return cos, sin
 
 
 CHUNK = 2**22

@@ -101,12 +101,16 @@ class Family:
         rotation: How it pairs channels when it rotates queries and keys.
         linear: Whether queries and keys are linear in the normalised hidden state: no norm of their own.
         one_base: Whether all layers rotate by the same angles.
+        softmax: Whether attention is the softmax of scaled scores: no soft caps, no sinks.
+        complex_angles: Whether layers get their angles as complex numbers, not as cosines and sines.
     """
 
     model_type: str
     rotation: Rotation
     linear: bool
     one_base: bool = True
+    softmax: bool = True
+    complex_angles: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +130,7 @@ class ModelSpec:
         within: The same model for calls that fit its sliding windows, ``within.shape.context_window`` tokens: it keeps
             all keys. None where there are no windows, or others.
         is_listed: Whether the family is in the table; else the model itself passed every check at load.
+        attention: transformers' name of the attention that the hook takes the place of: ``sdpa`` or ``eager``.
         extended: The same model for calls with more positions: LongRoPE then rotates all of them by other
             frequencies.
     """
@@ -141,6 +146,7 @@ class ModelSpec:
     within: ModelSpec | None = None
     extended: ModelSpec | None = None
     is_listed: bool = True
+    attention: str = "sdpa"
 
     @property
     def reading(self) -> str:
@@ -159,4 +165,5 @@ class ModelSpec:
             "unrotated_layers": sorted(self.unrotated),
             "linear_in_hidden_state": self.family.linear,
             "one_set_of_angles": self.family.one_base,
+            "plain_softmax": self.family.softmax,
         }

@@ -29,6 +29,16 @@ class Structure:
     unrotated: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What was read of one kind of layer; names as in ``Family``."""
+
+    rotates: bool
+    rotation: Rotation
+    linear: bool
+    softmax: bool
+
+
 class _Captured(Exception):
     """Ends an attention module with its queries and keys."""
 
@@ -83,22 +93,24 @@ def _read(model: Any, config: Any) -> Structure:
         raise UnsupportedModelError("its attention modules name no layer, or no one size of their heads")
     types: Sequence[Any] = getattr(config, "layer_types", None) or [None] * len(modules)
     arguments = _arguments(model, modules[0])
-    kinds: dict[Any, tuple[bool, Rotation, bool]] = {}
+    kinds: dict[Any, _Reading] = {}
     unrotated = set()
     for index, module in enumerate(modules):
         kind = (types[index], *_settings(module))
         if kind not in kinds:
             kinds[kind] = _read_module(module, arguments, config)
-        if not kinds[kind][0]:
+        if not kinds[kind].rotates:
             unrotated.add(index)
-    rotations = {rotation for rotates, rotation, _ in kinds.values() if rotates}
+    rotations = {reading.rotation for reading in kinds.values() if reading.rotates}
     if not rotations:
         raise UnsupportedModelError("none of its layers rotates queries and keys")
     family = Family(
         config.model_type,
         rotations.pop() if len(rotations) == 1 else "other",
-        linear=all(linear for _, _, linear in kinds.values()),
+        linear=all(reading.linear for reading in kinds.values()),
         one_base=hasattr(rotary, "inv_freq"),
+        softmax=all(reading.softmax for reading in kinds.values()),
+        complex_angles=_has_complex_angles(arguments),
     )
     return Structure(family, frozenset(unrotated))
 
@@ -131,18 +143,30 @@ def _arguments(model: Any, module: Any) -> dict[str, Any]:
     return seen
 
 
-def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> tuple[bool, Rotation, bool]:
-    """Return whether a module rotates, how, and whether queries and keys are linear in its input."""
-    states, (cos, sin) = arguments["hidden_states"], arguments["position_embeddings"]
+def _has_complex_angles(arguments: dict[str, Any]) -> bool:
+    angles = arguments["position_embeddings"]
+    return isinstance(angles, Tensor) and angles.is_complex()
+
+
+def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> _Reading:
+    """Return whether a module rotates and how, whether queries and keys are linear in its input, and its softmax."""
+    states, embeddings = arguments["hidden_states"], arguments["position_embeddings"]
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(states.shape, generator=generator).to(states)
-    angle = torch.rand(cos[..., : cos.shape[-1] // 2].shape, generator=generator)
-    half = torch.cat((angle, angle), dim=-1)
-    neighbours = angle.repeat_interleave(2, dim=-1)
+    if is_complex := _has_complex_angles(arguments):
+        angle = torch.rand(embeddings.shape, generator=generator)
+        half = neighbours = angle
+    else:
+        cos, sin = embeddings
+        angle = torch.rand(cos[..., : cos.shape[-1] // 2].shape, generator=generator)
+        half, neighbours = torch.cat((angle, angle), dim=-1), angle.repeat_interleave(2, dim=-1)
     nothing = torch.zeros_like(half)
 
     def run(hidden: Tensor, angles: Tensor) -> _Captured:
-        given = (angles.cos().to(cos), angles.sin().to(sin))
+        if is_complex:
+            given: Any = torch.polar(torch.ones_like(angles), angles).to(embeddings)
+        else:
+            given = (angles.cos().to(cos), angles.sin().to(sin))
         try:
             module(**{**arguments, "hidden_states": hidden, "position_embeddings": given, "past_key_values": None})
         except _Captured as captured:
@@ -150,14 +174,12 @@ def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> tuple[b
         raise UnsupportedModelError("its attention does not go through transformers' attention functions")
 
     plain = run(states, nothing)
-    for option, what in (("softcap", "its attention scores are soft-capped"), ("s_aux", "its softmax has sinks")):
-        if plain.options.get(option) is not None:
-            raise UnsupportedModelError(what)
+    softmax = all(plain.options.get(option) is None for option in ("softcap", "s_aux"))
     if plain.query.shape[-1] != module.head_dim:
         raise UnsupportedModelError("its keys have parts that are kept apart")
     turned = run(states, half)
     if _is_near((turned.query, turned.key), (plain.query, plain.key), exact=True):
-        return False, "half", _is_linear(module, run, states, nothing, config)
+        return _Reading(False, "half", _is_linear(module, run, states, nothing, config), softmax)
     rotations: tuple[tuple[Any, tuple[Tensor, ...], Rotation], ...] = (
         (_turn_halves, (half,), "half"),
         (_turn_neighbours, (half, neighbours), "interleaved"),
@@ -167,9 +189,9 @@ def _read_module(module: Any, arguments: dict[str, Any], config: Any) -> tuple[b
         for layout in layouts:  # families pass the angles of pairs in either order
             turned = run(states, layout)
             if _is_near((turned.query, turned.key), expected):
-                is_half = rotation == "half"
-                return True, rotation, is_half and _is_linear(module, run, states, nothing, config)
-    return True, "other", False
+                linear = rotation == "half" and _is_linear(module, run, states, nothing, config)
+                return _Reading(True, rotation, linear, softmax)
+    return _Reading(True, "other", False, softmax)
 
 
 def _turn_halves(states: Tensor, angle: Tensor) -> Tensor:
@@ -201,16 +223,21 @@ def _is_linear(module: Any, run: Any, states: Tensor, angles: Tensor, config: An
     """Return whether one hidden channel adds its column of the projections to queries and keys."""
     if getattr(config, "clip_qkv", None) is not None:
         return False
-    channel, amount = 1, 2.0
-    more = states.clone()
-    more[..., channel] += amount
-    before, after = run(states, angles), run(more, angles)
+    channel, states = 1, states.clone()
+    states[..., channel] = 0.0
+    before = run(states, angles)
     try:
         columns = channel_columns(module, channel, before.query.shape[1], before.key.shape[1], Ranks())
     except (UnsupportedModelError, RuntimeError, AttributeError):
         return False
-    pairs = ((before.query, after.query, columns[0]), (before.key, after.key, columns[1]))
+    old_states = (before.query, before.key)
+    # The channel outweighs all others, so that rounding in sixteen bits hides no norm.
+    shares = [old.abs().max() / column.abs().max() for old, column in zip(old_states, columns, strict=True)]
+    states[..., channel] = 8 * max(shares)
+    amount = states[0, 0, channel]  # as it was rounded
+    after = run(states, angles)
+    pairs = zip(old_states, (after.query, after.key), columns, strict=True)
     return all(
-        torch.allclose(new - old, (amount * column[None, :, None]).expand_as(old), rtol=0, atol=16 * _rounding(old))
+        torch.allclose(new - old, (amount * column[None, :, None]).expand_as(old), rtol=0, atol=4 * _rounding(new))
         for old, new, column in pairs
     )

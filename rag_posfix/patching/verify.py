@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching.families import decoder_of, main_device
+from rag_posfix.patching.families import decoder_of, main_device, window_of
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
 from rag_posfix.patching.install import copy_over_weights, stock_copy
 from rag_posfix.patching.rotation import rerotate
@@ -277,8 +277,7 @@ class _Comparison:
 
     def _long_length(self, thorough: bool) -> int:
         """Return the length of the long prompt: just beyond the first window, as far as that may cost."""
-        config = self.stock.config.get_text_config()
-        windows = [self.spec.original_window, getattr(config, "sliding_window", None)]
+        windows = [self.spec.original_window, window_of(self.stock.config.get_text_config())]
         first = min((window for window in windows if window is not None), default=2 * PROBE_TOKENS)
         length = min(first + PROBE_TOKENS, self.ids.shape[1])
         if thorough:

@@ -20,6 +20,8 @@ class Capability(StrEnum):
     """The rotary encoding may turn by other angles: positions divided per layer, another base."""
     HIDDEN_CHANNEL = "hidden_channel"
     """Queries and keys are linear in the hidden state (no norm in between), so that one channel may be scaled."""
+    SOFTMAX = "softmax"
+    """Attention is the softmax of scaled scores, without soft caps and sinks, so that a method may compute its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from rag_posfix.evaluation.record import model_facts
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
+from rag_posfix.plan.model_shape import Capability
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, MaskFunction
 from rag_posfix.settings import Settings
 
@@ -339,6 +340,11 @@ class LanguageModel:
             raise UnsupportedModelError(
                 f"the attention of {self.engine.model_id} cannot be probed: some of its layers see a window of the "
                 "last tokens only; choose a model whose every layer sees all tokens"
+            )
+        lacks = self.engine.loaded.spec.shape.lacks
+        if Capability.SOFTMAX in lacks:
+            raise UnsupportedModelError(
+                f"the attention of {self.engine.model_id} cannot be probed: {lacks[Capability.SOFTMAX]}"
             )
 
 

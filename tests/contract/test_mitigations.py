@@ -356,6 +356,13 @@ def test_a_model_that_lacks_what_it_needs_is_refused_by_name(name, llama):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_attention_of_its_own_needs_a_plain_softmax(name, llama):
+    method = example(name)
+    rows = method.plan(layout(), llama.spec.shape).rows
+    assert Capability.SOFTMAX in method.needs() or all(row.attend is None for row in rows)
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_it_is_described_by_its_registry_entry(name):
     cls = MITIGATIONS.get(name)
     assert cls.name == name

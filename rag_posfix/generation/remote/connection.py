@@ -398,7 +398,7 @@ def failure_of_status(
         payload: Any = json.loads(body)
     except (ValueError, RecursionError):
         payload = None
-    reason = error_message(payload) if isinstance(payload, dict) else ""
+    reason = error_message(payload)
     message = f"{server} answered with status {status}{f': {reason}' if reason else ''}"
     if status in (400, 413, 422) and _TOO_LONG.search(reason):
         return PromptTooLongError(
@@ -411,17 +411,26 @@ def failure_of_status(
         )
     if status in (408, 504):
         return UpstreamTimeoutError(f"{message}; try again later, or lower max_tokens")
+    if status == 400 and "max_completion_tokens" in reason:
+        message += "; set RAG_POSFIX_REMOTE_MAX_TOKENS_FIELD=max_completion_tokens"
     return UpstreamError(message + _ADVICE.get(status, ""), status)
 
 
-def error_message(payload: Mapping[str, Any]) -> str:
+def error_message(payload: Any) -> str:
     """Return the message and the code of an error object, on one line; empty if there are none.
 
-    Forms: ``{"error": {"message", "code"}}``, ``{"error": text}``, ``{"message": text}`` or ``{"detail": text}``.
+    Forms: ``{"error": {"message", "code"}}``, ``{"error": text}``, ``{"message": text}``, ``{"detail": text}`` or
+    ``{"detail": [{"msg": text}]}``; Gemini puts them into a list.
     """
+    if isinstance(payload, list) and payload:
+        payload = payload[0]
+    if not isinstance(payload, dict):
+        return ""
     inner = payload.get("error", payload)
     if not isinstance(inner, dict):
         inner = {"message": inner}
-    texts = [inner.get(name) for name in ("message", "detail", "code")]
+    detail = inner.get("detail")
+    problems = [each.get("msg") for each in detail if isinstance(each, dict)] if isinstance(detail, list) else []
+    texts = [inner.get("message"), detail, *problems, inner.get("code")]
     line = " ".join(" ".join(text for text in texts if isinstance(text, str))[: 4 * _SHOWN].split())
     return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."

@@ -30,6 +30,8 @@ TOP = (20, 5)
 """Alternatives that are asked for; servers that refuse the first number are asked for the next."""
 SAMPLES = 5
 """Sampled answers per passage where a server gives no log-probabilities."""
+_REJECTED = frozenset({400, 404, 422, 501})
+"""Statuses with which servers reject ``logprobs`` and ``echo``."""
 _SAMPLE_TOKENS = 4
 _REMEMBERED = 4096
 _NO_USAGE = Usage(0, 0)
@@ -156,7 +158,7 @@ class ServerJudge:
                 try:
                     (answer,) = self._send(form, [self._body(form, prompt, top)], 1, check)
                 except UpstreamError as error:
-                    if error.status not in (400, 404, 422, 501):
+                    if error.status not in _REJECTED | {403}:  # OpenAI's reasoning models forbid log-probabilities
                         raise
                     continue
                 if _alternatives(form, answer):
@@ -231,7 +233,7 @@ class ServerJudge:
         try:
             answers = self._send(Form.COMPLETIONS, bodies, sum(sizes), lambda: None, keys)
         except UpstreamError as error:
-            if error.status not in (400, 404, 422, 501):
+            if error.status not in _REJECTED:
                 raise
             raise UnsupportedModelError(_NO_PROMPT_SCORES) from error
         return [_mean_log_prob(answer, size - length, size) for answer, size in zip(answers, sizes, strict=True)]

@@ -47,15 +47,6 @@ def without(*beginnings):
     return change
 
 
-def as_exl2(weights):
-    """ExLlamaV2 puts five tensors in the place of each matrix of a layer."""
-    for name in [name for name in weights if name.endswith("proj.weight")]:
-        rows = weights.pop(name).shape[1]
-        stem = name.removesuffix("weight")
-        weights[f"{stem}q_weight"] = torch.zeros(rows // 8, 8, dtype=torch.int32)
-        weights |= {f"{stem}q_{part}": torch.zeros(4) for part in ("scale", "scale_max", "groups", "invperm")}
-
-
 def as_mlx(weights):
     """MLX packs eight weights into 32 bits and adds a scale and a bias to each group."""
     for name in [name for name in weights if name.endswith("proj.weight")]:
@@ -109,13 +100,6 @@ class TestRefused:
     def test_an_untied_base_model_is_called_what_it_is(self, tiny):
         message = self.refusal(over(tiny, stock_model().model))
         assert ": 1 missing (lm_head.weight); config.json calls it a LlamaModel;" in message
-
-    def test_weights_of_exllama_are_not_read_as_random(self, tiny):
-        stated = {"quant_method": "exl2", "bits": 4.0}
-        message = self.refusal(edited(tiny, as_exl2, quantization_config=stated))
-        assert ": 21 missing (" in message  # seven projections in each of three layers, and five tensors for each
-        assert ", 105 unexpected (" in message
-        assert f"; transformers does not read its quantization_config {stated}" in message
 
     def test_weights_of_mlx_are_not_read_as_random(self, tiny):
         stated = {"group_size": 32, "bits": 4}

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from benchmarks.tiny_decoders import tiny_config, tiny_model
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine
@@ -128,6 +129,15 @@ def test_a_family_without_rotary_positions_reads_plain_prompts(tmp_path):
     engine = load_engine(str(folder), dtype="float32")
     assert engine.loaded.spec.plain.reason == "it adds positions to its input and rotates nothing"
     assert engine.context_window == 64
+
+
+def test_a_multimodal_wrapper_without_a_causal_class_is_loaded_and_reads_text(tmp_path):
+    folder = save_tiny(tmp_path / "mistral3")
+    tiny_model(tiny_config("mistral3")).save_pretrained(folder)
+    engine = load_engine(str(folder), dtype="float32")
+    assert isinstance(engine.loaded.model, transformers.Mistral3ForConditionalGeneration)
+    assert engine.loaded.spec.is_listed
+    assert engine.score(toy_layout(), [5]) < 0
 
 
 def test_a_model_with_an_encoder_is_refused_before_its_weights_are_read(tmp_path):
@@ -272,6 +282,7 @@ class TestPlacing:
 
     def test_a_quantised_checkpoint_is_made_where_it_stays(self, tiny, options, monkeypatch):
         monkeypatch.setattr(models, "is_quantised", lambda config: True)
+        monkeypatch.setattr(models, "check_quantisation", lambda source, config, kinds: None)
         load_engine(str(tiny), device="cpu")
         assert options["device_map"] == "cpu"
         assert "moved" not in options

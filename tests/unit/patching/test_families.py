@@ -64,7 +64,6 @@ class Needy(Mitigation):
             "its attention modules are not at model.layers[i].self_attn",
         ),
         ("Mamba", {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 50}, "it has no attention that keeps"),
-        ("Gemma2", {**COMMON, "head_dim": 8}, "its attention scores are soft-capped"),
     ],
 )  # fmt: skip
 def test_a_family_that_cannot_be_served_is_refused_with_the_reason_and_left_alone(name, settings, reason):

@@ -28,8 +28,8 @@ def spread_out():
     return LoadedModel(model, install(model))
 
 
-def test_a_model_on_several_devices_offers_positions_alone_and_says_why(spread_out):
-    assert spread_out.spec.shape.capabilities == {Capability.POSITIONS}
+def test_a_model_on_several_devices_offers_positions_and_its_softmax_and_says_why(spread_out):
+    assert spread_out.spec.shape.capabilities == {Capability.POSITIONS, Capability.SOFTMAX}
     reason = create("inter_document").refusal(spread_out.spec.shape)
     assert "its layers are on several devices (0, 1, cpu); load it on one" in reason
 

@@ -47,6 +47,7 @@ def log_probs(engine, name, order=(0, 1, 2, 3)):
         ("hunyuan_v1_dense", "other", False, set()),  # it normalises keys after the rotation
         ("exaone4", "half", False, {3}),
         ("cohere2", "interleaved", False, {3}),
+        ("llama4_text", "interleaved", False, {3}),  # its angles are complex numbers
     ],
 )
 def test_what_is_read_from_attention_modules_is_how_the_family_rotates(model_type, rotation, linear, unrotated):
@@ -56,6 +57,18 @@ def test_what_is_read_from_attention_modules_is_how_the_family_rotates(model_typ
     assert (structure.family.rotation, structure.family.linear) == (rotation, linear)
     assert structure.unrotated == unrotated
     assert (attention_of(model), count_hooks(model)) == (before, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("model_type", "linear"),
+    [("mixtral", True), ("phi", True), ("qwen3_moe", False), ("exaone4", False), ("llama4_text", False)],
+)
+def test_sixteen_bits_hide_no_norm(model_type, linear, dtype):
+    structure = read_structure(tiny_model(tiny_config(model_type)).to(dtype))
+    assert structure.family.linear is linear
+    expected = read_structure(tiny_model(tiny_config(model_type)))
+    assert (structure.family, structure.unrotated) == (expected.family, expected.unrotated)
 
 
 def test_what_is_read_of_listed_families_is_what_the_table_says():
@@ -89,8 +102,6 @@ def test_a_proved_model_is_idle_the_stock_model_and_order_free_methods_are(model
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("gemma2", "soft-capped"),
-        ("gpt_oss", "sinks"),
         ("mamba", "no attention that keeps keys"),
         ("falcon_mamba", "no attention that keeps keys"),  # forgets its state where several tokens follow
         ("jamba", "recurrent"),
@@ -124,6 +135,39 @@ def test_other_decoders_read_plain_prompts_as_the_stock_model_does(model_type, r
     with pytest.raises(UnsupportedModelError, match="attention cannot be measured"):
         engine.question_attention([layout])
     assert check_again(engine.loaded.model, spec).max_logit_difference < 1e-2
+
+
+def test_layers_with_chunks_keep_all_keys_within_the_first_chunk():
+    engine = opened("llama4_text", attention_chunk_size=64, attn_temperature_tuning=False)
+    spec = engine.loaded.spec
+    assert (spec.plain, spec.within.shape.context_window, spec.unrotated) == (None, 64, {3})
+    longer = toy_layout((20, 30, 20, 20))  # reaches into the second chunk
+    stock = tiny_model(engine.loaded.model.config)
+    with torch.inference_mode():
+        ids = torch.tensor([[*longer.token_ids, 5]])
+        expected = stock(ids).logits
+        assert torch.equal(engine.loaded.model(ids).logits, expected)
+    session = engine.open(longer, MitigationChoice("none"), 4)
+    for position in (-2, -1):
+        difference = session.next_log_probs() - expected[0, position].log_softmax(-1)
+        assert float(difference.abs().max()) < 1e-4
+        session.advance(5)
+    for name in ("parallel_windows", "set_prompting", "parallel_encoding", "context_experts"):
+        reverse = log_probs(engine, name, (3, 2, 1, 0))
+        assert float((log_probs(engine, name) - reverse).abs().max()) < 1e-4, name
+    with pytest.raises(UnsupportedModelError, match="rotates by complex numbers, the hook by cosines and sines"):
+        engine.open(longer, MitigationChoice("multi_base"), 4)
+
+
+def test_queries_that_are_scaled_by_their_place_allow_no_other_positions():
+    engine = opened("llama4_text", attention_chunk_size=64, attn_temperature_tuning=True, floor_scale=48)
+    within = engine.loaded.spec.within.shape
+    assert within.context_window == 47  # from 48 tokens on the scale is another
+    with pytest.raises(UnsupportedModelError, match="scales queries by their place in the cache"):
+        log_probs(engine, "set_prompting")
+    assert float((log_probs(engine, "default") - log_probs(engine, "default", (2, 0, 3, 1))).abs().max()) < 1e-4
+    with pytest.raises(PromptTooLongError, match="windows keep 47"):
+        engine.open(toy_layout((20, 20, 9, 6)), MitigationChoice("stable_mask"), 4)
 
 
 def test_an_encoder_is_refused_and_left_alone():

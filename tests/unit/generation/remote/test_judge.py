@@ -134,6 +134,14 @@ def test_what_fails_otherwise_is_an_error():
         generator.log_odds(layout_of("p"), YES, NO)
 
 
+def test_a_key_that_may_not_use_the_model_is_an_error():
+    with (
+        asking(error(403, "no access")) as (generator, _),
+        pytest.raises(UpstreamError, match="status 403: no access"),
+    ):
+        generator.log_odds(layout_of("p"), YES, NO)
+
+
 def test_judgements_are_kept_by_model_passage_question_and_tenant():
     cache = DictCache()
     with asking(judge, judgements=cache) as (generator, server):

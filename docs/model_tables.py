@@ -1,0 +1,75 @@
+"""The tables of docs/models.md, from the record of ``python -m benchmarks.models``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.chat_models import CHAT_MODELS
+from benchmarks.keep_record import RESULTS
+from rag_posfix.evaluation.record import read_head
+from rag_posfix.mitigations import MITIGATIONS
+
+_READINGS = {"listed": "hook, listed", "proved": "hook, proved", "plain": "plain prompts"}
+
+
+def families_table() -> str:
+    """Return how a tiny model of each type loads."""
+    kinds: dict[tuple[int, str], list[str]] = {}
+    for name, model in _summary()["models"].items():
+        kinds.setdefault(_loading(model), []).append(f"`{name}`")
+    rows = [
+        f"| {', '.join(sorted(names, key=lambda name: name.strip('`')))} | {how} |"
+        for (_, how), names in sorted(kinds.items())
+    ]
+    return "\n".join(["| `model_type` in config.json | |", "|---|---|", *rows])
+
+
+def chat_models_table() -> str:
+    """Return size, licence, loading, methods and traps of each chat model."""
+    entries = _summary()["chat_models"]
+    rows = ["| model | type | billions | licence | loads with | methods | tokenizer and template |", "|" + "---|" * 7]
+    for model in CHAT_MODELS.values():
+        entry = entries[model.name]
+        reason = f": {_reason(entry)}" if entry["reading"] == "plain" else ""
+        rows.append(
+            f"| {model.name} | `{model.model_type}` | {model.parameters} | {model.licence} | "
+            f"{_READINGS[entry['reading']]}{reason} | {_methods(entry, model.window)} | {model.traps or '-'} |"
+        )
+    return "\n".join(rows)
+
+
+def _summary() -> dict[str, Any]:
+    summary: dict[str, Any] = read_head(RESULTS / "models.json")["summary"]
+    return summary
+
+
+def _methods(entry: Mapping[str, Any], window: int | None) -> str:
+    """Return how many methods run, at any length and within sliding windows, and which of them do not."""
+    any_length, within = entry["methods"], entry["in_windows"]
+    text = f"{len(any_length)}"
+    if within:
+        text += f", {len(within)} more within {window:,} tokens"
+    if entry["reading"] == "plain":
+        return text
+    missing = [f"`{name}`" for name in MITIGATIONS.names() if name not in {*any_length, *within}]
+    return f"{text}; not {', '.join(missing)}" if missing else text
+
+
+def _reason(model: Mapping[str, Any]) -> str:
+    """Return the first part of a reason, without the name of a class."""
+    reason = re.split(r"[:(,]", model["reason"])[0].strip().replace("|", "\\|")
+    return re.sub(r"^\w+(ForCausalLM|LMHeadModel|Decoder) ", "it ", re.sub(r"by \d\S* ", "", reason))
+
+
+def _loading(model: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the place of a row and its text."""
+    texts = {
+        "listed": (0, "attention hook, in the table of families"),
+        "proved": (1, "attention hook, proved at load"),
+        "plain": (2, f"plain prompts: {_reason(model)}"),
+        "refused": (3, f"not supported: {_reason(model)}"),
+        "not built": (4, "not examined: no tiny model could be built"),
+    }
+    return texts[model["reading"]]
