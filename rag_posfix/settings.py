@@ -186,7 +186,8 @@ class Settings(CheckedSettings):
         tp: Number of processes for tensor parallelism in ``ask`` and ``serve``, each with a GPU if there are GPUs.
         index: Folder of the served index, or None.
         indexes: Folders of further indexes by name, as JSON; requests choose one with ``posfix.index``.
-        mitigation: Default method of requests.
+        mitigation: Default method of requests. Where neither it nor a reranker or an order is named, a model with
+            1,536 channels or more reads together the three passages that it judges best.
         order: Default order of requests.
         profile: What was measured of the model: a profile of ``rag-posfix measure``, which ``mitigation=auto`` (then
             the default) uses, or the file of the order ``profile``, a record of ``rag-posfix probe slot-attention``.

@@ -28,7 +28,8 @@ class DeferredGenerator:
 
     def __init__(self, metadata: ModelMetadata, load: Callable[[], Generator]) -> None:
         self.model_id, self.fingerprint = metadata.name, metadata.fingerprint
-        self.context_window, self.encoder = metadata.context_window, metadata.tokenizer
+        self.context_window, self.hidden_size = metadata.context_window, metadata.hidden_size
+        self.encoder = metadata.tokenizer
         self._load = functools.cache(load)
         self._lock = threading.Lock()
 

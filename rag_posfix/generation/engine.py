@@ -81,6 +81,11 @@ class Engine:
         return self.loaded.spec.shape.context_window
 
     @property
+    def hidden_size(self) -> int:
+        """Channels of the hidden state, a measure of the model's size."""
+        return self.loaded.spec.shape.hidden_size
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token, in all layers: 2 L Hkv D times the size of the dtype."""
         shape = self.loaded.spec.shape

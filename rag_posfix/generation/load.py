@@ -169,6 +169,7 @@ class ModelMetadata:
     name: str
     fingerprint: str
     context_window: int
+    hidden_size: int
     tokenizer: Tokenizer
 
 
@@ -195,6 +196,7 @@ def read_metadata(
             _name_of(model, adapter),
             _fingerprint(source, torch_dtype, cache_dir, adapter),
             shape.context_window,
+            shape.hidden_size,
             Tokenizer(tokenizer, eos_ids=eos_ids),
         )
 

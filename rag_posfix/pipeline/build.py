@@ -39,7 +39,14 @@ from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.pipeline.defaults import AUTO, Defaults, MeasuredProfile, read_measured
+from rag_posfix.pipeline.defaults import (
+    AUTO,
+    LARGE_HIDDEN_SIZE,
+    Defaults,
+    MeasuredProfile,
+    large_model_profile,
+    read_measured,
+)
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.method_checks import check_loads_no_model
 from rag_posfix.pipeline.open_retrievers import open_retrievers
@@ -199,14 +206,23 @@ def settings_with_model(settings: Settings, model: str) -> Settings:
     return settings.model_copy(update={**changes, "remote": remote_settings_of(settings, model)})
 
 
+def _is_large(engine: Generator) -> bool:
+    reader = unbatched(engine)
+    return isinstance(reader, Engine | DeferredGenerator) and reader.hidden_size >= LARGE_HIDDEN_SIZE
+
+
 def _defaults(settings: Settings, methods: Methods, template: object, engine: Generator) -> Defaults:
-    if methods.measured is not None:
-        methods.measured.check_model(engine)
+    measured, mitigation = methods.measured, methods.mitigation
+    if measured is not None:
+        measured.check_model(engine)
+    elif not {"reranker", "order"} & settings.model_fields_set and settings.tp == 1 and _is_large(engine):
+        measured = large_model_profile(engine)
+        mitigation = mitigation if "mitigation" in settings.model_fields_set else MitigationChoice(AUTO)
     followed = settings.template if settings.follow_language else ""
     templates = templates_by_language(followed, settings.language_templates, history_first=settings.history_first)
     return Defaults(
-        mitigation=methods.mitigation,
-        measured=methods.measured,
+        mitigation=mitigation,
+        measured=measured,
         order=methods.order,
         k=settings.k,
         sampling=Sampling(max_tokens=settings.max_tokens),

@@ -25,9 +25,12 @@ from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.text import NO_PASSAGE_TEXT
 
 AUTO = "auto"
-"""The mitigation of the measured profile; without one the preset ``auto``, which equals ``default``."""
+"""The mitigation of the measured profile; without one that of large models, else the preset ``auto`` (``default``)."""
 
 PROFILE_KIND = "measured_profile"
+
+LARGE_HIDDEN_SIZE = 1536
+"""Channels of the hidden state of a model of 1.5 billion parameters. Smaller models judge passages badly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,16 @@ class MeasuredProfile:
             order=question.order or self.order,
             reranker=question.reranker or self.reranker,
         )
+
+
+def large_model_profile(generator: Generator) -> MeasuredProfile:
+    """Return the arrangement of models with ``LARGE_HIDDEN_SIZE`` channels and more: the judge's best three.
+
+    Measured on a model of 1.5 billion parameters (``docs/settings.md``, "Large models").
+    """
+    return MeasuredProfile(
+        MethodSpec("none"), "reverse", MethodSpec("yes_no", {"top_n": 3}), generator.model_id, generator.fingerprint
+    )
 
 
 def read_measured(path: Path | None) -> MeasuredProfile | None:

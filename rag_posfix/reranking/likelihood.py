@@ -17,7 +17,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import SeparatePassageReranker
-from rag_posfix.reranking.question_copies import without_copies
+from rag_posfix.reranking.question_copies import document_without_copies
 
 RESTRICTION = " We can get the answer to this question in the given documents."
 
@@ -63,7 +63,7 @@ class LikelihoodReranker(SeparatePassageReranker):
         prompt = self._prompt(question)
         free_tokens = self.generator.context_window - len(prompt)
         limit = free_tokens if self.max_document_tokens is None else min(self.max_document_tokens, free_tokens)
-        read = documents if self.question_copies else [_without_copies(document, question) for document in documents]
+        read = documents if self.question_copies else [document_without_copies(one, question) for one in documents]
         fitted = [self._fitted(document, limit) for document in read]
         likelihoods: dict[int, float] = {}
         for batch in self._batches([item.passage for item in fitted], len(prompt.suffix)):
@@ -88,9 +88,3 @@ class LikelihoodReranker(SeparatePassageReranker):
             raise ConfigError(f"the question {question!r} has no tokens; ask something else")
         stop = prompt.question.stop
         return replace(prompt, suffix=prompt.suffix[:stop], content_stop=stop)
-
-
-def _without_copies(document: CheckedDocument, question: str) -> CheckedDocument:
-    title, text = without_copies(document.title, question), without_copies(document.text, question)
-    changed = (title, text) != (document.title, document.text)
-    return replace(document, title=title, text=text) if changed else document

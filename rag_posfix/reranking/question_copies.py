@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+
+from rag_posfix.assembly.documents import CheckedDocument
 
 NGRAM_WORDS = 3
 COPIED_SHARE = 0.6
@@ -35,6 +38,13 @@ def without_copies(text: str, question: str) -> str:
             retained.append(sentence)
         start = end
     return "".join(retained).strip() if dropped else text
+
+
+def document_without_copies(document: CheckedDocument, question: str) -> CheckedDocument:
+    """Return the document without such sentences in title and text; the same object if there is none."""
+    title, text = without_copies(document.title, question), without_copies(document.text, question)
+    changed = (title, text) != (document.title, document.text)
+    return replace(document, title=title, text=text) if changed else document
 
 
 def _words(text: str) -> list[str]:

@@ -25,6 +25,7 @@ from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker
+from rag_posfix.reranking.question_copies import document_without_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class YesNoReranker(SeparatePassageReranker):
     Formula: o_k = log sum_{t in yes} p(t | passage k, question) - log sum_{t in no} p(t | passage k, question);
         raw_score = o_k - o_0, where o_0 is that of the prompt without a passage; relevance_score = sigmoid(raw_score).
     Differs from the papers: calibrated by the prompt without a passage, so that a model that says yes to everything
-        has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window.
+        has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window; sentences
+        that copy the question are no evidence (``question_copies``).
     Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
         passages are those of answers (``template="answer"``): what the passage KV store has is not read again. On a
         server: one request of one token per passage, all together, and judgements are kept in the answer cache.
@@ -138,6 +140,8 @@ class YesNoReranker(SeparatePassageReranker):
         batch_size: Maximum number of passages per batch.
         window_tokens: A longer document is read in windows of this many tokens that overlap by a quarter.
         calibrate: Subtract the log-odds without a passage.
+        question_copies: Whether sentences that copy the question are read. Without, they are left out of the passage
+            (``question_copies: "left out"``): a passage that repeats the question is judged by what else it says.
         mass: Return the fewest of these passages whose scores sum to this share of all their scores; all if None.
     """
 
@@ -151,6 +155,7 @@ class YesNoReranker(SeparatePassageReranker):
     template: Literal["answer", "qwen3_reranker"] | JudgeTemplate = "answer"
     window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
     calibrate: bool = True
+    question_copies: bool = False
     mass: float | None = Field(default=None, gt=0, le=1)
 
     @property
@@ -174,18 +179,18 @@ class YesNoReranker(SeparatePassageReranker):
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         prompt = self._prompt(question)
         limit = min(self.window_tokens, self.generator.context_window - len(prompt))
-        windows = [
-            (index, window) for index, document in enumerate(documents) for window in self._windows(document, limit)
-        ]
+        read = documents if self.question_copies else [document_without_copies(one, question) for one in documents]
+        windows = [(index, window) for index, document in enumerate(read) for window in self._windows(document, limit)]
         odds: dict[int, float] = {}
         values = self._log_odds(prompt, [passage for _, passage in windows])
         for (document, _), value in zip(windows, values, strict=True):
             odds[document] = max(odds.get(document, -math.inf), value)
         count = Counter(document for document, _ in windows)
-        return [
-            DocumentScore(sigmoid(odds[index]), odds[index], {"windows": count[index]} if count[index] > 1 else {})
-            for index in range(len(documents))
-        ]
+        details: list[dict[str, Any]] = [{"windows": count[index]} if count[index] > 1 else {} for index in odds]
+        for index, document in enumerate(documents):
+            if read[index] is not document:
+                details[index]["question_copies"] = "left out"
+        return [DocumentScore(sigmoid(odds[index]), odds[index], details[index]) for index in range(len(documents))]
 
     def _log_odds(self, prompt: TokenizedPrompt, passages: Sequence[TokenizedPassage]) -> list[float]:
         """Return the log-odds of each passage, calibrated: those of a server together, of an engine in batches."""

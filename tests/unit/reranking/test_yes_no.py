@@ -63,6 +63,19 @@ def test_mass_returns_the_fewest_passages_whose_scores_sum_to_that_share(mass, t
     assert order(result) == expected
 
 
+def test_a_copy_of_the_question_is_no_evidence():
+    question = "who built the old tower?"
+    values = {**VALUES, f"{question} b": first_token(0.8, 0.1, 0.1), question: first_token(0.8, 0.1, 0.1)}
+    for texts in itertools.permutations(("a", f"{question} b", question)):
+        reranker = YesNoReranker(generator=ScriptedReader(values, context_window=100_000), template=JUDGE)
+        result = reranker.compress_documents(documents(*texts), question)
+        left_out = {d.page_content: d.metadata["reranking"].get("question_copies") for d in result}
+        assert raw(result) == pytest.approx({"a": math.log(1.5), question: 0.0, f"{question} b": math.log(0.25)})
+        assert left_out == {"a": None, question: "left out", f"{question} b": "left out"}
+    counted = YesNoReranker(generator=reranker.generator, template=JUDGE, question_copies=True)
+    assert order(counted.compress_documents(documents("a", question), question)) == [question, "a"]
+
+
 def test_scores_are_the_same_for_every_order_and_batch_size():
     values = {**VALUES, "cc": first_token(0.2, 0.1, 0.6)}
     expected = scores(judged(values, "a", "b", "cc")[0])

@@ -1,0 +1,64 @@
+"""What a large model gets where no method is named: the three passages that it judges best, read together."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+
+import pytest
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.pipeline import build as module
+from rag_posfix.pipeline.build import build_pipeline
+from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.settings import Settings
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.tiny import save_tiny
+
+DOCUMENTS = [Document(page_content=text, id=text) for text in ("Rome", "Paris", "Bread", "Water")]
+
+
+@pytest.fixture(params=[False, True], ids=["loaded", "deferred"])
+def build(request, tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model", max_position_embeddings=2048)
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
+
+    def built(channels, **changes):
+        monkeypatch.setattr(module, "LARGE_HIDDEN_SIZE", channels)
+        settings = Settings(model=str(folder), cache_dir=tmp_path / "cache", dtype="float32", max_tokens=4, **changes)
+        return build_pipeline(settings, deferred=request.param)
+
+    return built
+
+
+def asked(pipeline, documents=DOCUMENTS, **changes):
+    answer = pipeline.ask(Question("Which one?", documents=documents, use_cache=False, **changes))
+    assert not answer.warnings
+    return answer
+
+
+def test_the_best_three_are_read_in_an_order_that_the_given_order_does_not_change(build):
+    with closing(build(1)) as pipeline:
+        first = asked(pipeline)
+        assert len(first.documents) == 3
+        scores = [document.score for document in first.documents]
+        assert scores == sorted(scores), "the best is last, next to the question"
+        for order in itertools.permutations(DOCUMENTS):
+            answer = asked(pipeline, order)
+            assert (answer.text, answer.documents) == (first.text, first.documents)
+        judged = asked(pipeline, reranker="yes_no")
+        assert {document.text for document in first.documents} == {
+            document.text for document in sorted(judged.documents, key=lambda document: document.score)[1:]
+        }
+
+
+def test_a_smaller_model_and_what_is_named_stay(build):
+    with closing(build(10**6)) as pipeline:
+        assert len(asked(pipeline).documents) == len(DOCUMENTS)
+    for changes in ({"reranker": "embedding"}, {"order": "relevance"}, {"mitigation": "default"}):
+        with closing(build(1, **changes)) as pipeline:
+            assert len(asked(pipeline).documents) == len(DOCUMENTS)
+    with closing(build(1)) as pipeline:
+        assert len(asked(pipeline, mitigation=MitigationChoice("context_experts")).documents) == len(DOCUMENTS)
+        assert len(asked(pipeline, mitigation=MitigationChoice("auto")).documents) == 3
