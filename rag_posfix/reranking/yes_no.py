@@ -187,9 +187,9 @@ class YesNoReranker(SeparatePassageReranker):
             odds[document] = max(odds.get(document, -math.inf), value)
         count = Counter(document for document, _ in windows)
         details: list[dict[str, Any]] = [{"windows": count[index]} if count[index] > 1 else {} for index in odds]
-        for index, document in enumerate(documents):
-            if read[index] is not document:
-                details[index]["question_copies"] = "left out"
+        for detail, given, judged in zip(details, documents, read, strict=True):
+            if judged is not given:
+                detail["question_copies"] = "left out"
         return [DocumentScore(sigmoid(odds[index]), odds[index], details[index]) for index in range(len(documents))]
 
     def _log_odds(self, prompt: TokenizedPrompt, passages: Sequence[TokenizedPassage]) -> list[float]:
