@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rag_posfix.attention.blockwise import attend_with_lse
-from rag_posfix.attention.rope import quarter_turn, rotate_by_phases
+from rag_posfix.attention.rope import quarter_turn, rotate_half_split
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated
 
@@ -29,13 +29,14 @@ def document_importance(query: Tensor, key: Tensor, members: Tensor, scaling: fl
         those below 6e-8 are 0.
 
     Shapes:
-        query: (B, Hq, R, D) and key: (B, Hkv, S, D), unrotated. members: (B, S, N), 1 where a token belongs to a
-        document. returns: (B, Hq, R, N) in the dtype of ``query``.
+        query: (B, Hq, R, D) and key: (B, Hkv, S, D), unrotated. members: (B, Hkv, S, N'), 1 where a token belongs to
+        a document, N' a multiple of D. returns: (B, Hq, R, N') in the dtype of ``query``.
     """
-    n_documents, size = members.shape[2], key.shape[3]
-    padded = functional.pad(members, (0, -n_documents % size))[:, None].expand(-1, key.shape[1], -1, -1)
-    pieces = [attend_with_lse(query, key, values, scaling)[0] for values in torch.split(padded, size, dim=3)]
-    return torch.cat(pieces, dim=3)[..., :n_documents]
+    pieces = [
+        attend_with_lse(query, key, members[..., first : first + key.shape[3]], scaling)[0]
+        for first in range(0, members.shape[3], key.shape[3])
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3)
 
 
 def distances(importance: Tensor, lengths: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class ImportanceOrderedAttention(AttentionOverride):
         spans: Positions of prefix and documents in the prompt.
         lengths: (N,) tokens of each document, n_j.
         segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
-        offsets: (P + S,) position of each token inside of its segment.
+        offsets: (T,) position of each token inside of its segment, or among the tokens after the documents.
         members: (S, N) float32, 1 where a token belongs to document j and 0 elsewhere.
     """
 
@@ -95,7 +96,7 @@ class ImportanceOrderedAttention(AttentionOverride):
             spans=tuple(span.slice for span in spans),
             lengths=lengths,
             segments=torch.repeat_interleave(torch.tensor([len(span) for span in spans])),
-            offsets=torch.cat([torch.arange(len(span)) for span in spans]),
+            offsets=torch.cat([torch.arange(len(span)) for span in (*spans, layout.suffix)]),
             members=(documents.repeat_interleave(lengths)[:, None] == documents).float(),
         )
 
@@ -121,7 +122,7 @@ class ImportanceOrderedAttention(AttentionOverride):
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
         """Return the output and the last query's attention."""
-        attention_pass, end, n_key = _Pass(self, inputs), len(self.offsets), inputs.key.shape[2]
+        attention_pass, end, n_key = _Pass(self, inputs), self.spans[-1].stop, inputs.key.shape[2]
         outs = [attention_pass.read_prompt()] if inputs.start == 0 else []
         last_attention = None
         for first in range(max(inputs.start, end), n_key, ROWS):
@@ -160,16 +161,20 @@ def windows(states: Tensor, start: int, batch: _Batch, size: int) -> Tensor:
     """Return ``size`` tokens from ``start`` on, for each further document of a batch its length later; a view.
 
     Shapes:
-        states: (H, T, X) or (T,). returns: (H, count, size, X) or (count, size).
+        states: (.., T, X). returns: (.., count, size, X).
     """
-    dim = 1 if states.dim() == 3 else 0
-    pieces = states.narrow(dim, start, size + (batch.count - 1) * batch.length).unfold(dim, size, batch.length)
-    return pieces.transpose(-1, -2) if dim else pieces
+    pieces = states.narrow(-2, start, size + (batch.count - 1) * batch.length)
+    return pieces.unfold(-2, size, batch.length).transpose(-1, -2)
 
 
 def most_numbers(device: torch.device) -> int:
     """Return how many numbers are worked on at a time: few calls on a device, the processor's cache on a CPU."""
     return 2**20 if device.type == "cpu" else 2**26
+
+
+def _rotated(states: Tensor, turns: Tensor) -> Tensor:
+    """Return states (.., H, T, D) rotated by (.., H, T, 2, rotated), cos and sin."""
+    return rotate_half_split(states, *turns.unbind(-2))
 
 
 class _Pass:
@@ -182,48 +187,63 @@ class _Pass:
     """
 
     def __init__(self, plan: ImportanceOrderedAttention, inputs: AttentionInput) -> None:
-        self.plan, self.inputs, self.spans, self.end = plan, inputs, plan.spans, len(plan.offsets)
-        self.groups = inputs.query.shape[1] // inputs.key.shape[1]
+        self.plan, self.inputs, self.spans, self.end = plan, inputs, plan.spans, plan.spans[-1].stop
+        self.dtype, n_key_heads = inputs.query.dtype, inputs.key.shape[1]
+        self.groups = inputs.query.shape[1] // n_key_heads
         self.documents = slice(plan.spans[0].stop, self.end)
-        self.members = plan.members.to(inputs.query.dtype)
-        self.table = self._phases_of_positions(inputs.key.shape[2])
+        self.divisors = plan.lengths.clamp(min=1)
+        self.members = self._members_of_documents()
+        self.unit, self.scaled = self._rotations_of_positions(inputs.key.shape[2])
+        self.n_rotated = self.unit.shape[-1]
+        self.n_still = inputs.key.shape[3] - self.n_rotated
         if inputs.start == 0 or inputs.layer not in inputs.kept:
-            phases = self.table[:, plan.offsets]  # (1 | Hkv, P + S, pairs)
-            inputs.kept[inputs.layer] = rotate_by_phases(inputs.key[0, :, : self.end].to(inputs.query.dtype), phases)
+            at = self.scaled[:, plan.offsets]  # (1 | Hkv, T, 2, rotated)
+            relative_key = _rotated(inputs.key[0, :, : len(plan.offsets)].to(self.dtype), at[:, : inputs.key.shape[2]])
+            inputs.kept[inputs.layer] = relative_key[:, : self.end]
         self.kept_key = inputs.kept[inputs.layer]  # (Hkv, P + S, D)
         if inputs.start == 0:
-            phases = phases if len(phases) == 1 else phases.repeat_interleave(self.groups, dim=0)
-            self.relative_query = rotate_by_phases(inputs.query[0, :, : self.end], phases)
-            n_key_heads, size = self.kept_key.shape[0], self.kept_key.shape[2]
-            most = max(1, most_numbers(inputs.query.device) // (self.groups * self.end * size))
+            self.after_key = relative_key[:, self.end :]
+            at = at[:, : self.end]
+            at = at if len(at) == 1 else at.repeat_interleave(self.groups, dim=0)
+            self.relative_query = _rotated(inputs.query[0, :, : self.end], at)
+            most = max(1, most_numbers(inputs.query.device) // (self.groups * self.end * self.kept_key.shape[2]))
             self.batches = list(batches(self.spans[1:], max(1, most // n_key_heads)))
             self.key_heads = [slice(head, min(head + most, n_key_heads)) for head in range(0, n_key_heads, most)]
+        else:
+            after = inputs.key[0, :, self.end :].to(self.dtype)
+            self.after_key = _rotated(after, self.scaled[:, : after.shape[1]])
 
-    def _phases_of_positions(self, n_tokens: int) -> Tensor:
-        """Return the phases of the positions 0, 1, 2, .. of all tokens and some more, (1 | Hkv, T', pairs) complex.
+    def _members_of_documents(self) -> Tensor:
+        """Return which document a token belongs to, (S, N') in the dtype of the queries, N' a multiple of D; kept."""
+        name, kept = ("members", self.dtype, self.inputs.key.device), self.inputs.kept
+        if name not in kept:
+            members = self.plan.members.to(self.dtype)
+            kept[name] = functional.pad(members, (0, -members.shape[1] % self.inputs.key.shape[3]))
+        return kept[name]
 
-        Layers that rotate alike share them, and they are kept: all rotations are looked up.
+    def _rotations_of_positions(self, n_tokens: int) -> Tensor:
+        """Return cos and sin of the positions 0, 1, 2, .. of all tokens and some more, (2, 1 | Hkv, T', 2, rotated).
+
+        First without what the model scales rotated vectors by, then with it. Layers that rotate alike share them, and
+        they are kept: all rotations are looked up.
         """
         inputs = self.inputs
-        name = (inputs.rotate.name, inputs.key.device)
+        name = (inputs.rotate.name, self.dtype, inputs.key.device)
         table = inputs.kept.get(name)
-        if table is None or table.shape[1] < n_tokens:
+        if table is None or table.shape[2] < n_tokens:
             length = (n_tokens // SPARE_POSITIONS + 1) * SPARE_POSITIONS
             positions = torch.arange(length, device=inputs.key.device, dtype=torch.float32)
-            table = inputs.kept[name] = inputs.rotate.phases(positions[None])[0]
+            phases = inputs.rotate.phases(positions[None])[0]
+            pairs = torch.view_as_real(torch.stack((phases / phases.abs(), phases))).transpose(-1, -2)
+            table = inputs.kept[name] = torch.cat((pairs, pairs), dim=-1).to(self.dtype)
         return table
 
-    @property
-    def n_pairs(self) -> int:
-        """Pairs of channels that rotate."""
-        return self.table.shape[-1]
-
-    def _look_up(self, positions: Tensor) -> Tensor:
-        """Return the phases of positions (Hq, ..), (Hq, .., pairs) complex."""
-        if self.table.shape[0] == 1:
-            return self.table[0][positions]
+    def _look_up(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Return cos and sin of positions (Hq, ..), (Hq, .., 2, rotated)."""
+        if len(table) == 1:
+            return table[0][positions]
         heads = torch.arange(len(positions), device=positions.device) // self.groups
-        return self.table[heads.view(-1, *(1 for _ in positions.shape[1:])), positions]
+        return table[heads.view(-1, *(1 for _ in positions.shape[1:])), positions]
 
     def read_prompt(self) -> Tensor:
         """Return the output of prefix and documents, (Hq, P + S, D).
@@ -245,7 +265,10 @@ class _Pass:
             inputs.value[0, :, : self.end].repeat_interleave(self.groups, dim=0)
         )  # (Hq, 2 (P + S), D)
         for batch, heads, key in self._moved_keys():
-            query, seen = self._of_each(self.relative_query[heads], batch), self._window(value[heads], batch)
+            query, seen = (
+                self._of_each(self.relative_query[heads], batch),
+                windows(value[heads], batch.stop, batch, self.end),
+            )
             read, _ = attend_with_lse(query, key, seen.transpose(0, 1), inputs.scaling, causal=True)
             self._of_each(out[heads], batch).copy_(read)
         return out
@@ -255,46 +278,50 @@ class _Pass:
         span = slice(batch.stop - batch.length, batch.stop + (batch.count - 1) * batch.length)
         return torch.unflatten(states[:, span], 1, (batch.count, batch.length)).transpose(0, 1)
 
-    def _window(self, doubled: Tensor, batch: _Batch) -> Tensor:
-        """Return what each document of a batch sees of prefix and documents: those after it, .., itself; a view."""
-        return windows(doubled, batch.stop, batch, self.end)
-
     def _moved_keys(self) -> Iterator[tuple[_Batch, slice, Tensor]]:
         """Yield batches of documents, query heads, and the keys that their queries see, (count, heads, P + S, D).
 
         In the order of a circle: those after the document, the prefix, those before it, and itself.
         """
-        cos, sin = self._moves()  # (Hq, N (1 + N), D)
-        n_still = self.kept_key.shape[2] - 2 * self.n_pairs
-        turned = functional.pad(quarter_turn(self.kept_key[..., : 2 * self.n_pairs]), (0, n_still))
-        key, turned = repeat_twice(self.kept_key), repeat_twice(turned)
-        segments, n_segments = repeat_twice(self.plan.segments, 0), len(self.spans)
+        turns = self._moves()  # (Hq, N (1 + N), 2, D)
+        rotated = self.kept_key[..., : self.n_rotated] if self.n_still else self.kept_key
+        turned = quarter_turn(rotated)
+        turned = functional.pad(turned, (0, self.n_still)) if self.n_still else turned
+        keys = repeat_twice(torch.stack((self.kept_key, turned)))  # (2, Hkv, 2 (P + S), D)
         for batch, key_heads in itertools.product(self.batches, self.key_heads):
             heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
-            rows = torch.arange(batch.count, device=segments.device)[:, None] * n_segments
-            index = (rows + self._window(segments, batch)).flatten()  # (count (P + S),)
-            turns = (x[heads].narrow(1, batch.first * n_segments, batch.count * n_segments) for x in (cos, sin))
-            shape = (-1, self.groups, batch.count, self.end, key.shape[2])
-            moved, by_sin = (x.index_select(1, index).view(shape) for x in turns)
-            moved.mul_(self._window(key[key_heads], batch)[:, None])
-            moved.addcmul_(by_sin, self._window(turned[key_heads], batch)[:, None])
-            yield batch, heads, moved.flatten(0, 1).transpose(0, 1)
+            of_tokens = turns[heads].index_select(1, self._rows_of_moves(batch))
+            of_tokens = of_tokens.view(-1, self.groups, batch.count, self.end, 2, keys.shape[3])
+            cos, sin = of_tokens.unbind(-2)  # (Hkv, G, count, P + S, D)
+            key, turned = windows(keys[:, key_heads], batch.stop, batch, self.end).unsqueeze(2).unbind()
+            yield batch, heads, (cos * key).addcmul_(sin, turned, value=-1).flatten(0, 1).transpose(0, 1)
 
-    def _moves(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of what moves each segment for each document's queries, (Hq, N (1 + N), D) each.
+    def _rows_of_moves(self, batch: _Batch) -> Tensor:
+        """Return which move each token that a batch of documents sees has, (count (P + S),); kept for other layers."""
+        name, kept = ("moves", batch, self.inputs.key.device), self.inputs.kept
+        if name not in kept:
+            segments = repeat_twice(self.plan.segments, 0)[:, None]
+            rows = torch.arange(batch.first, batch.first + batch.count, device=segments.device) * len(self.spans)
+            kept[name] = (windows(segments, batch.stop, batch, self.end)[..., 0] + rows[:, None]).flatten()
+        return kept[name]
+
+    def _moves(self) -> Tensor:
+        """Return cos and sin of how far back each segment is for each document's queries, (Hq, N (1 + N), 2, D).
 
         Positions count from the document's own beginning, which is 0; all other segments are before it.
         """
         back = distances(self._between_documents(), self.plan.lengths)  # (N, Hq, N)
         back.diagonal(dim1=0, dim2=2).zero_()
-        prefix = (self.end - self.plan.lengths)[:, None, None].expand(-1, back.shape[1], 1)
+        prefix = (self.end - self.plan.lengths.view(-1, 1, 1)).expand(-1, back.shape[1], 1)
         back = torch.cat((prefix, back), dim=-1).transpose(0, 1).flatten(1)  # (Hq, N (1 + N))
-        phases = self._look_up(back).conj_physical()
-        phases = phases / phases.abs()  # scaling is in the segment-relative rotation
-        n_still = self.kept_key.shape[2] - 2 * self.n_pairs
-        parts = ((phases.real, 1.0), (phases.imag, 0.0))  # channels that do not rotate: cos 1, sin 0
-        cos, sin = (functional.pad(torch.cat((x, x), dim=-1), (0, n_still), value=still) for x, still in parts)
-        return cos.to(self.kept_key.dtype), sin.to(self.kept_key.dtype)
+        turns = self._look_up(self.unit, back)  # scaling is in the segment-relative rotation
+        if not self.n_still:
+            return turns
+        still = (
+            functional.pad(turn[..., :0], (0, self.n_still), value=x)
+            for turn, x in zip(turns.unbind(-2), (1.0, 0.0), strict=True)
+        )
+        return torch.cat((turns, torch.stack(tuple(still), dim=-2)), dim=-1)
 
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself.
@@ -303,21 +330,18 @@ class _Pass:
             tokens of all documents but D_i.
         """
         inputs, lengths, documents = self.inputs, self.plan.lengths, self.documents
-        shape = (len(lengths), inputs.query.shape[1], len(lengths))
-        importance = torch.zeros(shape, device=lengths.device)
+        n_documents, (n_tokens, n_padded) = len(lengths), self.members.shape
+        importance = torch.zeros((n_documents, inputs.query.shape[1], n_padded), device=lengths.device)
         # Of two documents the other is nearest; without RoPE none is.
-        if self.n_pairs and sum(span.start < span.stop for span in self.spans[1:]) > 2:
-            key, members = repeat_twice(inputs.key[0, :, documents]), repeat_twice(self.members)[None]
+        if self.n_rotated and sum(span.start < span.stop for span in self.spans[1:]) > 2:
+            key = repeat_twice(inputs.key[0, :, documents])
+            members = repeat_twice(self.members).expand(key.shape[0], -1, -1)
             for batch in self.batches:
-                others = batch.stop - documents.start, batch, len(self.members) - batch.length
-                paid = document_importance(
-                    self._of_each(inputs.query[0], batch),
-                    windows(key, *others).transpose(0, 1),
-                    windows(members, *others)[0],
-                    inputs.scaling,
-                )
+                others = batch.stop - documents.start, batch, n_tokens - batch.length
+                keys, values = (windows(states, *others).transpose(0, 1) for states in (key, members))
+                paid = document_importance(self._of_each(inputs.query[0], batch), keys, values, inputs.scaling)
                 importance[batch.first : batch.first + batch.count] = paid.sum(dim=2, dtype=torch.float32)
-            importance /= lengths.clamp(min=1)
+        importance = importance[..., :n_documents] / self.divisors
         importance.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
         return importance
 
@@ -328,41 +352,42 @@ class _Pass:
         beginning. Attention to each segment is merged. The second is None where it is not needed.
         """
         inputs, prefix, documents = self.inputs, self.spans[0], self.spans[1:]
-        query = inputs.query[:, :, first - inputs.start : last - inputs.start]
-        versions = rotate_by_phases(query[0].float(), self._turns_after(query, first)).to(query.dtype)
-        after = rotate_by_phases(inputs.key[0, :, self.end : last].to(query.dtype), self.table[:, : last - self.end])
-        value = inputs.value[0, :, :last]
-        segments = [(versions[-1:], after[None], value[None, :, self.end :])]
+        query, value = inputs.query[:, :, first - inputs.start : last - inputs.start], inputs.value
+        versions = _rotated(query, self._turns_after(query, first))  # (N + 2, Hq, m, D)
+        segments = []
         if prefix.start < prefix.stop:
-            segments.append((versions[:1], self.kept_key[None, :, prefix], value[None, :, prefix]))
+            segments.append((versions[:1], self.kept_key[None, :, prefix], value[:, :, prefix]))
         for batch in batches(documents, len(documents)):
-            keys, values = (self._of_each(states, batch) for states in (self.kept_key, value))
+            keys, values = (self._of_each(states, batch) for states in (self.kept_key, value[0]))
             segments.append((versions[batch.first + 1 : batch.first + 1 + batch.count], keys, values))
-        outs, lses = zip(
-            *(attend_with_lse(*states, inputs.scaling, causal=i == 0) for i, states in enumerate(segments)),
-            strict=True,
-        )
-        out = (torch.cat(lses).softmax(dim=0).unsqueeze(-1) * torch.cat(outs)).sum(dim=0)
+        read = [attend_with_lse(*states, inputs.scaling) for states in segments]
+        segments.append((versions[-1:], self.after_key[None, :, : last - self.end], value[:, :, self.end : last]))
+        read.append(attend_with_lse(*segments[-1], inputs.scaling, causal=True))
+        outs, lses = (torch.cat(states) for states in zip(*read, strict=True))
+        out = (lses.softmax(dim=0).unsqueeze(-1) * outs).sum(dim=0)
         if not inputs.needs_weights or last < inputs.key.shape[2]:
             return out, None
-        lengths = [span.stop - span.start for span in self.spans]
-        newest = torch.unflatten(versions[:, :, -1], 1, (-1, self.groups))  # (N + 2, Hkv, G, D)
-        keys_of_segments = (*torch.split(self.kept_key, lengths, dim=1), after)
-        scores = [states @ key.transpose(1, 2) for states, key in zip(newest, keys_of_segments, strict=True)]
+        scores = [  # each (Hkv, G, tokens)
+            (states[:, :, -1].view(*keys.shape[:2], self.groups, -1) @ keys.transpose(2, 3)).movedim(0, 2).flatten(2)
+            for states, keys, _ in segments
+        ]
         weights = (torch.cat(scores, dim=-1).float() * inputs.scaling).softmax(dim=-1)
         return out, weights.mean(dim=(0, 1))[None]
 
     def _turns_after(self, query: Tensor, first: int) -> Tensor:
-        """Return what moves the queries from ``first`` on for each segment, (N + 2, Hq, m, pairs) complex.
+        """Return cos and sin of the positions of the queries from ``first`` on, (N + 2, Hq, m, 2, rotated).
+
+        Relative to the prefix, to each document and to what follows the documents.
 
         Shapes:
             query: (1, Hq, m, D), unrotated.
         """
         inputs, lengths = self.inputs, self.plan.lengths
         key = inputs.key[:, :, self.documents]
-        paid = document_importance(query, key, self.members[None], inputs.scaling)[0]
-        far = distances(paid.float() / lengths.clamp(min=1), lengths)  # (Hq, m, N)
+        members = self.members.expand(1, key.shape[1], -1, -1)
+        paid = document_importance(query, key, members, inputs.scaling)[0, ..., : len(lengths)]
+        far = distances(paid.float() / self.divisors, lengths)  # (Hq, m, N)
         # The prefix begins at 0, documents ``far`` before the end of the last, what follows there.
         far = functional.pad(functional.pad(far, (1, 0), value=self.end), (0, 1))  # (Hq, m, N + 2)
         index = torch.arange(first - self.end, first - self.end + far.shape[1], device=far.device)
-        return self._look_up((far + index[:, None]).permute(0, 2, 1)).transpose(0, 1)
+        return self._look_up(self.scaled, far + index[:, None]).permute(2, 0, 1, 3, 4)

@@ -21,11 +21,10 @@ def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         states: (B, H, T, D). cos, sin: broadcast to (B, H, T, rotated), in the dtype of ``states``.
     """
     n_rotated = cos.shape[-1]
-    rotated, unrotated = states[..., :n_rotated], states[..., n_rotated:]
-    rotated = rotated * cos + quarter_turn(rotated) * sin
-    if not unrotated.shape[-1]:
-        return rotated
-    return torch.cat((rotated, unrotated.expand(*rotated.shape[:-1], -1)), dim=-1)
+    if n_rotated == states.shape[-1]:
+        return states * cos + quarter_turn(states) * sin
+    rotated = rotate_half_split(states[..., :n_rotated], cos, sin)
+    return torch.cat((rotated, states[..., n_rotated:].expand(*rotated.shape[:-1], -1)), dim=-1)
 
 
 def quarter_turn(states: Tensor) -> Tensor:
@@ -48,17 +47,8 @@ def add_rotation(states: Tensor, phases: Tensor) -> Tensor:
     phases = phases / phases.abs()
     if 1 < phases.shape[1] < states.shape[1]:  # the query heads of a group add_rotation like their key head
         phases = phases.repeat_interleave(states.shape[1] // phases.shape[1], dim=1)
-    return rotate_by_phases(states.float(), phases).to(states.dtype)
-
-
-def rotate_by_phases(states: Tensor, phases: Tensor) -> Tensor:
-    """Rotate vectors, and scale them by the modulus of the phases; in the dtype of the vectors, as models do.
-
-    Shapes:
-        states: (.., H, T, D). phases: broadcast with (.., H, T, pairs), complex. returns: (.., H, T, D) of both.
-    """
-    cos, sin = (torch.cat((values, values), dim=-1).to(states.dtype) for values in (phases.real, phases.imag))
-    return rotate_half_split(states, cos, sin)
+    cos, sin = (torch.cat((values, values), dim=-1) for values in (phases.real, phases.imag))
+    return rotate_half_split(states.float(), cos, sin).to(states.dtype)
 
 
 TROUGH_SHARE = 0.1

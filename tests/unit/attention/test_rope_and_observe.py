@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rag_posfix.attention.rope import add_rotation, rotate_by_phases, rotate_half_split
+from rag_posfix.attention.rope import add_rotation, rotate_half_split
 from rag_posfix.attention.weights import head_attention, last_query_attention
 
 
@@ -37,13 +37,12 @@ def test_channels_beyond_the_rotated_ones_pass(generator):
     assert torch.equal(turned[..., 4:], states[..., 4:])
 
 
-def test_rotations_by_phases_add_up_and_scale_for_several_rotations_of_one_vector(generator):
+def test_several_rotations_of_one_vector_add_up(generator):
     states = torch.randn(3, 5, 8, generator=generator)
-    first, second = torch.rand(5, 3, generator=generator), torch.rand(2, 1, 5, 3, generator=generator)  # 6 of 8 rotate
-    turned = rotate_by_phases(states, torch.polar(torch.full((5, 3), 1.2), first))
-    turned = rotate_by_phases(turned, torch.polar(torch.ones(2, 1, 5, 3), second))
-    angle = (first + second).repeat(1, 1, 1, 2)
-    expected = rotate_half_split(states * torch.tensor([1.2] * 6 + [1.0] * 2), angle.cos(), angle.sin())
+    first, second = (angle.repeat(1, 1, 1, 2) for angle in torch.rand(2, 2, 1, 5, 3, generator=generator))  # 6 of 8
+    turned = rotate_half_split(rotate_half_split(states, first.cos(), first.sin()), second.cos(), second.sin())
+    expected = rotate_half_split(states, (first + second).cos(), (first + second).sin())
+    assert expected.shape == (2, 3, 5, 8)
     torch.testing.assert_close(turned, expected, atol=1e-6, rtol=0)
 
 
