@@ -131,9 +131,9 @@ class ImportanceOrderedAttention(AttentionOverride):
         return torch.cat([out.to(inputs.query.dtype) for out in outs], dim=1)[None], last_attention
 
 
-def repeat_twice(states: Tensor, dim: int = -2) -> Tensor:
-    """Repeat the tokens: all documents but one are then one slice, in cyclic order."""
-    return torch.cat((states, states), dim=dim)
+def repeat_twice(states: Tensor) -> Tensor:
+    """Repeat the tokens of (.., T, X): all documents but one are then one slice, in cyclic order."""
+    return torch.cat((states, states), dim=-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,22 +254,14 @@ class _Pass:
         inputs, span = self.inputs, self.spans[0]
         out = torch.empty_like(self.relative_query)
         if span.start < span.stop:
-            query, key, value = (
-                self.relative_query[None, :, span],
-                self.kept_key[None, :, span],
-                inputs.value[:, :, span],
-            )
-            out[:, span] = attend_with_lse(query, key, value, inputs.scaling, causal=True)[0][0]
+            prefix = self.relative_query[None, :, span], self.kept_key[None, :, span], inputs.value[:, :, span]
+            out[:, span] = attend_with_lse(*prefix, inputs.scaling, causal=True)[0][0]
         # Moved keys differ between the heads of a group, and the kernels need as many heads of values.
-        value = repeat_twice(
-            inputs.value[0, :, : self.end].repeat_interleave(self.groups, dim=0)
-        )  # (Hq, 2 (P + S), D)
+        values = repeat_twice(inputs.value[0, :, : self.end].repeat_interleave(self.groups, dim=0))
         for batch, heads, key in self._moved_keys():
-            query, seen = (
-                self._of_each(self.relative_query[heads], batch),
-                windows(value[heads], batch.stop, batch, self.end),
-            )
-            read, _ = attend_with_lse(query, key, seen.transpose(0, 1), inputs.scaling, causal=True)
+            query = self._of_each(self.relative_query[heads], batch)
+            value = windows(values[heads], batch.stop, batch, self.end).transpose(0, 1)
+            read, _ = attend_with_lse(query, key, value, inputs.scaling, causal=True)
             self._of_each(out[heads], batch).copy_(read)
         return out
 
@@ -284,9 +276,10 @@ class _Pass:
         In the order of a circle: those after the document, the prefix, those before it, and itself.
         """
         turns = self._moves()  # (Hq, N (1 + N), 2, D)
-        rotated = self.kept_key[..., : self.n_rotated] if self.n_still else self.kept_key
-        turned = quarter_turn(rotated)
-        turned = functional.pad(turned, (0, self.n_still)) if self.n_still else turned
+        if self.n_still:
+            turned = functional.pad(quarter_turn(self.kept_key[..., : self.n_rotated]), (0, self.n_still))
+        else:
+            turned = quarter_turn(self.kept_key)
         keys = repeat_twice(torch.stack((self.kept_key, turned)))  # (2, Hkv, 2 (P + S), D)
         for batch, key_heads in itertools.product(self.batches, self.key_heads):
             heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
@@ -300,7 +293,7 @@ class _Pass:
         """Return which move each token that a batch of documents sees has, (count (P + S),); kept for other layers."""
         name, kept = ("moves", batch, self.inputs.key.device), self.inputs.kept
         if name not in kept:
-            segments = repeat_twice(self.plan.segments, 0)[:, None]
+            segments = repeat_twice(self.plan.segments[:, None])
             rows = torch.arange(batch.first, batch.first + batch.count, device=segments.device) * len(self.spans)
             kept[name] = (windows(segments, batch.stop, batch, self.end)[..., 0] + rows[:, None]).flatten()
         return kept[name]
@@ -317,11 +310,9 @@ class _Pass:
         turns = self._look_up(self.unit, back)  # scaling is in the segment-relative rotation
         if not self.n_still:
             return turns
-        still = (
-            functional.pad(turn[..., :0], (0, self.n_still), value=x)
-            for turn, x in zip(turns.unbind(-2), (1.0, 0.0), strict=True)
-        )
-        return torch.cat((turns, torch.stack(tuple(still), dim=-2)), dim=-1)
+        still = turns.new_zeros((*turns.shape[:-1], self.n_still))
+        still[..., 0, :] = 1.0
+        return torch.cat((turns, still), dim=-1)
 
     def _between_documents(self) -> Tensor:
         """Return how much each document matters to each in each head, (N, Hq, N); -inf for itself.
