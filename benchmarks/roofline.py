@@ -104,8 +104,8 @@ def step_work(shape: Shape, method: str, documents: int, tokens: int, calls: flo
     """Return the work of a token after the prompt; ``calls`` of one layer."""
     n_tokens, width = documents * tokens + PREFIX_AND_SUFFIX, shape.heads * shape.head_dim
     keys = n_tokens * shape.kv_heads * shape.head_dim
-    if method == "inter_document":  # keys unrotated for importance and rotated for attention
-        read, products = 3 * keys, 8 * n_tokens * width
+    if method == "inter_document":  # keys unrotated and rotated, and a version of the query for each segment
+        read, products = 3 * keys, 2 * (documents + 4) * n_tokens * width
     else:
         read, products = 2 * keys, 4 * n_tokens * width
     flops = 2 * shape.weights + shape.layers * products

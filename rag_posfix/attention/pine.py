@@ -199,7 +199,7 @@ class _Pass:
         if inputs.start == 0 or inputs.layer not in inputs.kept:
             at = self.scaled[:, plan.offsets]  # (1 | Hkv, T, 2, rotated)
             relative_key = _rotated(inputs.key[0, :, : len(plan.offsets)].to(self.dtype), at[:, : inputs.key.shape[2]])
-            inputs.kept[inputs.layer] = relative_key[:, : self.end]
+            inputs.kept[inputs.layer] = relative_key[:, : self.end].contiguous()
         self.kept_key = inputs.kept[inputs.layer]  # (Hkv, P + S, D)
         if inputs.start == 0:
             self.after_key = relative_key[:, self.end :]
@@ -336,34 +336,46 @@ class _Pass:
         importance.diagonal(dim1=0, dim2=2).fill_(float("-inf"))
         return importance
 
-    def read_after(self, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+    def read_after(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return the output of the tokens ``first`` to ``last``, (Hq, m, D), and the last one's attention, (1, Tk).
 
         Keys keep their position in the segment; queries are moved to their positions relative to each segment's
-        beginning. Attention to each segment is merged. The second is None where it is not needed.
+        beginning.
         """
-        inputs, prefix, documents = self.inputs, self.spans[0], self.spans[1:]
-        query, value = inputs.query[:, :, first - inputs.start : last - inputs.start], inputs.value
+        inputs, n_key_heads = self.inputs, self.kept_key.shape[0]
+        query = inputs.query[:, :, first - inputs.start : last - inputs.start]
         versions = _rotated(query, self._turns_after(query, first))  # (N + 2, Hq, m, D)
-        segments = []
-        if prefix.start < prefix.stop:
-            segments.append((versions[:1], self.kept_key[None, :, prefix], value[:, :, prefix]))
-        for batch in batches(documents, len(documents)):
-            keys, values = (self._of_each(states, batch) for states in (self.kept_key, value[0]))
-            segments.append((versions[batch.first + 1 : batch.first + 1 + batch.count], keys, values))
-        read = [attend_with_lse(*states, inputs.scaling) for states in segments]
-        segments.append((versions[-1:], self.after_key[None, :, : last - self.end], value[:, :, self.end : last]))
-        read.append(attend_with_lse(*segments[-1], inputs.scaling, causal=True))
-        outs, lses = (torch.cat(states) for states in zip(*read, strict=True))
-        out = (lses.softmax(dim=0).unsqueeze(-1) * outs).sum(dim=0)
-        if not inputs.needs_weights or last < inputs.key.shape[2]:
-            return out, None
-        scores = [  # each (Hkv, G, tokens)
-            (states[:, :, -1].view(*keys.shape[:2], self.groups, -1) @ keys.transpose(2, 3)).movedim(0, 2).flatten(2)
-            for states, keys, _ in segments
-        ]
-        weights = (torch.cat(scores, dim=-1).float() * inputs.scaling).softmax(dim=-1)
-        return out, weights.mean(dim=(0, 1))[None]
+        versions = versions.reshape(len(self.spans) + 1, n_key_heads, -1, query.shape[3])  # (N + 2, Hkv, G m, D)
+        after = versions[-1] @ self.after_key[:, : last - self.end].transpose(1, 2)
+        scores = torch.cat((self._scores_of_segments(versions[:-1]), after), dim=-1).float() * inputs.scaling
+        scores = scores.view(query.shape[1], last - first, last)  # (Hq, m, Tk)
+        if last - first > 1:
+            index = torch.arange(last, device=scores.device)
+            scores.masked_fill_(index > index[first:, None], float("-inf"))
+        weights = scores.softmax(dim=-1)
+        out = weights.to(self.dtype).view(n_key_heads, -1, last) @ inputs.value[0, :, :last].to(self.dtype)
+        return out.view(*scores.shape[:2], -1), weights[:, -1].mean(dim=0)[None]
+
+    def _scores_of_segments(self, versions: Tensor) -> Tensor:
+        """Return the scores of prefix and documents, (Hkv, G m, P + S).
+
+        A few queries are multiplied with all keys in each version, and the scores of a segment's own version are
+        taken: one product. That is more arithmetic, and less work, than a product or a fused call for each segment.
+
+        Shapes:
+            versions: (1 + N, Hkv, G m, D), the queries as each segment needs them.
+        """
+        n_scores = versions[..., 0].numel() * self.end
+        several = versions.shape[2] > self.groups  # tokens: the suffix of the prompt
+        if n_scores > 4 * most_numbers(versions.device) or (several and versions.device.type == "cpu"):
+            keys = torch.split(self.kept_key, [span.stop - span.start for span in self.spans], dim=1)
+            pieces = [states @ key.transpose(1, 2) for states, key in zip(versions, keys, strict=True)]
+            return torch.cat(pieces, dim=-1)
+        n_versions, n_key_heads, n_queries, _ = versions.shape
+        every = versions.transpose(0, 1).flatten(1, 2) @ self.kept_key.transpose(1, 2)  # (Hkv, (1 + N) G m, P + S)
+        every = every.view(n_key_heads, n_versions, n_queries, self.end)
+        own_version = self.plan.segments.expand(n_key_heads, 1, n_queries, -1)
+        return every.gather(1, own_version)[:, 0]
 
     def _turns_after(self, query: Tensor, first: int) -> Tensor:
         """Return cos and sin of the positions of the queries from ``first`` on, (N + 2, Hq, m, 2, rotated).

@@ -20,7 +20,7 @@ BOUNDS = {
     "context_experts": (1222, 0, 9, 253),
     "head_scaling": (465, 0, 2, 358),
     "hidden_scaling": (562, 0, 2, 386),
-    "inter_document": (925, 0, 6, 410),
+    "inter_document": (880, 0, 6, 416),
     "layer_scaling": (331, 0, 2, 245),
     "multi_base": (963, 0, 6, 409),
     "parallel_encoding": (1042, 0, 8, 257),
