@@ -169,7 +169,7 @@ def windows(states: Tensor, start: int, batch: _Batch, size: int) -> Tensor:
 
 def most_numbers(device: torch.device) -> int:
     """Return how many numbers are worked on at a time: few calls on a device, the processor's cache on a CPU."""
-    return 2**20 if device.type == "cpu" else 2**26
+    return 2**21 if device.type == "cpu" else 2**26
 
 
 def _rotated(states: Tensor, turns: Tensor) -> Tensor:
