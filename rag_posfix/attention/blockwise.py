@@ -28,7 +28,8 @@ def attend_with_lse(
         query: (B, Hq, Tq, D). key, value: (B, Hkv, Tk, D); query head h reads key head h // (Hq / Hkv).
         returns: (B, Hq, Tq, D) in the dtype of ``query``; (B, Hq, Tq) float32.
 
-    With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the last tokens.
+    With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the last tokens. The numbers of a vector must be
+    neighbours in memory: the kernels do not look at the stride of D.
 
     Cost: fused on CPUs, and on GPUs by the kernels that PyTorch's own attention uses: flash attention in 16 bits, the
         memory-efficient one in float32. Elsewhere, and where gradients are enabled, a (B, Hq, 256, Tk) float32 score

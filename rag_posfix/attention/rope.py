@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,10 +21,16 @@ def rotate_half_split(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         states: (B, H, T, D). cos, sin: broadcast to (B, H, T, rotated), in the dtype of ``states``.
     """
     n_rotated = cos.shape[-1]
-    rotated, unrotated = states[..., :n_rotated], states[..., n_rotated:]
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated
+    if n_rotated == states.shape[-1]:
+        return states * cos + quarter_turn(states) * sin
+    rotated = rotate_half_split(states[..., :n_rotated], cos, sin)
+    return torch.cat((rotated, states[..., n_rotated:].expand(*rotated.shape[:-1], -1)), dim=-1)
+
+
+def quarter_turn(states: Tensor) -> Tensor:
+    """Return vectors turned by a quarter, (x1, x2) -> (-x2, x1); all of their channels rotate."""
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def add_rotation(states: Tensor, phases: Tensor) -> Tensor:
@@ -44,47 +49,6 @@ def add_rotation(states: Tensor, phases: Tensor) -> Tensor:
         phases = phases.repeat_interleave(states.shape[1] // phases.shape[1], dim=1)
     cos, sin = (torch.cat((values, values), dim=-1) for values in (phases.real, phases.imag))
     return rotate_half_split(states.float(), cos, sin).to(states.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ComplexPairs:
-    """Vectors whose rotated channel pairs are complex numbers: rotating is multiplying, rotations add up.
-
-    Formula: (x1, x2) -> z = x1 + i x2; rotated by the angle a: z e^(ia); by a and then b: z e^(ia) e^(ib).
-
-    Shapes:
-        pairs: (..., H, T, pairs) complex64. unrotated: (..., H, T, D - 2 pairs) float32, channels that do not rotate.
-    """
-
-    pairs: Tensor
-    unrotated: Tensor
-
-    @classmethod
-    def of(cls, states: Tensor, n_pairs: int) -> ComplexPairs:
-        """Return (..., H, T, D) with its first 2 ``n_pairs`` channels paired as ``rotate_half_split`` pairs them."""
-        states = states.float()
-        first, second = states[..., :n_pairs], states[..., n_pairs : 2 * n_pairs]
-        return cls(torch.complex(first, second), states[..., 2 * n_pairs :])
-
-    def rotated(self, phases: Tensor) -> ComplexPairs:
-        """Return the vectors rotated; ``phases`` broadcasts with (..., H, T, pairs)."""
-        return ComplexPairs(self.pairs * phases, self.unrotated)
-
-    def tokens(self, which: slice) -> ComplexPairs:
-        """Return some of the tokens."""
-        return ComplexPairs(self.pairs[..., which, :], self.unrotated[..., which, :])
-
-    def grouped(self, groups: int) -> ComplexPairs:
-        """Return the vectors with the head axis split in two, (..., H / groups, groups, T, D)."""
-        return ComplexPairs(*(torch.unflatten(states, -3, (-1, groups)) for states in (self.pairs, self.unrotated)))
-
-    def vectors(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return (..., H, T, D) real, channels reordered, all vectors' alike: scalar products stay what they were."""
-        flat = torch.view_as_real(self.pairs).flatten(-2).to(dtype)
-        if not self.unrotated.shape[-1]:
-            return flat
-        unrotated = self.unrotated.to(dtype).expand(*flat.shape[:-1], self.unrotated.shape[-1])
-        return torch.cat((flat, unrotated), dim=-1)
 
 
 TROUGH_SHARE = 0.1

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, merge
-from rag_posfix.attention.causal import attend_causal, attend_causal_each, in_tiles
+from rag_posfix.attention.blockwise import attend_with_lse, merge
+from rag_posfix.attention.causal import attend_causal
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -46,24 +46,11 @@ class CircularAttention(AttentionOverride):
         return moved
 
     def __call__(self, inputs: AttentionInput) -> tuple[Tensor, Tensor | None]:
-        """Prefix and passages arrive in one pass, with the suffix or without it; key positions are 0, 1, 2, ..."""
-        if not in_tiles(inputs.query):
-            return self._merge_two_runs(inputs), None
-        query, key, value, scaling = inputs.query, inputs.key, inputs.value, inputs.scaling
-        first, end = self._prefix, self._end
-        outs = []
-        if first:
-            outs.append(attend_segments(query[:, :, :first], key, value, scaling, 0, [])[0])
-        outs.append(self._attend_to_windows(inputs))
-        if query.shape[2] > end:
-            outs.append(attend_segments(query[:, :, end:], key, value, scaling, end, [(0, end)])[0])
-        return torch.cat(outs, dim=2), None
+        """Prefix and passages arrive in one pass, with the suffix or without it; key positions are 0, 1, 2, ...
 
-    def _merge_two_runs(self, inputs: AttentionInput) -> Tensor:
-        """Return the output by fused calls: one causal over all passages, and one of each passage.
-
-        The keys before a passage and its own are where an ordinary prompt has them: one causal call computes all of
-        them, those of the suffix included. What is left to a passage are the prefix and the passages after it.
+        The keys before a passage and its own are where an ordinary prompt has them: one fused causal call over all
+        passages computes all of them, those of the suffix included. What is left to a passage are the prefix and the
+        passages after it: one call each, merged by the log-sum-exp.
         """
         query, key, value, scaling, first = inputs.query, inputs.key, inputs.value, inputs.scaling, self._prefix
         passage_query, passage_key, passage_value = (states[:, :, first:] for states in (query, key, value))
@@ -77,7 +64,7 @@ class CircularAttention(AttentionOverride):
         outs = [merged] if n_moved == lse.shape[2] else [merged, out[:, :, n_moved:]]
         if first:
             outs.insert(0, attend_causal(query[:, :, :first], key[:, :, :first], value[:, :, :first], scaling))
-        return torch.cat(outs, dim=2)
+        return torch.cat(outs, dim=2), None
 
     def _moved_runs(self, inputs: AttentionInput) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (query, key, value) of each passage and the keys that its arrangement moves, if it has any."""
@@ -92,34 +79,18 @@ class CircularAttention(AttentionOverride):
                 length = self._end - start
                 yield query, keys.narrow(2, start, length), values.narrow(2, start, length)
 
-    def _moved_states(self, inputs: AttentionInput, *more: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _moved_states(self, inputs: AttentionInput) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return keys and values of the passages moved behind all others, (2, 1, Hkv, E, D), and of the prefixes.
 
         The first P tokens are room for the prefix of the first passage. Prefixes are (2, 1, Hkv, P, D), one for each
-        passage. ``more`` keys and values (2, 1, Hkv, T, D) are put behind.
+        passage.
         """
         first, end = self._prefix, self._end
         key, value = inputs.key[:, :, :end], inputs.value[:, :, :end]
         back = rotated(inputs, key, inputs.positions.new_full((1,), float(first - end)))
         moved = rotated(inputs, key[:, :, :first], self._ends - end) if first else key.new_empty(len(self._ends), 0)
         prefixes = torch.stack((moved, value[:, :, :first].expand_as(moved)), dim=1)[:, :, None] if first else moved
-        return torch.cat((torch.stack((back, value)), *more), dim=3), prefixes.unbind()
-
-    def _attend_to_windows(self, inputs: AttentionInput) -> Tensor:
-        """Return the output of the passages' tokens, (B, Hq, E - P, D): each sees one segment of a circle."""
-        first, end = self._prefix, self._end
-        key, value = inputs.key[:, :, first:end], inputs.value[:, :, first:end]
-        doubled, prefixes = self._moved_states(inputs, torch.stack((key, value)))
-        keys, values = doubled.unbind()
-
-        def segments() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            for span, prefix in zip(self._passages, prefixes, strict=True):
-                seen = slice(span.stop - first, span.stop - first + end)  # prefix, those after, those before, itself
-                if first:
-                    doubled[..., seen.start : seen.start + first, :] = prefix  # no later passage attends to these keys
-                yield inputs.query[:, :, span.slice], keys[:, :, seen], values[:, :, seen]
-
-        return attend_causal_each(segments(), inputs.scaling)
+        return torch.stack((back, value)), prefixes.unbind()
 
     def visible(self, n_tokens: int) -> Tensor | None:
         """Return the attention mask: each passage attends to all other passages, and causally to itself."""

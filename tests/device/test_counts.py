@@ -20,7 +20,7 @@ BOUNDS = {
     "context_experts": (1222, 0, 9, 253),
     "head_scaling": (465, 0, 2, 358),
     "hidden_scaling": (562, 0, 2, 386),
-    "inter_document": (927, 0, 7, 431),
+    "inter_document": (880, 0, 6, 416),
     "layer_scaling": (331, 0, 2, 245),
     "multi_base": (963, 0, 6, 409),
     "parallel_encoding": (1042, 0, 8, 257),
@@ -29,7 +29,7 @@ BOUNDS = {
     "passage_answers": (9470, 25, 14, 210),
     "set_prompting": (964, 0, 8, 203),
     "shifted_rotary": (295, 0, 2, 209),
-    "sorted_inter_document": (705, 0, 3, 203),
+    "sorted_inter_document": (690, 0, 3, 203),
     "stable_mask": (340, 0, 2, 203),
     "stack": (891, 0, 3, 358),
 }

@@ -4,13 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.attention.blockwise import scores, weigh
-from rag_posfix.attention.causal import (
-    attend_causal,
-    attend_causal_each,
-    attend_causal_fast,
-    attend_causal_rows,
-    runs,
-)
+from rag_posfix.attention.causal import attend_causal, attend_causal_rows, runs
 
 
 def states(rows, n_query, n_key, groups=3, n_kv=2, channels=8, seed=0):
@@ -59,11 +53,3 @@ def test_no_row_sees_what_stands_before_its_start(starts, n_query):
 
 def test_neighbours_with_equal_starts_share_a_call():
     assert list(runs([3, 3, 0, 3])) == [(slice(0, 2), 3), (slice(2, 3), 0), (slice(3, 4), 3)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [((5, 40), (0, 40), (33, 40)), ((4, 9),), ((6, 6),)])
-def test_several_parts_are_what_each_is_alone_bit_for_bit(sizes, dtype):
-    parts = [tuple(one.to(dtype) for one in states(1, *size, seed=seed)) for seed, size in enumerate(sizes)]
-    alone = torch.cat([attend_causal_fast(*part, 0.3) for part in parts], dim=2)
-    assert torch.equal(attend_causal_each(iter(parts), 0.3), alone)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rag_posfix.attention.rope import ComplexPairs, add_rotation, rotate_half_split
+from rag_posfix.attention.rope import add_rotation, rotate_half_split
 from rag_posfix.attention.weights import head_attention, last_query_attention
 
 
@@ -37,15 +37,13 @@ def test_channels_beyond_the_rotated_ones_pass(generator):
     assert torch.equal(turned[..., 4:], states[..., 4:])
 
 
-def test_complex_pairs_give_the_scores_of_the_rotation_and_angles_add_up(generator):
-    query, key = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(2))
-    first, second = (torch.rand(5, 3, generator=generator) for _ in range(2))  # 6 of 8 channels rotate
-    whole = (first + second).repeat(1, 2)
-    turned = rotate_half_split(query, whole.cos(), whole.sin())
-    paired = ComplexPairs.of(query, 3).rotated(torch.polar(torch.ones(5, 3), first))
-    paired = paired.rotated(torch.polar(torch.ones(5, 3), second))
-    scores = paired.vectors() @ ComplexPairs.of(key, 3).vectors().transpose(-1, -2)
-    torch.testing.assert_close(scores, turned @ key.transpose(-1, -2), atol=1e-5, rtol=0)
+def test_several_rotations_of_one_vector_add_up(generator):
+    states = torch.randn(3, 5, 8, generator=generator)
+    first, second = (angle.repeat(1, 1, 1, 2) for angle in torch.rand(2, 2, 1, 5, 3, generator=generator))  # 6 of 8
+    turned = rotate_half_split(rotate_half_split(states, first.cos(), first.sin()), second.cos(), second.sin())
+    expected = rotate_half_split(states, (first + second).cos(), (first + second).sin())
+    assert expected.shape == (2, 3, 5, 8)
+    torch.testing.assert_close(turned, expected, atol=1e-6, rtol=0)
 
 
 def test_attention_of_the_last_query_by_hand():

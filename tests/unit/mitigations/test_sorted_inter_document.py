@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention import causal
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
@@ -52,10 +51,8 @@ def test_the_arrangement_of_three_passages_by_hand():
     assert visible[1].tolist() == [True, True, False, True, True, False]
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("prefix", [0, 3])
-def test_bfloat16_with_matrix_units_or_without_is_the_paper_spelled_out(prefix, fused, monkeypatch):
-    monkeypatch.setattr(causal, "has_matrix_units", lambda: fused)
+def test_in_bfloat16_it_is_the_paper_spelled_out(prefix):
     layout = toy_layout((4, 2, 5), prefix=prefix, suffix=3)
     query, key, value = (part.bfloat16() for part in random_states(len(layout.token_ids)))
     positions = torch.arange(len(layout.token_ids)).float()[None]
