@@ -13,13 +13,13 @@ BOUNDS = {
     "stock": (187, 0, 1, 179),
     "none": (289, 0, 2, 203),
     "default": (1201, 0, 10, 257),
-    "blended": (1553, 1, 12, 203),
+    "blended": (1539, 1, 12, 203),
     "calibrated_attention": (3555, 1, 22, 259),
     "canonical_rotations": (2264, 0, 17, 490),
     "committee": (1502, 0, 13, 320),
     "context_experts": (1222, 0, 9, 253),
-    "head_scaling": (465, 0, 2, 358),
-    "hidden_scaling": (562, 0, 2, 386),
+    "head_scaling": (453, 0, 2, 346),
+    "hidden_scaling": (542, 0, 2, 374),
     "inter_document": (880, 0, 6, 416),
     "layer_scaling": (331, 0, 2, 245),
     "multi_base": (963, 0, 6, 409),
@@ -31,7 +31,7 @@ BOUNDS = {
     "shifted_rotary": (295, 0, 2, 209),
     "sorted_inter_document": (690, 0, 3, 203),
     "stable_mask": (340, 0, 2, 203),
-    "stack": (891, 0, 3, 358),
+    "stack": (864, 0, 3, 346),
 }
 """Calls, reads and uploads of the prompt; calls of a token, which takes one read and no upload."""
 
