@@ -40,7 +40,7 @@ Passages = Annotated[
 ]
 Prices = Annotated[
     tuple[float, float] | None,
-    typer.Option("--prices", help="Tell the cost: prices of a million tokens, sent and written."),
+    typer.Option("--prices", show_default="none", help="Tell the cost: prices per million tokens, sent and written."),
 ]
 
 

@@ -89,9 +89,7 @@ Limit = Annotated[
 Skip = Annotated[int, typer.Option("--skip", min=0, help="Leave out this many questions at the start.")]
 Hostile = Annotated[
     str | None,
-    typer.Option(
-        "--hostile", show_default="none", help="Plant a passage: echo, poison, injection, faq, conflict or majority."
-    ),
+    typer.Option("--hostile", show_default="none", help="Plant echo, poison, injection, faq, conflict or majority."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Recompute results that are in the journal.")]
 UseRay = Annotated[bool, typer.Option("--ray", help="Run on the Ray cluster at RAY_ADDRESS, or a local one.")]

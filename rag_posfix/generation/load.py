@@ -92,6 +92,7 @@ def load_engine(
         ("dtype", dtype, str, "auto, bfloat16, float16 or float32"),
         ("ranks", ranks, Ranks | None, "the Ranks of a split model, or None"),
         ("adapter", adapter, Path | str | None, "the path of a folder, or None"),
+        ("cache_dir", cache_dir, Path | None, "the Path of a folder, or None"),
     ):
         check_type(name, value, kind, allowed)
     if adapter is not None:

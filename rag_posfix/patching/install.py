@@ -32,7 +32,7 @@ from rag_posfix.patching.families import (
     shape_within,
 )
 from rag_posfix.patching.forward_context import current
-from rag_posfix.patching.rotation import scaled_base_angles
+from rag_posfix.patching.rotation import angle_layout, scaled_base_angles
 from rag_posfix.patching.spec import ModelSpec, Ranks
 from rag_posfix.patching.structure import Structure
 
@@ -118,10 +118,11 @@ def _unrotated(modules: Sequence[Any]) -> frozenset[int]:
 def _angles_of(rotary: Any) -> Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]:
     """Return ``ModelSpec.angles`` by a rotary module."""
     forward = type(rotary).forward
+    layout = angle_layout(rotary)
 
     def angles(states: Tensor, positions: Tensor, base_factor: float | None = None) -> tuple[Tensor, Tensor]:
         if base_factor is not None and base_factor != 1.0:
-            return scaled_base_angles(rotary, states, positions, base_factor)
+            return scaled_base_angles(rotary, states, positions, base_factor, layout)
         cos, sin = forward(rotary, states, positions)
         return cos, sin
 

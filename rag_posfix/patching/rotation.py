@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,21 +83,43 @@ def layer_rotation(overrides: Overrides, spec: ModelSpec, module: Any) -> LayerR
     )
 
 
-def scaled_base_angles(rotary: Any, states: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+AngleLayout = Literal["halves", "neighbours", "single"]
+
+
+def angle_layout(rotary: Any) -> AngleLayout:
+    """Return how a rotary module lays out a pair's angle: in both halves, side by side (Cohere), once (gpt-oss)."""
+    if not hasattr(rotary, "inv_freq"):  # frequencies by the kind of layer (Gemma 3): its base is not changed
+        return "halves"
+    position = torch.ones(1, 1, dtype=torch.long, device=rotary.inv_freq.device)
+    angles = type(rotary).forward(rotary, rotary.inv_freq, position)
+    if not isinstance(angles, tuple):  # complex numbers (Llama 4)
+        return "single"
+    _, sin = angles
+    if sin.shape[-1] == rotary.inv_freq.shape[0]:
+        return "single"
+    return "neighbours" if torch.equal(sin[..., ::2], sin[..., 1::2]) else "halves"
+
+
+def scaled_base_angles(
+    rotary: Any, states: Tensor, positions: Tensor, factor: float, layout: AngleLayout
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin with the RoPE base multiplied by ``factor``.
 
     Formula: base^(-2i/d) -> (factor base)^(-2i/d) = base^(-2i/d) factor^(-2i/d): every one of the model's own inverse
         frequencies, whatever scaling made it, is multiplied by factor^(-i / (d / 2)).
 
     Shapes:
-        positions: (B, T). returns: as the rotary module, in the dtype of ``states``.
+        positions: (B, T). returns: (B, T, d) each, (B, T, d / 2) for ``single``, in the dtype of ``states``.
     """
     frequencies = rotary.inv_freq.float()  # (d / 2,)
     exponent = torch.arange(frequencies.shape[0], device=frequencies.device) / frequencies.shape[0]
-    scaled = copy.copy(rotary)  # its own forward lays the angles out, and others may run on the module meanwhile
-    scaled._buffers = {**rotary._buffers, "inv_freq": frequencies * factor**-exponent}
-    cos, sin = type(rotary).forward(scaled, states, positions)
-    return cos, sin
+    angle = positions[..., None].float() * (frequencies * factor**-exponent)
+    if layout == "halves":
+        angle = torch.cat((angle, angle), dim=-1)
+    elif layout == "neighbours":
+        angle = torch.stack((angle, angle), dim=-1).flatten(-2)
+    scaling = getattr(rotary, "attention_scaling", 1.0)
+    return (angle.cos() * scaling).to(states.dtype), (angle.sin() * scaling).to(states.dtype)
 
 
 CHUNK = 2**22
