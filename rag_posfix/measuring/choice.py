@@ -25,6 +25,7 @@ CANDIDATES = (
     "embedding:top_n=1/reverse/none",
     "/relevance/repeated_passages:repeat=best",
     "/relevance/repeated_passages:repeat=all",
+    "yes_no:top_n=3/reverse/none",
     "default",
     "sorted_inter_document",
 )
