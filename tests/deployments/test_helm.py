@@ -46,6 +46,23 @@ def test_what_is_rendered_is_the_golden_file(name):
     assert (GOLDEN / f"{name}.yaml").read_text("utf-8") == golden_text(name)
 
 
+def test_a_method_is_set_only_where_the_values_name_it(monkeypatch):
+    """What is set counts as named, and a large model then keeps the method of small ones."""
+
+    def named(values):
+        data = one_of("ConfigMap", values)["data"]
+        with monkeypatch.context() as patch:
+            for name in ("RAG_POSFIX_MITIGATION", "RAG_POSFIX_ORDER"):
+                patch.setenv(name, data[name]) if name in data else patch.delenv(name, raising=False)
+            settings = Settings()
+        return {name: getattr(settings, name) for name in ("mitigation", "order") if name in settings.model_fields_set}
+
+    laptop = values_of("laptop")
+    assert named(laptop) == {}
+    chosen = {"mitigation": "none", "order": "reverse"}
+    assert named(merged(laptop, {"model": chosen})) == chosen
+
+
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_the_chart_is_linted(name):
     report = helm_python.lint(CHART, values_of(name), strict=True)
