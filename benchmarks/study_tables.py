@@ -57,6 +57,38 @@ def against_default(heads: Sequence[Head]) -> Iterator[Row]:
         ]
 
 
+def verdicts(heads: Sequence[Head], questions: str) -> Iterator[Row]:
+    """Yield a row per data set: how the verdicts with and without labels agree, and what their choices reach."""
+    yield [
+        "model, data", "questions", "rank correlation, p (arrangements)", "of the stable ones",
+        "best with labels", "chosen without labels", "chosen - best", "chosen - `none`", "mean of the stable ones",
+    ]  # fmt: skip
+    for name, by_questions in heads[0]["summary"].items():
+        result = by_questions[questions]
+        if result is None:
+            yield [name, "0", *["-"] * 7]
+            continue
+        best, chosen = result["best_with_labels"], result["chosen_without_labels"]
+        stable = result["stable_worst"]
+        yield [
+            name, str(result["questions"]),
+            *(_rank_correlation(result[key]) for key in ("correlation", "correlation_of_stable")),
+            *(short(f"`{choice}` {result['arrangements'][choice]['worst']:.2f}") for choice in (best, chosen)),
+            "same" if best == chosen else _with_interval(result["chosen_minus_best"]),
+            "same" if chosen == "none" else _with_interval(result["chosen_minus_none"]),
+            "-" if stable is None else short(f"{stable:.2f}"),
+        ]  # fmt: skip
+
+
+def _with_interval(result: Mapping[str, Any]) -> str:
+    low, high = result["ci95"]
+    return short(f"{result['accuracy']:+.2f} [{low:+.2f}, {high:+.2f}]")
+
+
+def _rank_correlation(result: Mapping[str, float] | None) -> str:
+    return "-" if result is None else short(f"{result['spearman']:+.2f}, {result['p']:.2f} ({result['n']})")
+
+
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per load: its limit and its measurement."""
     summary = heads[0]["summary"]
@@ -383,6 +415,8 @@ STUDY_LAYOUTS = {
     "conversation-cache": conversation_cache,
     "end-to-end": end_to_end,
     "against-default": against_default,
+    "verdicts": partial(verdicts, questions="all"),
+    "verdicts-answered-alone": partial(verdicts, questions="answered alone"),
     "clients": clients,
     "first-answer": first_answer,
     "service-load": service_load,

@@ -7,12 +7,14 @@ low, and an order-free arrangement, with one mean, would beat an unbiased model 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.answers.answering import normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import BASELINE
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
@@ -96,6 +98,29 @@ def supported_candidates(generator: Generator) -> list[Arrangement]:
             continue
         supported.append(arrangement)
     return supported
+
+
+def usual_answers(answers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the most frequent answer to each question, normalised; of equally frequent answers the first."""
+    return {name: Counter(map(normalize, texts)).most_common(1)[0][0] for name, texts in answers.items()}
+
+
+def scores_without_labels(
+    answers: Mapping[str, Sequence[str]], usual: Mapping[str, str], *, cost: float, well_formed: Sequence[float]
+) -> Scores:
+    """Return the scores of an arrangement without labels: stable answers, then agreement with the usual answers.
+
+    Args:
+        answers: For each question, the answers in different orders of its passages.
+        usual: For each question, what the unmodified model usually answers (``usual_answers``).
+    """
+    normalized = {name: [normalize(text) for text in texts] for name, texts in answers.items()}
+    return Scores(
+        values=[[float(len(set(texts)) == 1)] for texts in normalized.values()],
+        second=[mean([float(text == usual[name]) for text in texts]) for name, texts in normalized.items()],
+        cost=cost,
+        well_formed=well_formed,
+    )
 
 
 def choose(table: Mapping[str, Scores], *, keeps_second: bool) -> Choice:
