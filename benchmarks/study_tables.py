@@ -69,11 +69,11 @@ def verdicts(heads: Sequence[Head], questions: str) -> Iterator[Row]:
             yield [name, "0", *["-"] * 7]
             continue
         best, chosen = result["best_with_labels"], result["chosen_without_labels"]
-        stable = result["stable_worst"]
+        stable, worst = result["stable_worst"], {key: row["worst"] for key, row in result["arrangements"].items()}
         yield [
             name, str(result["questions"]),
             *(_rank_correlation(result[key]) for key in ("correlation", "correlation_of_stable")),
-            *(short(f"`{choice}` {result['arrangements'][choice]['worst']:.2f}") for choice in (best, chosen)),
+            *(f"`{choice}` {short(f'{worst[choice]:.2f}')}" for choice in (best, chosen)),
             "same" if best == chosen else _with_interval(result["chosen_minus_best"]),
             "same" if chosen == "none" else _with_interval(result["chosen_minus_none"]),
             "-" if stable is None else short(f"{stable:.2f}"),
@@ -408,7 +408,7 @@ def _each_record(heads: Sequence[Head], name: str, show: Callable[[Mapping[str, 
     return ", ".join(dict.fromkeys(filter(None, (show(head["summary"][name]) for head in heads))))
 
 
-STUDY_LAYOUTS = {
+STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "conversation-ranks": conversation_ranks,
     "conversation-weights": conversation_weights,
     "conversation-answers": conversation_answers,
