@@ -61,21 +61,24 @@ def verdicts(heads: Sequence[Head], questions: str) -> Iterator[Row]:
     """Yield a row per data set: how the verdicts with and without labels agree, and what their choices reach."""
     yield [
         "model, data", "questions", "rank correlation, p (arrangements)", "of the stable ones",
-        "best with labels", "chosen without labels", "chosen - best", "chosen - `none`", "mean of the stable ones",
+        "best with labels", "nearest to `none`", "nearest - `none`", "chosen without labels", "chosen - `none`",
+        "chosen - best", "mean of the stable ones",
     ]  # fmt: skip
     for name, by_questions in heads[0]["summary"].items():
         result = by_questions[questions]
         if result is None:
-            yield [name, "0", *["-"] * 7]
+            yield [name, "0", *["-"] * 9]
             continue
-        best, chosen = result["best_with_labels"], result["chosen_without_labels"]
-        stable, worst = result["stable_worst"], {key: row["worst"] for key, row in result["arrangements"].items()}
+        keys = ("best_with_labels", "nearest_to_none", "chosen_without_labels")
+        worst = {key: row["worst"] for key, row in result["arrangements"].items()}
+        best, nearest, chosen = (f"`{result[key]}` {short(f'{worst[result[key]]:.2f}')}" for key in keys)
+        stable = result["stable_worst"]
         yield [
             name, str(result["questions"]),
             *(_rank_correlation(result[key]) for key in ("correlation", "correlation_of_stable")),
-            *(f"`{choice}` {short(f'{worst[choice]:.2f}')}" for choice in (best, chosen)),
+            best, nearest, _with_interval(result["nearest_minus_none"]), chosen,
+            _with_interval(result["chosen_minus_none"]),
             "same" if best == chosen else _with_interval(result["chosen_minus_best"]),
-            "same" if chosen == "none" else _with_interval(result["chosen_minus_none"]),
             "-" if stable is None else short(f"{stable:.2f}"),
         ]  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""Whether the verdict of ``measure`` without labels agrees with the verdict with labels, from kept records.
+"""Whether what is measured without labels says which arrangement is right, from kept records with labels.
 
 python -m benchmarks.verdicts --out OUT.json ["NAME=RECORD" ...]
 
 Each RECORD is a position experiment in benchmarks/results. With labels an arrangement has its accuracy at the worst
 position, then the mean; without, the share of questions with one answer at all positions, then the agreement with what
-``none`` usually answers. Both are compared on all questions, and on those that the model answers from the gold passage
-alone.
+``none`` usually answers. Both rank the arrangements, on all questions and on those that the model answers from the
+gold passage alone. ``measure`` names the default where there are no labels; what both choices reach is compared.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ RECORDS = {
     "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
 }
+DEFAULTS = ("yes_no:top_n=3/reverse/none", "context_experts:contrast=0.3:relevance=both")
+"""The default of large models, and that of others, whose records lack the first."""
 ALL, ANSWERED_ALONE = "all", "answered alone"
 LEAST = 3
 """Arrangements that a rank correlation needs: that of two is 1 or -1 whatever they are."""
@@ -73,8 +75,10 @@ def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
     with_labels, without_labels = score_tables(rows)
     labelled, label_free = (_verdicts(table) for table in (with_labels, without_labels))
     stable = [name for name, verdict in label_free.items() if verdict[0] == 1]
-    choice_with, choice_without = choose(with_labels, keeps_second=True), choose(without_labels, keeps_second=False)
+    default = next((name for name in DEFAULTS if name in with_labels), None)
+    choice_with, choice_without = choose(with_labels), choose(without_labels, preferred=default or BASELINE)
     best, chosen = choice_with.best, choice_without.name
+    nearest = max(label_free, key=lambda name: label_free[name])
     return {
         "questions": len(with_labels[BASELINE].values),
         "correlation": rank_correlation(labelled, label_free, labelled),
@@ -84,8 +88,10 @@ def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
         "best_with_labels": best,
         "chosen_with_labels": choice_with.name,
         "chosen_without_labels": chosen,
+        "nearest_to_none": nearest,
         "chosen_minus_best": _difference(with_labels, chosen, best),
         "chosen_minus_none": _difference(with_labels, chosen, BASELINE),
+        "nearest_minus_none": _difference(with_labels, nearest, BASELINE),
         "arrangements": {
             name: {"worst": worst, "mean": average, "stable": label_free[name][0], "agreement": label_free[name][1]}
             for name, (worst, average) in labelled.items()

@@ -34,6 +34,7 @@ from rag_posfix.measuring.choice import (
     Choice,
     Scores,
     choose,
+    default_arrangement,
     measured,
     scores_without_labels,
     supported_candidates,
@@ -218,7 +219,7 @@ def measure(
     else:
         asked = {row.question for row in rows}
         table = _by_flips(run, [question for question in questions if question.id in asked], rows, flips, skipped)
-    choice = choose(table, keeps_second=bool(examples))
+    choice = choose(table, preferred=None if examples else default_arrangement(pipeline).label)
     summary = _summary(flips, table, choice, position_rows, skipped, dropped or {})
     head = {
         "kind": "measure",
@@ -241,7 +242,7 @@ def measure(
 
 def _prompts(run: Measurement, examples: Sequence[PositionExample]) -> int:
     """Return the maximum number of prompts of a question."""
-    candidates = len(supported_candidates(unbatched(run.pipeline.generator)))
+    candidates = len(supported_candidates(run.pipeline))
     in_orders = 2 * run.options.orders - 1
     if not examples:
         return in_orders + 2 * (candidates - 1)
@@ -283,7 +284,7 @@ def _by_flips(
     baseline = parse_arrangement(BASELINE)
     seconds = run.first_token_seconds(questions, baseline)
     table = {BASELINE: _flip_scores(run.ask(questions, baseline, repeats=0), usual, 1.0)}
-    candidates = supported_candidates(unbatched(run.pipeline.generator))[1:]
+    candidates = supported_candidates(run.pipeline)[1:]
     if order_matters(flips) is False:
         skipped |= dict.fromkeys([candidate.label for candidate in candidates], "the order changes almost no answer")
         return table
@@ -335,7 +336,7 @@ def _by_positions(
     rows: list[PositionRow] = []
     seconds, taken = run.first_token_seconds(questions, parse_arrangement(BASELINE)), 0
     table: dict[str, Scores] = {}
-    for candidate in supported_candidates(unbatched(run.pipeline.generator)):
+    for candidate in supported_candidates(run.pipeline):
         is_first = candidate.label == BASELINE
         if not is_first and run.budget.left() < 0:
             skipped[candidate.label] = "out of time"
