@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     try:
-        app(args=words)
+        app(args=words, obj=words)  # a command finds them in its context
     except ModuleNotFoundError as error:
         raise missing_package(error) or error from error
 

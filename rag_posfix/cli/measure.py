@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rag_posfix.cli.options import AsJson, Fresh, Limit, check_index, out_option
 from rag_posfix.cli.output import emit, err, out, progress_with_text, say, say_files, status, table
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
+from rag_posfix.text import clean_text
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.data.questions import PositionExample
@@ -48,6 +50,7 @@ Prices = Annotated[
     "model", "adapter", "device", "k", "retriever", "floor", "template", "max_tokens", "writer", "reranker"
 )  # fmt: skip
 def measure(
+    context: typer.Context,
     output: Annotated[Path, out_option("Write report, profile, record and journal here.")],
     settings: Settings,
     index: Annotated[
@@ -111,10 +114,18 @@ def measure(
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
             judge=same_by(pipeline.writer or pipeline.generator) if judge else None,
+            command=_shell_command(context.obj),
             data={"name": source.name if source else _written_name(examples),
                   "sha256": file_digest(source) if source else _digest(asked)},
         )  # fmt: skip
     emit(record.to_json(), as_json, _show)
+
+
+def _shell_command(words: list[str] | None) -> str | None:
+    """Return the command to copy into a shell, without passwords in URLs; None where the words are not known."""
+    from rag_posfix.generation.remote.address import hide_passwords
+
+    return None if words is None else clean_text(shlex.join(["rag-posfix", *map(hide_passwords, words)]))
 
 
 def _written(

@@ -7,15 +7,18 @@ low, and an order-free arrangement, with one mean, would beat an unbiased model 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rag_posfix.contracts.generator import Generator
 from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.evaluation.answers.answering import normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import BASELINE
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
+from rag_posfix.generation.batching.scheduler import unbatched
+from rag_posfix.pipeline.pipeline import Pipeline
 
 CANDIDATES = (
     "none",
@@ -29,9 +32,12 @@ CANDIDATES = (
     "default",
     "sorted_inter_document",
 )
-"""Arrangements that are tried, the cheapest first; the first is the model as it is."""
+"""Arrangements that are tried after the default, the cheapest first; the first is the model as it is."""
 
 RESAMPLES = 2000
+
+STABLE_MARGIN = 0.1
+"""How far the default's share of stable answers may be below the best: batching changes some in bfloat16."""
 
 FORM_MARGIN = 0.02
 """How far the share of well-formed answers may be below that of ``none``."""
@@ -43,8 +49,7 @@ class Scores:
 
     Attributes:
         values: For each question, its score at each position; without labels one value, 1 if no answer changed.
-        second: For each question, what decides between equals: the mean over positions, or the agreement with the
-            unmodified model.
+        second: For each question, the mean over positions; without labels the agreement with the unmodified model.
         cost: Seconds to the first token, relative to ``none``.
         well_formed: For each question, the share of well-formed answers.
     """
@@ -86,10 +91,25 @@ class Choice:
     n: int
 
 
-def supported_candidates(generator: Generator) -> list[Arrangement]:
-    """Return the ``CANDIDATES`` that a generator supports; a remote one supports plain prompts."""
-    supported = []
-    for arrangement in map(parse_arrangement, CANDIDATES):
+def default_arrangement(pipeline: Pipeline) -> Arrangement:
+    """Return what a pipeline uses for ``auto`` while nothing was measured: on large models the judge's best three."""
+    measured = pipeline.defaults.measured
+    if measured is None:
+        return parse_arrangement("default")
+    return Arrangement(measured.mitigation, measured.order, measured.reranker)
+
+
+def supported_candidates(pipeline: Pipeline) -> list[Arrangement]:
+    """Return what is tried: ``none``, the default, then the other ``CANDIDATES``.
+
+    Without those that the generator does not support: a remote one supports plain prompts.
+    """
+    generator, supported = unbatched(pipeline.generator), []
+    baseline, *others = map(parse_arrangement, CANDIDATES)
+    arrangements = {
+        arrangement.label: arrangement for arrangement in (baseline, default_arrangement(pipeline), *others)
+    }
+    for arrangement in arrangements.values():
         try:
             generator.describe(arrangement.mitigation)
         except UnsupportedModelError:
@@ -98,26 +118,52 @@ def supported_candidates(generator: Generator) -> list[Arrangement]:
     return supported
 
 
-def choose(table: Mapping[str, Scores], *, keeps_second: bool) -> Choice:
+def usual_answers(answers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the most frequent answer to each question, normalised; of equally frequent answers the first."""
+    return {name: Counter(map(normalize, texts)).most_common(1)[0][0] for name, texts in answers.items()}
+
+
+def scores_without_labels(
+    answers: Mapping[str, Sequence[str]], usual: Mapping[str, str], *, cost: float, well_formed: Sequence[float]
+) -> Scores:
+    """Return the scores of an arrangement without labels: stable answers, and agreement with the usual answers.
+
+    Args:
+        answers: For each question, the answers in different orders of its passages.
+        usual: For each question, what the unmodified model usually answers (``usual_answers``).
+    """
+    normalized = {name: [normalize(text) for text in texts] for name, texts in answers.items()}
+    return Scores(
+        values=[[float(len(set(texts)) == 1)] for texts in normalized.values()],
+        second=[mean([float(text == usual[name]) for text in texts]) for name, texts in normalized.items()],
+        cost=cost,
+        well_formed=well_formed,
+    )
+
+
+def choose(table: Mapping[str, Scores], *, preferred: str | None = None) -> Choice:
     """Return which arrangement to use instead of ``none``, if one is better beyond noise.
 
     The best arrangement has the best worst position, then ``second``, then cost; its answers must be as well formed as
     those of ``none``. The best one of the questions with even numbers is compared with ``none`` on the others, and the
     other way round, each at its worst position. Over all questions the difference must be above 0: 95 % interval and
-    p < .05. The arrangement to use is then the best one of all questions.
+    p < .05. The arrangement to use is then the best one of all questions; with labels it must not be below ``none`` in
+    ``second`` beyond noise.
 
     Args:
-        keeps_second: Whether the chosen arrangement must not be below ``none`` in ``second`` beyond noise.
+        preferred: Without labels: label of the default. Order-free arrangements are equally stable, and nothing that
+            is measured without labels says which of them is right (``docs/measure.md``). So it is the best of those
+            that are about equal; where it is not among them, the cheapest one is.
     """
     baseline = table[BASELINE]
     questions = range(len(baseline.values))
-    best = _best(table, questions)
+    best = _best(table, questions, preferred)
     if best == BASELINE or len(questions) < 2:
         return Choice(BASELINE, best, 0.0, (0.0, 0.0), 1.0, len(questions))
     differences, seconds = [0.0] * len(questions), [0.0] * len(questions)
     halves = questions[::2], questions[1::2]
     for choosing, confirming in (halves, halves[::-1]):
-        scores = table[_best(table, choosing)]
+        scores = table[_best(table, choosing, preferred)]
         column, baseline_column = scores.worst(choosing), baseline.worst(choosing)
         for question in confirming:
             differences[question] = scores.values[question][column] - baseline.values[question][baseline_column]
@@ -125,27 +171,28 @@ def choose(table: Mapping[str, Scores], *, keeps_second: bool) -> Choice:
     interval = difference_interval(differences, resamples=RESAMPLES)
     p = randomisation_p(differences, resamples=RESAMPLES)
     is_better = interval[0] > 0 and p < 0.05
-    if is_better and keeps_second:
+    if is_better and preferred is None:
         is_better = difference_interval(seconds, resamples=RESAMPLES)[1] >= 0
     return Choice(best if is_better else BASELINE, best, mean(differences), interval, p, len(questions))
 
 
-def _best(table: Mapping[str, Scores], questions: Sequence[int]) -> str:
+def _best(table: Mapping[str, Scores], questions: Sequence[int], preferred: str | None) -> str:
     """Return the best arrangement on some questions, among those with well-formed answers."""
-    well_formed = mean([table[BASELINE].well_formed[question] for question in questions]) - FORM_MARGIN
+    sound = mean([table[BASELINE].well_formed[question] for question in questions]) - FORM_MARGIN
+    worst = {
+        name: round(mean(scores.at(scores.worst(questions), questions)), 9)
+        for name, scores in table.items()
+        if name == BASELINE or mean([scores.well_formed[question] for question in questions]) >= sound
+    }
+    if preferred in worst and worst[preferred] >= max(worst.values()) - STABLE_MARGIN:
+        return preferred
 
     def rank(name: str) -> tuple[float, float, float]:
         scores = table[name]
-        worst = mean(scores.at(scores.worst(questions), questions))
-        second = mean([scores.second[question] for question in questions])
-        return -round(worst, 9), -round(second, 9), round(scores.cost, 1)  # smaller differences of time are noise
+        second = 0.0 if preferred else mean([scores.second[question] for question in questions])
+        return -worst[name], -round(second, 9), round(scores.cost, 1)  # smaller differences of time are noise
 
-    formed = [
-        name
-        for name, scores in table.items()
-        if name == BASELINE or mean([scores.well_formed[question] for question in questions]) >= well_formed
-    ]
-    return min(formed, key=rank)
+    return min(worst, key=rank)
 
 
 def measured(table: Mapping[str, Scores]) -> dict[str, dict[str, Any]]:
@@ -192,7 +239,11 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
     what = "accuracy at the worst position" if summary["labels"] else "stable answers"
     low, high = choice["interval"]
     difference = f"{choice['difference']:+.2f} in {what} ({low:+.2f} to {high:+.2f}, {choice['n']} unseen questions)"
-    hint = "" if summary["labels"] else " Without labels this says which answers are stable, not which are right."
+    hint = (
+        ""
+        if summary["labels"]
+        else " Without labels this says which answers are stable, not which are right; so the default is named."
+    )
     if name != BASELINE:
         return f"Use {name}: {difference} against the model as it is.{hint}"
     if len(summary["measured"]) == 1:

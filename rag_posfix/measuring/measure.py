@@ -30,7 +30,17 @@ from rag_posfix.evaluation.record import ExperimentRecord, environment, model_fa
 from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.generation.engine import Engine
-from rag_posfix.measuring.choice import Choice, Scores, choose, measured, supported_candidates, verdict_of
+from rag_posfix.measuring.choice import (
+    Choice,
+    Scores,
+    choose,
+    default_arrangement,
+    measured,
+    scores_without_labels,
+    supported_candidates,
+    usual_answers,
+    verdict_of,
+)
 from rag_posfix.measuring.flips import (
     JOURNAL,
     AskedQuestion,
@@ -169,6 +179,7 @@ def measure(
     data: Mapping[str, Any] | None = None,
     dropped: Mapping[str, int] | None = None,
     judge: Judge | None = None,
+    command: str | None = None,
     out: Path | None = None,
     report: Report = lambda done, total, text: None,
 ) -> ExperimentRecord:
@@ -183,6 +194,7 @@ def measure(
         data: Name and digest of the questions, for the record.
         dropped: Number of questions that were dropped, by reason.
         judge: Whether two answers say the same.
+        command: The shell command that measures, for the record.
         out: Folder of journal, record, profile and report; None writes nothing.
 
     Raises:
@@ -207,10 +219,11 @@ def measure(
     else:
         asked = {row.question for row in rows}
         table = _by_flips(run, [question for question in questions if question.id in asked], rows, flips, skipped)
-    choice = choose(table, keeps_second=bool(examples))
+    choice = choose(table, preferred=None if examples else default_arrangement(pipeline).label)
     summary = _summary(flips, table, choice, position_rows, skipped, dropped or {})
     head = {
         "kind": "measure",
+        "command": command,
         **environment(),
         **model_facts(unbatched(pipeline.generator)),
         "data": dict(data or {"name": None, "sha256": None}),
@@ -229,7 +242,7 @@ def measure(
 
 def _prompts(run: Measurement, examples: Sequence[PositionExample]) -> int:
     """Return the maximum number of prompts of a question."""
-    candidates = len(supported_candidates(unbatched(run.pipeline.generator)))
+    candidates = len(supported_candidates(run.pipeline))
     in_orders = 2 * run.options.orders - 1
     if not examples:
         return in_orders + 2 * (candidates - 1)
@@ -267,14 +280,11 @@ def _by_flips(
     skipped: dict[str, str],
 ) -> dict[str, Scores]:
     """Return the scores of arrangements without labels: stable answers, and agreement with the unmodified model."""
-    answers: dict[str, Counter[str]] = {}
-    for row in rows:
-        answers.setdefault(row.question, Counter())[normalize(row.answer)] += row.kind == "order"
-    usual = {name: counts.most_common(1)[0][0] for name, counts in answers.items()}
+    usual = usual_answers(_answers([row for row in rows if row.kind == "order"]))
     baseline = parse_arrangement(BASELINE)
     seconds = run.first_token_seconds(questions, baseline)
     table = {BASELINE: _flip_scores(run.ask(questions, baseline, repeats=0), usual, 1.0)}
-    candidates = supported_candidates(unbatched(run.pipeline.generator))[1:]
+    candidates = supported_candidates(run.pipeline)[1:]
     if order_matters(flips) is False:
         skipped |= dict.fromkeys([candidate.label for candidate in candidates], "the order changes almost no answer")
         return table
@@ -299,21 +309,21 @@ def _by_flips(
     return table
 
 
-def _grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def rows_by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each question."""
     questions: dict[str, list[Row]] = {}
     for row in rows:
         questions.setdefault(row.question, []).append(row)
     return questions
 
 
+def _answers(rows: Sequence[FlipRow]) -> dict[str, list[str]]:
+    return {name: [row.answer for row in group] for name, group in rows_by_question(rows).items()}
+
+
 def _flip_scores(rows: Sequence[FlipRow], usual: Mapping[str, str], cost: float) -> Scores:
-    questions = _grouped(rows)
-    return Scores(
-        values=[[float(not any(row.changed for row in group))] for group in questions.values()],
-        second=[mean([float(normalize(row.answer) == usual[name]) for row in g]) for name, g in questions.items()],
-        cost=cost,
-        well_formed=[mean([float(row.well_formed) for row in group]) for group in questions.values()],
-    )
+    well_formed = [mean([float(row.well_formed) for row in group]) for group in rows_by_question(rows).values()]
+    return scores_without_labels(_answers(rows), usual, cost=cost, well_formed=well_formed)
 
 
 def _by_positions(
@@ -326,7 +336,7 @@ def _by_positions(
     rows: list[PositionRow] = []
     seconds, taken = run.first_token_seconds(questions, parse_arrangement(BASELINE)), 0
     table: dict[str, Scores] = {}
-    for candidate in supported_candidates(unbatched(run.pipeline.generator)):
+    for candidate in supported_candidates(run.pipeline):
         is_first = candidate.label == BASELINE
         if not is_first and run.budget.left() < 0:
             skipped[candidate.label] = "out of time"
@@ -345,12 +355,13 @@ def _by_positions(
         taken = stop
         answered = [row for row in candidate_rows if row.gold_position is not None]
         rows += candidate_rows if is_first else answered
-        table[candidate.label] = _position_scores(answered, cost)
+        table[candidate.label] = position_scores(answered, cost)
     return table, rows
 
 
-def _position_scores(rows: Sequence[PositionRow], cost: float) -> Scores:
-    questions = _grouped(rows)
+def position_scores(rows: Sequence[PositionRow], cost: float) -> Scores:
+    """Return the scores of an arrangement with labels: accuracy by position, then its mean."""
+    questions = rows_by_question(rows)
     values = [[row.accuracy for row in group] for group in questions.values()]
     return Scores(
         values=values,

@@ -130,6 +130,7 @@ def _view(record: ExperimentRecord) -> dict[str, Any]:
         "skipped": summary.get("not_measured", {}) if head.get("kind") == "measure" else {},
         "facts": [(name, head[name]) for name in _FACTS if head.get(name)],
         "data": head.get("data"),
+        "command": head.get("command"),
         "versions": head.get("versions", {}),
         "settings": json.dumps(head.get("settings", {}), indent=1, default=str),
         "summary": "" if table else json.dumps(summary, indent=1, default=str)[:20_000],

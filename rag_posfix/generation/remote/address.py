@@ -107,7 +107,12 @@ def _base_url(model: str, text: str) -> str:
     return urlunsplit((url.scheme, url.netloc, path or "/v1", "", ""))
 
 
+def hide_passwords(text: str) -> str:
+    """Return a text with ``...`` in place of the user and password of each URL."""
+    return re.sub(r"//[^/]*@", "//...@", text)
+
+
 def _redact(model: str) -> str:
     """Return a model name for an error message, shortened, without what may be a password."""
-    hidden = re.sub(r"//[^/@]*@", "//...@", model)
+    hidden = hide_passwords(model)
     return repr(hidden if len(hidden) <= 200 else f"{hidden[:200]}...")

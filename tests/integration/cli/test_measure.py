@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -75,7 +78,8 @@ def served_answer(port, **posfix):
 
 def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, tmp_path):
     with upstream(first_passage) as server:
-        result = run(*arguments(folder, index, server.model, tmp_path / "out"), "--json").json
+        words = [*map(str, arguments(folder, index, server.model, tmp_path / "out & <answers>")), "--json"]
+        result = run(*words).json
         assert set(result) >= {
             "verdict", "flips", "chosen", "measured", "n", "kept", "dropped", "report", "profile", "record",
         }  # fmt: skip
@@ -90,6 +94,9 @@ def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, 
         assert asked["mitigation"] == "none"
     page = run("report", result["record"], "--out", tmp_path / "page.html")
     assert page.code == 0
+    for file in (tmp_path / "page.html", Path(result["report"])):
+        (command,) = re.findall(r'<pre class="command">(.*?)</pre>', file.read_text())
+        assert shlex.split(html.unescape(command)) == ["rag-posfix", *words]
     assert "data:" not in (tmp_path / "page.html").read_text()
     assert (tmp_path / "page.csv").read_text().startswith("model,arrangement,worst,")
     with upstream(first_passage) as other:

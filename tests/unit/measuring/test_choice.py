@@ -1,6 +1,7 @@
 """Planted readers: accuracies are drawn from known ones, and what is chosen is compared with what is true."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -44,10 +45,7 @@ def outcomes():
         generator = random.Random(reader)
         result[reader] = [
             (worst[choice.name], worst["none"], max(worst.values()), choice.name)
-            for choice in (
-                choose({name: draw(name, truth[name], generator) for name in truth}, keeps_second=True)
-                for _ in range(RUNS)
-            )
+            for choice in (choose({name: draw(name, truth[name], generator) for name in truth}) for _ in range(RUNS))
         ]
     return result
 
@@ -80,9 +78,9 @@ def test_an_arrangement_with_malformed_answers_is_not_chosen():
         "none": Scores([[0.0, 1.0] for _ in questions], [0.5 for _ in questions], 1.0, [1.0 for _ in questions]),
         "broken": Scores([[1.0, 1.0] for _ in questions], [1.0 for _ in questions], 1.0, [0.5 for _ in questions]),
     }
-    assert choose(table, keeps_second=True).name == "none"
+    assert choose(table).name == "none"
     table["sound"] = Scores([[1.0, 1.0] for _ in questions], [1.0 for _ in questions], 2.0, [1.0 for _ in questions])
-    assert choose(table, keeps_second=True).name == "sound"
+    assert choose(table).name == "sound"
 
 
 def test_of_equal_arrangements_the_cheaper_one_is_chosen():
@@ -93,4 +91,32 @@ def test_of_equal_arrangements_the_cheaper_one_is_chosen():
         "dear": Scores(right, [1.0 for _ in questions], 3.0, [1.0 for _ in questions]),
         "cheap": Scores(right, [1.0 for _ in questions], 1.1, [1.0 for _ in questions]),
     }
-    assert choose(table, keeps_second=True).name == "cheap"
+    assert choose(table).name == "cheap"
+
+
+def without_labels(**stable):
+    """Scores of arrangements of which ``stable`` of 40 answers do not change; agreement falls from the first on."""
+    return {
+        name: Scores([[float(number < count)] for number in range(40)], [1 - place / 10] * 40, 1.0 + place, [1.0] * 40)
+        for place, (name, count) in enumerate(stable.items())
+    }
+
+
+@pytest.mark.parametrize(
+    ("stable", "chosen"),
+    [
+        ({"none": 20, "sorted": 40, "default": 40, "repeat": 40}, "default"),
+        ({"none": 20, "sorted": 40, "default": 37, "repeat": 40}, "default"),  # 3 of 40 are what batching changes
+        ({"none": 20, "sorted": 40, "default": 35, "repeat": 40}, "sorted"),  # of the others the cheapest
+        ({"none": 20, "repeat": 40, "sorted": 40}, "repeat"),
+        ({"none": 38, "sorted": 40, "default": 40}, "none"),
+    ],
+)
+def test_without_labels_the_default_is_chosen_unless_it_is_less_stable(stable, chosen):
+    assert choose(without_labels(**stable), preferred="default").name == chosen
+
+
+def test_without_labels_a_default_with_malformed_answers_is_not_chosen():
+    table = without_labels(none=20, sorted=40, default=40)
+    table["default"] = replace(table["default"], well_formed=[0.9] * 40)
+    assert choose(table, preferred="default").name == "sorted"

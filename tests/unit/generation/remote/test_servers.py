@@ -16,7 +16,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, OverloadedError, UpstreamError
 from rag_posfix.generation.remote import address
-from rag_posfix.generation.remote.address import RemoteModel, Servers, parse_remote
+from rag_posfix.generation.remote.address import RemoteModel, Servers, hide_passwords, parse_remote
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout
@@ -177,6 +177,19 @@ def test_a_killed_server_loses_no_answer_and_takes_its_passages_back(monkeypatch
         assert own
         wait_until(lambda: [ask(number) for number in own] == [texts[number] for number in own], 20)
     assert seen[0] & seen[1] == set(), "the passages of the killed server each had one other server"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("openai:m@https://user:pass@host:8/v1", "openai:m@https://...@host:8/v1"),
+        ("openai:m@http://a:p@ss@h1,http://b:c@h2/v1", "openai:m@http://...@h1,http://...@h2/v1"),
+        ("openai:m@qwen@http://host/v1/a@b", "openai:m@qwen@http://host/v1/a@b"),
+        ("a name @ work.txt", "a name @ work.txt"),
+    ],
+)
+def test_user_and_password_of_each_url_are_hidden_and_nothing_else(text, shown):
+    assert hide_passwords(text) == shown
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])

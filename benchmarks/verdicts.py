@@ -1,0 +1,159 @@
+"""Whether what is measured without labels says which arrangement is right, from kept records with labels.
+
+python -m benchmarks.verdicts --out OUT.json ["NAME=RECORD" ...]
+
+Each RECORD is a position experiment in benchmarks/results. With labels an arrangement has its accuracy at the worst
+position, then the mean; without, the share of questions with one answer at all positions, then the agreement with what
+``none`` usually answers. Both rank the arrangements, on all questions and on those that the model answers from the
+gold passage alone. ``measure`` names the default where there are no labels; what both choices reach is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.keep_record import RESULTS, position_row
+from rag_posfix.evaluation.answers.answering import is_sound
+from rag_posfix.evaluation.answers.position_summary import BASELINE, GOLD_ONLY, PositionRow
+from rag_posfix.evaluation.record import read_record, save_record
+from rag_posfix.evaluation.statistics import difference_interval, mean
+from rag_posfix.measuring.choice import Scores, choose, measured, scores_without_labels, usual_answers
+from rag_posfix.measuring.measure import position_scores, rows_by_question
+
+LENGTHS = {
+    "Lost in the Middle, 10": "litm-10",
+    "Lost in the Middle, 20": "litm-20",
+    "XQuAD, 5": "xquad-5",
+    "XQuAD, 10": "xquad-10",
+    "HotpotQA, 10": "hotpotqa-10",
+}
+RECORDS = {
+    **{f"SmolLM2-135M: {name}": f"positions-{data}-default" for name, data in LENGTHS.items()},
+    "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
+    **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
+}
+DEFAULTS = ("yes_no:top_n=3/reverse/none", "context_experts:contrast=0.3:relevance=both")
+"""The default of large models, and that of others, whose records lack the first."""
+ALL, ANSWERED_ALONE = "all", "answered alone"
+LEAST = 3
+"""Arrangements that a rank correlation needs: that of two is 1 or -1 whatever they are."""
+RESAMPLES = 2000
+
+Verdict = tuple[float, float]
+"""What an arrangement is ranked by, the first number first."""
+
+
+def score_tables(rows: Sequence[PositionRow]) -> tuple[dict[str, Scores], dict[str, Scores]]:
+    """Return the scores of each arrangement with labels, and without; the cost is the time of an answer."""
+    groups: dict[str, list[PositionRow]] = {}
+    for row in rows:
+        if row.gold_position is not None:
+            groups.setdefault(row.condition, []).append(row)
+    seconds = {name: mean([row.seconds for row in group]) for name, group in groups.items()}
+    answers = {
+        name: {question: [row.answer for row in asked] for question, asked in rows_by_question(group).items()}
+        for name, group in groups.items()
+    }
+    usual = usual_answers(answers[BASELINE])
+    costs = {name: seconds[name] / seconds[BASELINE] for name in groups}
+    with_labels = {name: position_scores(group, costs[name]) for name, group in groups.items()}
+    without_labels = {
+        name: scores_without_labels(
+            texts, usual, cost=costs[name],
+            well_formed=[mean([float(is_sound(answer)) for answer in asked]) for asked in texts.values()],
+        )
+        for name, texts in answers.items()
+    }  # fmt: skip
+    return with_labels, without_labels
+
+
+def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
+    """Return both verdicts on the questions of the rows: rank correlations, choices, and what the choices reach."""
+    with_labels, without_labels = score_tables(rows)
+    labelled, label_free = (_verdicts(table) for table in (with_labels, without_labels))
+    stable = [name for name, verdict in label_free.items() if verdict[0] == 1]
+    default = next((name for name in DEFAULTS if name in with_labels), None)
+    choice_with, choice_without = choose(with_labels), choose(without_labels, preferred=default or BASELINE)
+    best, chosen = choice_with.best, choice_without.name
+    nearest = max(label_free, key=lambda name: label_free[name])
+    return {
+        "questions": len(with_labels[BASELINE].values),
+        "correlation": rank_correlation(labelled, label_free, labelled),
+        "correlation_of_stable": rank_correlation(labelled, label_free, stable),
+        "stable": len(stable),
+        "stable_worst": mean([labelled[name][0] for name in stable]) if stable else None,
+        "best_with_labels": best,
+        "chosen_with_labels": choice_with.name,
+        "chosen_without_labels": chosen,
+        "nearest_to_none": nearest,
+        "chosen_minus_best": _difference(with_labels, chosen, best),
+        "chosen_minus_none": _difference(with_labels, chosen, BASELINE),
+        "nearest_minus_none": _difference(with_labels, nearest, BASELINE),
+        "arrangements": {
+            name: {"worst": worst, "mean": average, "stable": label_free[name][0], "agreement": label_free[name][1]}
+            for name, (worst, average) in labelled.items()
+        },
+    }
+
+
+def _verdicts(table: Mapping[str, Scores]) -> dict[str, Verdict]:
+    """Return what ``measure`` ranks each arrangement by, rounded as there."""
+    return {name: (round(m["worst"], 9), round(m["second"], 9)) for name, m in measured(table).items()}
+
+
+def rank_correlation(
+    first: Mapping[str, Verdict], second: Mapping[str, Verdict], names: Collection[str]
+) -> dict[str, float] | None:
+    """Return Spearman's rank correlation of two verdicts over arrangements, and its p by permutation.
+
+    None for fewer than three arrangements, and where a verdict ranks all of them equal.
+    """
+    from scipy.stats import permutation_test, spearmanr
+
+    columns = []
+    for verdicts in (first, second):
+        order = sorted({verdicts[name] for name in names})
+        columns.append([order.index(verdicts[name]) for name in names])
+    if len(names) < LEAST or any(len(set(column)) == 1 for column in columns):
+        return None
+    test = permutation_test(
+        (columns[0],), lambda ranks: spearmanr(ranks, columns[1]).statistic, permutation_type="pairings",
+        n_resamples=RESAMPLES, random_state=0,
+    )  # fmt: skip
+    return {"spearman": float(test.statistic), "p": float(test.pvalue), "n": len(names)}
+
+
+def _difference(table: Mapping[str, Scores], name: str, other: str) -> dict[str, Any]:
+    """Return the accuracy of an arrangement at its worst position minus that of another, paired by question."""
+    questions = range(len(table[name].values))
+    first, second = (scores.at(scores.worst(questions), questions) for scores in (table[name], table[other]))
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    return {"accuracy": mean(differences), "ci95": list(difference_interval(differences, resamples=RESAMPLES))}
+
+
+def answered_alone(rows: Sequence[PositionRow]) -> list[PositionRow]:
+    """Return the rows of the questions that the model answers correctly from the gold passage alone."""
+    kept = {row.question for row in rows if row.condition == GOLD_ONLY and row.accuracy == 1}
+    return [row for row in rows if row.question in kept]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the record; ``answered alone`` of a record without such questions is None."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("records", nargs="*", help="NAME=RECORD", default=[f"{n}={r}" for n, r in RECORDS.items()])
+    options = parser.parse_args(arguments)
+    names = dict(text.split("=", 1) for text in options.records)
+    summary: dict[str, Any] = {}
+    for name, record in names.items():
+        rows = [position_row(row) for row in read_record(RESULTS / f"{record}.json").rows]
+        alone = answered_alone(rows)
+        summary[name] = {ALL: compare(rows), ANSWERED_ALONE: compare(alone) if alone else None}
+    save_record(options.out, {"kind": "verdicts", "records": names, "summary": summary})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The verdict without labels against the verdict with labels, on answers that are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.study_tables import STUDY_LAYOUTS
+from benchmarks.verdicts import answered_alone, compare, rank_correlation
+from rag_posfix.evaluation.answers.position_summary import PositionRow
+
+EXPERTS = "context_experts:contrast=0.3:relevance=both"
+GOLD = (0, 4, 9)
+CORRECT = {"a": "seven", "b": "nine"}
+ANSWERS = {
+    "none": {"a": ("six", "six", "Seven."), "b": ("ten", "nine", "the nine")},
+    "plain": {"a": ("six",) * 3, "b": ("nine",) * 3},
+    EXPERTS: {"a": ("seven",) * 3, "b": ("nine",) * 3},
+    "committee": {"a": ("two",) * 3, "b": ("two",) * 3},
+}
+"""Answers by arrangement, kind of question and position."""
+
+
+def row(question, condition, position, answer):
+    accuracy = float(CORRECT[question[0]] in answer.lower())
+    return PositionRow(question, condition, position, answer, accuracy, accuracy, -1.0, 2.0)
+
+
+def rows(names=tuple(ANSWERS), questions=("a1", "a2", "a3", "b1", "b2", "b3")):
+    answers = [
+        row(question, name, position, answer)
+        for name in names
+        for question in questions
+        for position, answer in zip(GOLD, ANSWERS[name][question[0]], strict=True)
+    ]
+    return answers + [row(question, "gold_only", None, "seven") for question in questions]
+
+
+def test_both_verdicts_have_the_values_that_are_counted_by_hand():
+    arrangements = compare(rows())["arrangements"]
+    # none is right at 0: never, at 4: b, at 9: both; its usual answers are six and nine, two of three of its own.
+    assert arrangements["none"] == pytest.approx({"worst": 0, "mean": 0.5, "stable": 0, "agreement": 2 / 3})
+    assert arrangements["plain"] == {"worst": 0.5, "mean": 0.5, "stable": 1, "agreement": 1}
+    assert arrangements[EXPERTS] == {"worst": 1, "mean": 1, "stable": 1, "agreement": 0.5}
+    assert arrangements["committee"] == {"worst": 0, "mean": 0, "stable": 1, "agreement": 0}
+
+
+def test_rank_correlations_are_of_the_pairs_and_the_stable_ones_are_ranked_by_agreement():
+    result = compare(rows())
+    # Ranks of none, plain, experts, committee: 2 3 4 1 with labels, 1 4 3 2 without: 1 - 6 * 4 / (4 * 15).
+    # Five of the 24 permutations are as high, twice that in both directions.
+    assert result["correlation"] == pytest.approx({"spearman": 0.6, "p": 10 / 24, "n": 4})
+    # Of plain, experts, committee: 2 3 1 and 3 2 1: 1 - 6 * 2 / (3 * 8).
+    assert result["correlation_of_stable"]["spearman"] == pytest.approx(0.5)
+    assert (result["stable"], result["stable_worst"]) == (3, 0.5)
+
+
+def test_choices_without_labels_are_scored_with_labels():
+    result = compare(rows())
+    assert (result["best_with_labels"], result["chosen_without_labels"]) == (EXPERTS, EXPERTS)
+    # plain is right on b alone: half below experts; none is right on none of them at its worst position.
+    assert result["nearest_to_none"] == "plain"
+    assert result["nearest_minus_none"]["accuracy"] == 0.5
+    assert result["chosen_minus_none"]["accuracy"] == 1
+    other = compare(rows(("none", "plain", "committee")))  # without the default the cheapest, here the first of equals
+    assert (other["chosen_without_labels"], other["chosen_minus_best"]["accuracy"]) == ("plain", 0)
+
+
+def test_the_filter_keeps_questions_that_are_right_from_the_gold_passage_alone():
+    kept = answered_alone(rows())
+    assert {row.question for row in kept} == {"a1", "a2", "a3"}
+    assert compare(kept)["arrangements"]["plain"]["worst"] == 0
+    assert answered_alone([row for row in rows() if row.condition != "gold_only"]) == []
+
+
+def test_two_arrangements_and_equal_ranks_have_no_rank_correlation():
+    assert compare(rows(("none", "plain")))["correlation"] is None
+    ranks = {"none": (0.0, 0.5), "plain": (0.5, 0.5), EXPERTS: (1.0, 1.0)}
+    assert rank_correlation(ranks, dict.fromkeys(ranks, (1.0, 0.2)), list(ranks)) is None
+
+
+def test_the_table_has_a_row_of_every_record_and_says_where_the_filter_leaves_nothing():
+    summary = {"set": {"all": compare(rows()), "answered alone": None}}
+    header, full = STUDY_LAYOUTS["verdicts"]([{"summary": summary}])
+    assert dict(zip(header, full, strict=True)) == {
+        "model, data": "set",
+        "questions": "6",
+        "rank correlation, p (arrangements)": "+.60, .42 (4)",
+        "of the stable ones": "+.50, 1.00 (3)",
+        "best with labels": f"`{EXPERTS}` 1.00",
+        "nearest to `none`": "`plain` .50",
+        "nearest - `none`": "+.50 [+.17, +.83]",
+        "chosen without labels": f"`{EXPERTS}` 1.00",
+        "chosen - `none`": "+1.00 [+1.00, +1.00]",
+        "chosen - best": "same",
+        "mean of the stable ones": ".50",
+    }
+    _, empty = STUDY_LAYOUTS["verdicts-answered-alone"]([{"summary": summary}])
+    assert empty == ["set", "0", *["-"] * 9]
