@@ -63,7 +63,7 @@ def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[s
         "memory": lambda: growth(host, chosen.long),
         "deleted, evicted": lambda: after_eviction(chosen.deleted),
         "deleted, failover": lambda: after_failover(chosen.deleted),
-        "deletions, cost": lambda: cost(9 * chosen.deleted),
+        "deletions, cost": lambda: cost(chosen.deleted),
     }
 
 
