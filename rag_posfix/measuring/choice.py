@@ -239,11 +239,7 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
     what = "accuracy at the worst position" if summary["labels"] else "stable answers"
     low, high = choice["interval"]
     difference = f"{choice['difference']:+.2f} in {what} ({low:+.2f} to {high:+.2f}, {choice['n']} unseen questions)"
-    hint = (
-        ""
-        if summary["labels"]
-        else " Without labels this says which answers are stable, not which are right; so the default is named."
-    )
+    hint = "" if summary["labels"] else " Without labels this says which answers are stable, not which are right."
     if name != BASELINE:
         return f"Use {name}: {difference} against the model as it is.{hint}"
     if len(summary["measured"]) == 1:
