@@ -88,7 +88,7 @@ class TestPrecompute:
 
         command = ("-m", "rag_posfix.cli.main", "ask", QUESTION, "--index", index, "--json")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAG_POSFIX_MAX_TOKENS": "8", "RAG_POSFIX_FLOOR": "off"}
-        answer = json.loads(python.run(ROOT, *command, environment=environment))
+        answer = json.loads(python.run(ROOT, *command, environment=environment).splitlines()[-1])
         assert answer["cached"] is False
         assert answer["usage"]["cached_tokens"] == read["tokens"], "the prefix and all three passages"
         assert 0 < answer["usage"]["cached_tokens"] < answer["usage"]["prompt_tokens"]
