@@ -1,6 +1,7 @@
 """Settings of the whole test run. Weights are found without the network; nothing here loads a model."""
 
 import os
+from collections.abc import Iterator
 
 # Read by their libraries at import, so before anything imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,6 +11,8 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.warm_python import WarmPython, warm_python
 
 # No deadline: the first example of a test pays for imports. On a CI machine examples are the same in every run.
 settings.register_profile("default", deadline=None, max_examples=50)
@@ -37,6 +40,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, _no_data: str) ->
         if name.upper().startswith("RAG_POSFIX_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("RAG_POSFIX_SERVICE_DATA_DIR", _no_data)
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Starts commands and services in a process of their own without importing torch and transformers for each."""
+    with warm_python(tmp_path_factory.mktemp("python")) as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

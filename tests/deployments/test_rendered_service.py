@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -16,6 +15,7 @@ from rag_posfix.folders import default_cache_dir
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.support.helm_chart import merged, one_of, values_of
 
+ROOT = Path(__file__).parents[2]
 READY_SECONDS = 200
 
 
@@ -33,7 +33,7 @@ def image_environment():
     return dict(re.findall(r"((?:RAG_POSFIX|HF)_\w+)=(\S+)", settings) + re.findall(r"--env (\w+)=(\S+)", run))
 
 
-def start(environment, folder, **changes):
+def start(python, environment, folder, **changes):
     """Start the service with its paths below a folder and a free port, as no container gives them."""
     paths = {"/cache": str(folder / "cache"), "/data": str(folder / "data"), "/tmp": str(folder)}
     variables = {key: value for key, value in os.environ.items() if not key.startswith("RAG_POSFIX")}
@@ -41,10 +41,10 @@ def start(environment, folder, **changes):
     variables["RAG_POSFIX_SERVICE_PORT"] = "0"
     if "RAG_POSFIX_SERVICE_METRICS_ADDRESS" in variables:
         variables["RAG_POSFIX_SERVICE_METRICS_ADDRESS"] = "127.0.0.1:0"
-    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--log-format", "text"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, text=True)
-    return process, folder / "log"
+    command = ("-m", "rag_posfix.cli.main", "serve", "--log-format", "text")
+    log = folder / "log"
+    process = python.start(ROOT, *command, output=log, environment=variables)
+    return process, log
 
 
 def wait_for(process, log, pattern):
@@ -60,8 +60,8 @@ def wait_for(process, log, pattern):
 @pytest.mark.weights
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [chart_environment, image_environment], ids=["chart", "image"])
-def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environment, tmp_path):
-    process, log = start(environment(), tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environment, tmp_path, python):
+    process, log = start(python, environment(), tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         address = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
@@ -74,7 +74,7 @@ def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environme
 
 @pytest.mark.weights
 @pytest.mark.slow
-def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path):
+def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, python):
     """Qdrant in its local mode, one folder for each process that opens it."""
     from langchain_qdrant import QdrantVectorStore
 
@@ -86,7 +86,7 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path):
         ).client.close()
         stores[name] = f"qdrant:path={tmp_path / name},collection=docs"
     environment = one_of("ConfigMap", merged(values_of("laptop"), {"retrieval": stores}))["data"]
-    process, log = start(environment, tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+    process, log = start(python, environment, tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         port = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
@@ -109,22 +109,21 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path):
 
 @pytest.mark.weights
 @pytest.mark.slow
-def test_the_index_job_writes_what_the_service_answers_from(tmp_path):
+def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python):
     values = merged(values_of("laptop"), {"index": {"size": "1Gi"}, "indexJob": {"enabled": True}})
     (job,) = one_of("Job", values)["spec"]["template"]["spec"]["containers"]
     environment = one_of("ConfigMap", values)["data"]
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents" / "bridge.md").write_text("# Bridges\n\nThe bridge of Arvo was built in 1911.\n")
     paths = {"/documents": str(tmp_path / "documents"), "/index": str(tmp_path / "index")}
-    command = [sys.executable, "-m", "rag_posfix.cli.main", *(paths.get(each, each) for each in job["args"])]
-    command.insert(3, *job["command"][1:])
+    command = ("-m", "rag_posfix.cli.main", *job["command"][1:], *(paths.get(each, each) for each in job["args"]))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("RAG_POSFIX")}
     variables = (
         inherited | environment | {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir()), "HOME": os.environ["HOME"]}
     )
-    subprocess.run(command, env=variables, check=True, timeout=300, capture_output=True)
+    python.run(ROOT, *command, environment=variables)
     folders = {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir()), "RAG_POSFIX_INDEX": paths["/index"]}
-    process, log = start(environment, tmp_path, **folders)
+    process, log = start(python, environment, tmp_path, **folders)
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         port = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
@@ -138,10 +137,12 @@ def test_the_index_job_writes_what_the_service_answers_from(tmp_path):
 
 @pytest.mark.weights
 @pytest.mark.slow
-def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path):
+def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path, python):
     store = f"qdrant:path={tmp_path / 'empty'},collection=docs"
     values = merged(values_of("laptop"), {"retrieval": {"collectionStore": store}})
-    process, log = start(one_of("ConfigMap", values)["data"], tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+    process, log = start(
+        python, one_of("ConfigMap", values)["data"], tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir())
+    )
     try:
         assert wait_for(
             process, log, "the model could not be loaded: collection_store: the vector store qdrant failed"
@@ -152,8 +153,8 @@ def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tm
         process.wait(timeout=60)
 
 
-def test_without_the_decision_the_service_does_not_start(tmp_path):
+def test_without_the_decision_the_service_does_not_start(tmp_path, python):
     environment = chart_environment() | {"RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS": "false"}
-    process, log = start(environment, tmp_path)
+    process, log = start(python, environment, tmp_path)
     assert process.wait(timeout=120) == 1
     assert "RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS=true" in log.read_text()

@@ -6,13 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import examples, files, write_files
-from tests.support.warm_python import WarmPython, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,12 +49,6 @@ def copy(tmp_path):
     for file in ("pyproject.toml", "README.md", "mkdocs.yml"):
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory) -> Iterator[WarmPython]:
-    with warm_python(tmp_path_factory.mktemp("python")) as python:
-        yield python
 
 
 def pytest_in(copy, python, *arguments):

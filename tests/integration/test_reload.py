@@ -23,6 +23,7 @@ from tests.support.redis_server import free_port
 from tests.support.subprocesses import wait_until_ready
 from tests.support.upstream import first_passage, streamed, upstream
 from tests.support.waiting import wait_until
+from tests.support.warm_python import WarmProcess, WarmPython
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
@@ -33,15 +34,9 @@ BUILT, BURNED = "When was the bridge of Arvo built?", "When did the zeppelin of 
 KEY = {"authorization": "Bearer operator"}
 
 
-def rag_posfix(*words: object) -> list[str]:
-    return [sys.executable, "-m", "rag_posfix.cli.main", *map(str, words)]
-
-
-def index_files(files: Path, index: Path) -> dict[str, Any]:
-    command = rag_posfix("index", files, "--out", index, "--json")
-    done = subprocess.run(command, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def index_files(python: WarmPython, files: Path, index: Path) -> dict[str, Any]:
+    command = ("-m", "rag_posfix.cli.main", "index", files, "--out", index, "--json")
+    return json.loads(python.run(ROOT, *command, environment=variables()).splitlines()[-1])
 
 
 def variables(**changes: object) -> dict[str, str]:
@@ -54,22 +49,22 @@ def variables(**changes: object) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def indexes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def indexes(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> Path:
     """Two indexes: ``index`` has one passage, and ``newer``, an update of it, has one more."""
     folder = tmp_path_factory.mktemp("indexes")
     (folder / "files").mkdir()
     (folder / "files" / "bridge.md").write_text(BRIDGE)
-    assert index_files(folder / "files", folder / "index")["passages"] == 1
+    assert index_files(python, folder / "files", folder / "index")["passages"] == 1
     shutil.copytree(folder / "index", folder / "newer")
     (folder / "files" / "zeppelin.md").write_text(ZEPPELIN)
-    assert index_files(folder / "files", folder / "newer")["added"] == 1
+    assert index_files(python, folder / "files", folder / "newer")["added"] == 1
     return folder
 
 
 class Served:
     """A running service over an index folder, in front of a scripted model."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, folder: Path, process: WarmProcess, url: str) -> None:
         self.folder, self.process, self.url = folder, process, url
         self.index = folder / "index"
 
@@ -108,15 +103,15 @@ class Served:
 
 
 @contextmanager
-def serve(indexes: Path, folder: Path, *replies: Any, **changes: object) -> Iterator[Served]:
+def serve(python: WarmPython, indexes: Path, folder: Path, *replies: Any, **changes: object) -> Iterator[Served]:
     shutil.copytree(indexes, folder, dirs_exist_ok=True)
     port = free_port()
-    with upstream(*(replies or [first_passage])) as model, (folder / "log").open("w") as log:
+    with upstream(*(replies or [first_passage])) as model:
         environment = variables(
             MODEL=model.model, MITIGATION="none", INDEX=folder / "index", SERVICE_PORT=port, **changes
         )
-        command = rag_posfix("serve", "--log-format", "text")
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
+        command = ("-m", "rag_posfix.cli.main", "serve", "--log-format", "text")
+        process = python.start(ROOT, *command, output=folder / "log", environment=environment)
         try:
             wait_until_ready(process, str(port), 300)
             yield Served(folder, process, f"http://127.0.0.1:{port}")
@@ -129,11 +124,11 @@ UNATTENDED = {"SERVICE_INDEX_CHECK_SECONDS": 0, "SERVICE_API_KEY": "operator"}
 """Services that look at their folders only when they are told to."""
 
 
-def test_the_service_follows_what_the_command_writes(indexes: Path, tmp_path: Path):
-    with serve(indexes, tmp_path, SERVICE_INDEX_CHECK_SECONDS=0.2) as served:
+def test_the_service_follows_what_the_command_writes(python: WarmPython, indexes: Path, tmp_path: Path):
+    with serve(python, indexes, tmp_path, SERVICE_INDEX_CHECK_SECONDS=0.2) as served:
         assert served.cites(BUILT, BRIDGE)
         assert not served.cites(BURNED, ZEPPELIN)
-        assert index_files(served.folder / "files", served.index)["added"] == 1
+        assert index_files(python, served.folder / "files", served.index)["added"] == 1
         wait_until(lambda: served.cites(BURNED, ZEPPELIN), 20)
         assert "2 passages" in served.log()
         wait_until(lambda: not served.deleted_files())
@@ -141,10 +136,12 @@ def test_the_service_follows_what_the_command_writes(indexes: Path, tmp_path: Pa
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_scope")
 
 
-def test_a_signal_reloads_and_answers_from_other_passages_are_misses(indexes: Path, tmp_path: Path):
+def test_a_signal_reloads_and_answers_from_other_passages_are_misses(
+    python: WarmPython, indexes: Path, tmp_path: Path
+):
     """The key of an answer has the content of its passages: an answer stays if all of them do."""
     all_passages = {"posfix": {"floor": "off"}}
-    with serve(indexes, tmp_path, RETRIEVER="hybrid", K=1, **UNATTENDED) as served:
+    with serve(python, indexes, tmp_path, RETRIEVER="hybrid", K=1, **UNATTENDED) as served:
         assert served.ask(BUILT)["cached"] is False
         assert served.ask(BURNED, **all_passages)["cached"] is False
         assert served.ask(BURNED, **all_passages)["cached"] is True
@@ -163,11 +160,13 @@ def test_a_signal_reloads_and_answers_from_other_passages_are_misses(indexes: Pa
         wait_until(lambda: not served.deleted_files())
 
 
-def test_a_request_reloads_while_a_stream_ends_on_the_version_that_it_began_with(indexes: Path, tmp_path: Path):
+def test_a_request_reloads_while_a_stream_ends_on_the_version_that_it_began_with(
+    python: WarmPython, indexes: Path, tmp_path: Path
+):
     resume = threading.Event()
     slow = streamed(BRIDGE[:20], BRIDGE[20:], pause_before=2, resume=resume)
     replies = [first_passage, slow, first_passage]  # the first is for the question before readiness
-    with serve(indexes, tmp_path, *replies, RETRIEVER="bm25", **UNATTENDED) as served:
+    with serve(python, indexes, tmp_path, *replies, RETRIEVER="bm25", **UNATTENDED) as served:
         key = httpx2.post(f"{served.url}/admin/keys", json={"tenant": "acme"}, headers=KEY).json()["key"]
         for headers, status in ((None, 401), ({"authorization": f"Bearer {key}"}, 403)):
             assert httpx2.post(f"{served.url}/v1/admin/reload", headers=headers).status_code == status
@@ -188,8 +187,10 @@ def test_a_request_reloads_while_a_stream_ends_on_the_version_that_it_began_with
         assert [document["text"] for document in documents] == [BRIDGE]
 
 
-def test_a_damaged_index_leaves_the_old_one_until_one_comes_that_is_whole(indexes: Path, tmp_path: Path):
-    with serve(indexes, tmp_path, **UNATTENDED) as served:
+def test_a_damaged_index_leaves_the_old_one_until_one_comes_that_is_whole(
+    python: WarmPython, indexes: Path, tmp_path: Path
+):
+    with serve(python, indexes, tmp_path, **UNATTENDED) as served:
         before = served.reload()["indexes"][0]["version"]
         damaged = served.folder / "damaged"
         shutil.copytree(served.folder / "newer", damaged)

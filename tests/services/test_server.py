@@ -17,6 +17,7 @@ from rag_posfix.settings import Settings
 from rag_posfix_api.listener import bind
 from rag_posfix_api.openapi import main
 from tests.support.serving import limits, make_pipeline
+from tests.support.subprocesses import run_python
 from tests.support.toy_encoder import ToyEncoder
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,11 @@ def test_an_address_that_is_not_ours_is_told():
         bind("192.0.2.1", 0)
     with pytest.raises(ConfigError, match=r"host 'no host' cannot be resolved"):
         bind("no host", 0)
+
+
+def test_the_service_is_imported_without_torch():
+    """An ingress of Ray Serve never needs it, and wrong settings are told before that import."""
+    assert run_python("import sys, rag_posfix_api.server; print('torch' in sys.modules)") == "False"
 
 
 def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():

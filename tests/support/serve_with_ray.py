@@ -26,7 +26,6 @@ import yaml
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.ray_serve.application import ApplicationOptions, ModelParts, make_application
 from rag_posfix_api.ray_serve.replicas import ReplicaModel
@@ -174,6 +173,8 @@ def shuffles(url: str, folder: Path) -> dict[str, list[str]]:
 
 
 def plain_answers(questions: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    from rag_posfix.pipeline.build import build_pipeline  # torch, which the ingress does without
+
     pipeline = build_pipeline(Settings(**SETTINGS), generator=describe(Settings()))
     with serving(pipeline) as url:
         return [said(ask(url, *one)) for one in questions]

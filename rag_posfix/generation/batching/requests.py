@@ -7,43 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, ScoredToken, whole_answer
+from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken, whole_answer
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, choose_together
-from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import open_scored
-from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.plan import Plan
-
-
-@runtime_checkable
-class SteppedGenerator(Generator, Protocol):
-    """A generator that a caller can advance step by step, several answers together; for example the engine."""
-
-    @property
-    def encoder(self) -> Tokenizer: ...
-
-    def open(
-        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
-    ) -> Session:
-        """Read a prompt and return the session that continues it."""
-        ...
-
-
-@runtime_checkable
-class PlanningGenerator(Generator, Protocol):
-    """A generator that checks a prompt without reading it; for example the engine."""
-
-    def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
-        """Return what a mitigation does with a prompt. Runs no model."""
-        ...
 
 
 class RequestHandle:

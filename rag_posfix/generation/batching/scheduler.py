@@ -16,13 +16,12 @@ from rag_posfix.contracts.generator import CachingGenerator, Generator, PassageR
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, whole_answer
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.batching.requests import (
-    PlanningGenerator,
     RequestHandle,
     RunningRequest,
-    SteppedGenerator,
     decode_step,
     write_tokens,
 )
+from rag_posfix.generation.batching.stepped import PlanningGenerator, SteppedGenerator
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.model.kv_cache import cache_bytes
 from rag_posfix.plan.layout import Layout

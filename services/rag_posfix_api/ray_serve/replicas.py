@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken
 from rag_posfix.errors import ConfigError, GenerationError, UpstreamError
-from rag_posfix.generation.batching.requests import SteppedGenerator
+from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix_api.ray_serve.routing import MAX_MARKS, ReadPassages, RoutedRequest, tags_of
 

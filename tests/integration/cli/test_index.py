@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +71,9 @@ class TestIndex:
 
 @pytest.mark.weights
 class TestPrecompute:
-    def test_what_was_read_for_the_index_is_not_read_again_by_another_process(self, run, files, tmp_path, cache_dir):
+    def test_what_was_read_for_the_index_is_not_read_again_by_another_process(
+        self, run, files, tmp_path, cache_dir, python
+    ):
         index = tmp_path / "new.index"
         found = run("index", files, "--out", index, "--precompute", "context_experts", "--json").json
         assert found["passages"] == 3
@@ -86,10 +86,9 @@ class TestPrecompute:
         assert read["seconds"] > 0
         assert (cache_dir / "passages").stat().st_mode & 0o077 == 0, "passages are private"
 
-        command = [sys.executable, "-m", "rag_posfix.cli.main", "ask", QUESTION, "--index", str(index), "--json"]
+        command = ("-m", "rag_posfix.cli.main", "ask", QUESTION, "--index", index, "--json")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAG_POSFIX_MAX_TOKENS": "8", "RAG_POSFIX_FLOOR": "off"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        answer = json.loads(done.stdout)
+        answer = json.loads(python.run(ROOT, *command, environment=environment).splitlines()[-1])
         assert answer["cached"] is False
         assert answer["usage"]["cached_tokens"] == read["tokens"], "the prefix and all three passages"
         assert 0 < answer["usage"]["cached_tokens"] < answer["usage"]["prompt_tokens"]
