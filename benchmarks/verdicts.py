@@ -20,8 +20,15 @@ from rag_posfix.evaluation.answers.answering import is_sound
 from rag_posfix.evaluation.answers.position_summary import BASELINE, GOLD_ONLY, PositionRow
 from rag_posfix.evaluation.record import read_record, save_record
 from rag_posfix.evaluation.statistics import difference_interval, mean
-from rag_posfix.measuring.choice import Scores, choose, measured, scores_without_labels, usual_answers
-from rag_posfix.measuring.measure import position_scores, rows_by_question
+from rag_posfix.measuring.choice import (
+    Scores,
+    choose,
+    measured,
+    scores_with_labels,
+    scores_without_labels,
+    usual_answers,
+)
+from rag_posfix.measuring.measure import rows_by_question
 
 LENGTHS = {
     "Lost in the Middle, 10": "litm-10",
@@ -59,7 +66,7 @@ def score_tables(rows: Sequence[PositionRow]) -> tuple[dict[str, Scores], dict[s
     }
     usual = usual_answers(answers[BASELINE])
     costs = {name: seconds[name] / seconds[BASELINE] for name in groups}
-    with_labels = {name: position_scores(group, costs[name]) for name, group in groups.items()}
+    with_labels = {name: scores_with_labels(rows_by_question(group), costs[name]) for name, group in groups.items()}
     without_labels = {
         name: scores_without_labels(
             texts, usual, cost=costs[name],

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.answers.answering import normalize
+from rag_posfix.evaluation.answers.answering import is_sound, normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
-from rag_posfix.evaluation.answers.position_summary import BASELINE
+from rag_posfix.evaluation.answers.position_summary import BASELINE, PositionRow
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -121,6 +121,17 @@ def supported_candidates(pipeline: Pipeline) -> list[Arrangement]:
 def usual_answers(answers: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the most frequent answer to each question, normalised; of equally frequent answers the first."""
     return {name: Counter(map(normalize, texts)).most_common(1)[0][0] for name, texts in answers.items()}
+
+
+def scores_with_labels(rows: Mapping[str, Sequence[PositionRow]], cost: float) -> Scores:
+    """Return the scores of an arrangement with labels, from the answers to each question: accuracy by position."""
+    values = [[row.accuracy for row in group] for group in rows.values()]
+    return Scores(
+        values=values,
+        second=[mean(columns) for columns in values],
+        cost=cost,
+        well_formed=[mean([float(is_sound(row.answer)) for row in group]) for group in rows.values()],
+    )
 
 
 def scores_without_labels(

@@ -15,7 +15,7 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.answers.answering import AnswerJournal, is_sound, normalize
+from rag_posfix.evaluation.answers.answering import AnswerJournal, normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import (
     BASELINE,
@@ -36,6 +36,7 @@ from rag_posfix.measuring.choice import (
     choose,
     default_arrangement,
     measured,
+    scores_with_labels,
     scores_without_labels,
     supported_candidates,
     usual_answers,
@@ -295,8 +296,9 @@ def _by_flips(
             continue
         try:
             cost = run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
+            since = run.budget.used
             for start in range(0, len(questions), TOGETHER):
-                if run.budget.left() < 0:
+                if start and run.budget.fitting(start, since) < (len(questions) - start) / 2:
                     skipped[candidate.label] = "out of time"
                     break
                 candidate_rows += run.ask(questions[start : start + TOGETHER], candidate, repeats=0)
@@ -333,21 +335,23 @@ def _by_positions(
     skipped: dict[str, str],
 ) -> tuple[dict[str, Scores], list[PositionRow]]:
     """Return the scores of arrangements with labels, accuracy by position, and every row."""
-    rows: list[PositionRow] = []
-    seconds, taken = run.first_token_seconds(questions, parse_arrangement(BASELINE)), 0
-    table: dict[str, Scores] = {}
+    rows, table, taken = list[PositionRow](), dict[str, Scores](), 0
+    seconds = run.first_token_seconds(questions, parse_arrangement(BASELINE))
     for candidate in supported_candidates(run.pipeline):
         is_first = candidate.label == BASELINE
         if not is_first and run.budget.left() < 0:
             skipped[candidate.label] = "out of time"
             continue
         cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
-        total = len(examples) if is_first else taken
         candidate_rows: list[PositionRow] = []
-        stop = 0
-        while stop < total and not (stop and run.budget.left(POSITIONS_SHARE if is_first else 1.0) < 0):
-            start, stop = stop, min(stop + (BLOCK if stop else TOGETHER), total)
-            candidate_rows += run.answer(examples[start:stop], candidate)
+        stop, total, since = 0, len(examples) if is_first else taken, run.budget.used
+        while stop < total:
+            fitting = run.budget.fitting(stop, since, POSITIONS_SHARE if is_first else 1.0) if stop else TOGETHER
+            if fitting < (1 if is_first else (total - stop) / 2):  # a candidate that will not be done leaves its time
+                break
+            block = examples[stop:total][: min(BLOCK, max(int(fitting), TOGETHER))]
+            candidate_rows += run.answer(block, candidate)
+            stop += len(block)
             run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
         if stop < total and not is_first:
             skipped[candidate.label] = "out of time"
@@ -355,20 +359,8 @@ def _by_positions(
         taken = stop
         answered = [row for row in candidate_rows if row.gold_position is not None]
         rows += candidate_rows if is_first else answered
-        table[candidate.label] = position_scores(answered, cost)
+        table[candidate.label] = scores_with_labels(rows_by_question(answered), cost)
     return table, rows
-
-
-def position_scores(rows: Sequence[PositionRow], cost: float) -> Scores:
-    """Return the scores of an arrangement with labels: accuracy by position, then its mean."""
-    questions = rows_by_question(rows)
-    values = [[row.accuracy for row in group] for group in questions.values()]
-    return Scores(
-        values=values,
-        second=[mean(row) for row in values],
-        cost=cost,
-        well_formed=[mean([float(is_sound(row.answer)) for row in group]) for group in questions.values()],
-    )
 
 
 def _summary(

@@ -27,6 +27,10 @@ class Budget:
         """Return the seconds until a share of the time is used."""
         return share * self.seconds - self.used
 
+    def fitting(self, done: int, since: float, share: float = 1.0) -> float:
+        """Return how many questions fit into a share of the time, at the pace of ``done`` since ``since`` seconds."""
+        return self.left(share) * done / max(self.used - since, 1e-9)
+
     @property
     def minutes_left(self) -> float:
         """Minutes until the whole time is used, for people."""
