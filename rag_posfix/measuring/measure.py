@@ -346,10 +346,10 @@ def _by_positions(
         candidate_rows: list[PositionRow] = []
         stop, total, since = 0, len(examples) if is_first else taken, run.budget.used
         while stop < total:
-            fitting = run.budget.fitting(stop, since, POSITIONS_SHARE if is_first else 1.0) if stop else TOGETHER
+            fitting = run.budget.fitting(stop, since, POSITIONS_SHARE if is_first else 1.0) if stop else total
             if fitting < (1 if is_first else (total - stop) / 2):  # a candidate that will not be done leaves its time
                 break
-            block = examples[stop:total][: min(BLOCK, max(int(fitting), TOGETHER))]
+            block = examples[stop:total][: min(BLOCK if stop else TOGETHER, max(int(fitting), TOGETHER))]
             candidate_rows += run.answer(block, candidate)
             stop += len(block)
             run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
