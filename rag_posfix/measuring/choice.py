@@ -254,6 +254,8 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
     if name != BASELINE:
         return f"Use {name}: {difference} against the model as it is.{hint}"
     if len(summary["measured"]) == 1:
+        if "out of time" in summary["not_measured"].values():
+            return "No time was left for other arrangements: give more --minutes, and the same command goes on."
         return "Keep your model as it is; nothing else was measured."
     free = summary["order_free"]
     beside = f" The cheapest arrangement that no order changes is {free}." if free else ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rag_posfix.evaluation.statistics import mean
-from rag_posfix.measuring.choice import Scores, choose
+from rag_posfix.measuring.choice import Scores, choose, verdict_of
 
 RUNS = 200
 QUESTIONS = 60
@@ -120,3 +120,13 @@ def test_without_labels_a_default_with_malformed_answers_is_not_chosen():
     table = without_labels(none=20, sorted=40, default=40)
     table["default"] = replace(table["default"], well_formed=[0.9] * 40)
     assert choose(table, preferred="default").name == "sorted"
+
+
+def test_a_verdict_without_other_arrangements_says_whether_time_was_lacking():
+    summary = {
+        "flips": {"rate": 0.7, "interval": (0.5, 0.8), "control": 0.0, "n": 30}, "order_matters": True, "labels": True,
+        "choice": {"name": "none", "best": "none", "difference": 0.0, "interval": (0.0, 0.0), "n": 30},
+        "measured": {"none": {}}, "not_measured": {"default": "out of time"},
+    }  # fmt: skip
+    assert "give more --minutes" in verdict_of(summary)
+    assert "Keep your model" in verdict_of({**summary, "not_measured": {"default": "the model lacks it"}})
