@@ -3,67 +3,83 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.evaluation import evaluate_permutations
 from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.folders import default_cache_dir
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.checkpoint import PACKAGED
+from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
+from rag_posfix.reranking import YesNoReranker
 from rag_posfix.settings import RemoteSettings, Settings
+from tests.support.command_line import command_line
 from tests.support.redis_server import free_port
 from tests.support.tiny_evaluation import Alphabetical
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).resolve().parents[2]
 HOW = (
-    "no llama.cpp server: put llama-server on the PATH, or pip install 'llama-cpp-python[server]==0.3.36' (compiles, "
-    "10 to 60 minutes) here, or in another environment whose python is named by LLAMA_CPP_PYTHON"
+    "no llama.cpp server: pip install xllamacpp here, or in another environment whose python is named by "
+    "LLAMA_CPP_PYTHON, or put llama-server on the PATH"
 )
 FERRY = Document("The ferry Ostrilla sank in 1963.", id="ferry", metadata={"relevance_score": 0.9})
 HARBOUR = Document("The harbour froze in 1901.", id="harbour", metadata={"relevance_score": 0.2})
 QUESTION = "In which year did the ferry Ostrilla sink?"
+PASSAGES = (
+    Document("The ferry Ostrilla sank in 1963.", id="ferry"),
+    Document("The harbour of Arvo froze in 1901.", id="harbour"),
+    Document("Bread is baked in ovens.", id="bread"),
+    Document("The lighthouse keeper kept a diary of the weather.", id="keeper"),
+)
 
 
-def command(gguf: Path, port: int) -> list[str]:
-    """The command line of a server; skips without one."""
-    binary = shutil.which("llama-server")
-    if binary is not None:
-        options = ["--alias", "smollm2", "--ctx-size", "2048", "--threads", "1", "--parallel", "1"]
-        return [binary, "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port), *options]
+def program() -> list[str]:
+    """The beginning of a server's command line; skips without a server."""
     python = os.environ.get("LLAMA_CPP_PYTHON")
-    if python is None and importlib.util.find_spec("llama_cpp") is not None:
+    if python is None and importlib.util.find_spec("xllamacpp") is not None:
         python = sys.executable
-    if python is None:
+    if python is not None:
+        return [python, str(ROOT / "tests" / "support" / "llama_cpp_server.py")]
+    binary = shutil.which("llama-server")
+    if binary is None:
         pytest.skip(HOW)
-    options = ["--model_alias", "smollm2", "--n_ctx", "2048", "--n_threads", "1"]
-    where = ["--host", "127.0.0.1", "--port", str(port)]
-    return [python, "-m", "llama_cpp.server", "--model", str(gguf), *where, *options]
+    return [binary]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def serving(folder: Path, slots: int, *options: str) -> Iterator[str]:
+    """Serve the packaged weights as ``smollm2`` with a window of 2,048 tokens; yield the base URL."""
     port = free_port()
-    folder = tmp_path_factory.mktemp("llama")
     gguf = PACKAGED["smollm2"].files(default_cache_dir())[0]
+    command = [
+        *program(), "--model", str(gguf), "--alias", "smollm2", "--port", str(port), "--ctx-size", str(2048 * slots),
+        "--parallel", str(slots), "--threads", "1", "--no-repack", *options,
+    ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command(gguf, port), cwd=folder, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}/v1"
     try:
         deadline = time.monotonic() + 240
@@ -81,17 +97,40 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(30)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Four prompts at a time, and a prefix cache."""
+    with serving(tmp_path_factory.mktemp("llama"), 4) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Every prompt by itself from its first token, so that equal prompts have bit-equal logits."""
+    with serving(tmp_path_factory.mktemp("alone"), 1, "--no-cache-prompt") as url:
+        yield url
+
+
+def settings_of(url: str, folder: Path, context_window: int = 2048) -> Settings:
+    remote = RemoteSettings(context_window=context_window, timeout_seconds=300)
+    return Settings(model=f"openai:smollm2@{url}", mitigation="none", order="reverse", cache_dir=folder, remote=remote)
+
+
+def raw_scores(generator: Any, documents: Sequence[Document], question: str) -> dict[str, float]:
+    judged = YesNoReranker(generator=generator).compress_documents(documents, question)
+    return {str(document.id): document.metadata["reranking"]["raw_score"] for document in judged}
+
+
 @pytest.fixture
-def pipeline(server: str, tmp_path: Path) -> Iterator[Pipeline]:
-    settings = Settings(
-        model=f"openai:smollm2@{server}",
-        mitigation="none",
-        order="reverse",
-        cache_dir=tmp_path,
-        remote=RemoteSettings(context_window=2048, timeout_seconds=300),
-    )
-    with closing(build_pipeline(settings)) as built:
+def pipeline(alone: str, tmp_path: Path) -> Iterator[Pipeline]:
+    with closing(build_pipeline(settings_of(alone, tmp_path))) as built:
         yield built
+
+
+@pytest.fixture
+def generator(server: str) -> Iterator[RemoteGenerator]:
+    with closing(open_remote(f"openai:smollm2@{server}", context_window=2048)) as opened:
+        yield opened
 
 
 def test_answers_whole_and_streamed_are_equal_cited_and_cached(pipeline: Pipeline):
@@ -135,22 +174,90 @@ def test_a_stream_that_is_closed_frees_the_server(pipeline: Pipeline):
 
 
 def test_a_prompt_beyond_the_servers_window_is_told_as_that(server: str, tmp_path: Path):
-    remote = RemoteSettings(context_window=100_000, timeout_seconds=300)
-    settings = Settings(model=f"openai:smollm2@{server}", mitigation="none", cache_dir=tmp_path, remote=remote)
+    settings = settings_of(server, tmp_path, context_window=100_000)
     long = Document("word " * 4000, metadata={"relevance_score": 1.0})
     with closing(build_pipeline(settings)) as built, pytest.raises(PromptTooLongError, match="CONTEXT_WINDOW"):
         built.ask(Question(QUESTION, documents=[long]))
 
 
-def test_order_evaluation(server: str):
+def test_order_evaluation(alone: str):
     example = PositionExample(
         id="1", question=QUESTION, answers=("1963",), gold=(FERRY,),
         distractors=(HARBOUR, Document("The mill burned in 1888.", id="mill")),
     )  # fmt: skip
     record = evaluate_permutations(
         [example], [parse_arrangement("/reverse/none")], orders=3, documents=3, max_tokens=16, reranker=Alphabetical(),
-        settings=Settings(model=f"openai:smollm2@{server}", remote=RemoteSettings(timeout_seconds=300)),
+        settings=Settings(model=f"openai:smollm2@{alone}", remote=RemoteSettings(timeout_seconds=300)),
     )  # fmt: skip
     found = record.to_json()["mitigations"]["/reverse/none"]
     assert found["flip_rate"] == 0.0
     assert found["log_probability"] is None
+
+
+def test_verify_shows_what_the_server_gives(generator: RemoteGenerator, server: str, capsysbinary):
+    facts = generator.probe()
+    assert facts.judgements == "chat completions with log-probabilities"
+    assert not facts.prompt_log_probs, "completions with echo do not score the prompt"
+    assert facts.context_window == 2048, "that of a slot"
+    assert (facts.cached_tokens or 0) > 500
+    code, shown, _ = command_line(capsysbinary)("verify", "--model", f"openai:smollm2@{server}")
+    assert code == 0
+    assert f"passages are judged by: {facts.judgements}" in shown
+    assert "log-probabilities of prompts: no" in shown
+    assert "context window: 2048" in shown
+    assert f"{facts.cached_tokens} tokens of a repeated prompt" in shown
+    runs = dict(re.findall(r"(\w+)\W+(yes|no)\b", shown.partition("arrangements")[2]))
+    assert {runs[name] for name in ("yes_no", "listwise", "none", "canonical_rotations")} == {"yes"}
+    assert {runs[name] for name in ("likelihood", "in_context", "context_experts")} == {"no"}
+
+
+def test_it_judges_as_the_local_engine_does(generator: RemoteGenerator, float32_engine: Engine):
+    """llama.cpp rounds activations to 8 bits for weights of 4 bits: that moved twelve log-odds by up to .33.
+
+    The same weights as float32 in GGUF differ by up to .013, and the local engine in bfloat16 by up to .24.
+    """
+    here, there = (raw_scores(each, PASSAGES, QUESTION) for each in (float32_engine, generator))
+    assert there == pytest.approx(here, abs=0.5)
+    assert max(here, key=lambda name: here[name]) == max(there, key=lambda name: there[name]) == "keeper"
+
+
+def test_the_prefix_cache_serves_passages_in_another_order_with_another_question(generator: RemoteGenerator):
+    raw_scores(generator, PASSAGES, QUESTION)
+    with collected_usage() as spent:
+        raw_scores(generator, PASSAGES[::-1], "Who kept a diary?")
+    usage = sum_usage(spent)
+    assert usage.cached_tokens > usage.prompt_tokens / 2
+
+
+def test_prompts_that_are_read_alone_have_equal_scores_in_every_order(alone: str):
+    with closing(open_remote(f"openai:smollm2@{alone}")) as opened:
+        given = raw_scores(opened, PASSAGES[:2], QUESTION)
+        assert raw_scores(opened, PASSAGES[1::-1], QUESTION) == given
+        assert given["ferry"] != given["harbour"]
+
+
+@pytest.mark.parametrize(
+    ("mitigation", "reranker", "n_read", "every"),
+    [("none", "yes_no:top_n=3", 3, 1), ("canonical_rotations:rows=3", "yes_no", 4, 23)],
+)
+def test_one_answer_over_all_orders(
+    server: str, tmp_path: Path, mitigation: str, reranker: str, n_read: int, every: int
+):
+    """Judgements are kept, so that noise of the kernels cannot change the order; the last order is a repetition."""
+    orders = [*list(itertools.permutations(PASSAGES))[::every], PASSAGES]
+    with closing(build_pipeline(settings_of(server, tmp_path))) as built:
+        answers = [
+            built.ask(
+                Question(
+                    QUESTION, documents=documents, sampling=Sampling(max_tokens=8), use_cache=False,
+                    reranker=reranker, order="reverse", mitigation=mitigation,
+                )
+            )
+            for documents in orders
+        ]  # fmt: skip
+    assert len({answer.text for answer in answers}) == 1
+    assert len({tuple((document.id, document.score) for document in answer.documents) for answer in answers}) == 1
+    scores = [document.score for document in answers[0].documents]
+    assert (len(scores), scores) == (n_read, sorted(scores))
+    assert not any(answer.warnings for answer in answers)
+    assert (answers[-1].usage.completion_tokens > 8) == (mitigation != "none"), "rows of a vote count together"
