@@ -231,7 +231,9 @@ def test_no_valid_key_is_refused_under_wrong_secrets_on_200_connections(old: boo
             if old:
                 break
             pairs = [(measured[name]["p99_ms"], measured[f"{name}_quiet"]["p99_ms"]) for name in ("livez", "cached")]
-            if all(busy <= 2 * quiet for busy, quiet in pairs):
+            # Client, service and flood share the cores: a slice of the scheduler is some milliseconds, more than twice
+            # what a quiet request takes on a fast machine.
+            if all(busy <= max(2 * quiet, quiet + 10) for busy, quiet in pairs):
                 break
         else:
             pytest.fail(f"p99 in ms under attack and in quiet: {pairs}")

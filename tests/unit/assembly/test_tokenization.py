@@ -119,4 +119,5 @@ def test_the_cost_of_a_conversation_grows_with_its_length_and_not_with_its_squar
         assert len(prompt) > len(turns)
         return time.thread_time() - started
 
-    assert min(seconds(10_000) for _ in range(2)) < 3 * min(seconds(5_000) for _ in range(2))  # 4 with a square
+    times = [(seconds(2_000), seconds(8_000)) for _ in range(3)]  # other programs may slow one of them down
+    assert min(long for _, long in times) < 8 * min(short for short, _ in times)  # 4 if linear, 16 with a square
