@@ -202,16 +202,6 @@ def device_calls(heads: Sequence[Head]) -> Iterator[Row]:
         yield cells
 
 
-def few_passages(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per record and arrangement: times as multiples of the stock model's, and what the store gave."""
-    yield ["model, passages", "arrangement", "cold", "warm", "decode", "prompt tokens from the store, warm"]
-    for head in heads:
-        size = f"{head['model']}, {head['settings']['documents']} x {head['settings']['tokens']}"
-        for name, values in head["summary"].items():
-            ratios = (f"{values[key]:.2f}" for key in ("cold", "warm", "decode"))
-            yield [size, f"`{name}`", *ratios, f"{values['cached']:.0%}"]
-
-
 def equal_under_load(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per record, method and load: answers and log-probabilities that are not those of one at a time."""
     yield ["dtype", "batch-invariant", "method", "connections", "different answers", "different log-probabilities"]
@@ -441,7 +431,6 @@ STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "capacity-parts": capacity_parts,
     "ray-routing": ray_routing,
     "device-calls": device_calls,
-    "few-passages": few_passages,
     "equal-under-load": equal_under_load,
     "lab": laboratory,
     "by-place": by_place,

@@ -320,7 +320,19 @@ ARRANGEMENT_COLUMNS = (
     "worst - best of `none`", "accuracy: worst - best of `none`, p", "scorer: recall@1, @3", "well-formed answers",
 )  # fmt: skip
 
+
+def few_passages(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per record and arrangement: times as multiples of the stock model's, and what the store gave."""
+    yield ["model, passages", "arrangement", "cold", "warm", "decode", "prompt tokens from the store, warm"]
+    for head in heads:
+        size = f"{head['model']}, {head['settings']['documents']} x {head['settings']['tokens']}"
+        for name, values in head["summary"].items():
+            ratios = (f"{values[key]:.2f}" for key in ("cold", "warm", "decode"))
+            yield [size, f"`{name}`", *ratios, f"{values['cached']:.0%}"]
+
+
 LAYOUTS: dict[str, Layout] = {
+    "few-passages": few_passages,
     "positions": partial(positions, columns=("worst", "mean", "spread", "worst - best of `none`")),
     "stability": partial(positions, columns=("worst", "spread", "answers that change")),
     "settings": partial(positions, columns=()),
