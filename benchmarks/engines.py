@@ -1,20 +1,22 @@
 """What order-free answers cost on a server with a prefix cache, against the plain prompt in a shuffled order.
 
     python -m benchmarks.engines --model openai:NAME@URL [--documents 14] [--tokens 150] [--questions 40]
-        [--concurrent 8] [--best 5] [--orders 0] [--new-tokens 8] [--out DIR]
+        [--concurrent 8] [--best 5] [--ordered 0] [--orders 6] [--new-tokens 8] [--out DIR]
 
 New questions over the same documents, each with the documents in another order: the workload on which caches of
 passages were reported to decay. ``plain`` reads all documents in that order; ``judged`` is ``yes_no:top_n=BEST`` with
 ``reverse``. Both run in one process against one server, in turns of ten questions, so that other load meets both; the
-documents are other ones for each. First tokens are the client's, judging included; the first ten questions are cold.
-``--orders`` asks so many questions in six orders and counts those whose answers differ; the same order again is the
-control.
+documents are other ones for each, and for each run. First tokens are the client's, judging included; the first ten
+questions are cold. ``--ordered`` asks so many questions in ``--orders`` different orders and counts those with more than
+one answer; the control is one order, asked as often. Both are asked at the same time and are each other's traffic.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -60,7 +62,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--concurrent", type=int, default=8)
     parser.add_argument("--best", type=int, default=5)
-    parser.add_argument("--orders", type=int, default=0)
+    parser.add_argument("--ordered", type=int, default=0, help="so many questions are asked in several orders")
+    parser.add_argument("--orders", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=None, help="folder for the record")
@@ -87,11 +90,10 @@ def question_text(number: int) -> str:
     return f"Which {subject} was {verb} in the year {1850 + number}?"
 
 
-def ask(pipeline: Pipeline, documents: Sequence[Document], number: int, seed: int, new_tokens: int) -> Asked:
-    shuffled = random.Random(seed).sample(documents, len(documents))
+def ask(pipeline: Pipeline, documents: Sequence[Document], number: int, new_tokens: int) -> Asked:
     sampling = Sampling(max_tokens=new_tokens)
     started, first = time.perf_counter(), 0.0
-    for chunk in pipeline.stream(Question(question_text(number), documents=shuffled, sampling=sampling)):
+    for chunk in pipeline.stream(Question(question_text(number), documents=list(documents), sampling=sampling)):
         first = first or time.perf_counter() - started
         last = chunk
     if last.answer is None:
@@ -113,15 +115,38 @@ def summary_of(asked: Sequence[Asked], block_seconds: Sequence[float]) -> dict[s
     }
 
 
-def changed_answers(pipeline: Pipeline, documents: Sequence[Document], chosen: argparse.Namespace) -> dict[str, int]:
-    """Return how many questions have more than one answer over several orders, and over the same order repeated."""
-    changed = {"orders": 0, "same_order": 0}
-    for number in range(chosen.orders):
-        for kind in changed:
-            seeds = range(6) if kind == "orders" else [0] * 6
-            texts = {ask(pipeline, documents, number, seed, chosen.new_tokens).text for seed in seeds}
-            changed[kind] += len(texts) > 1
-    return changed
+def orders_of(documents: Sequence[Document], count: int) -> list[list[Document]]:
+    """Return ``count`` different orders of the documents, or all where there are fewer."""
+    if math.factorial(len(documents)) <= count:
+        return [list(each) for each in itertools.permutations(documents)]
+    random_, orders = random.Random(0), dict[tuple[str | None, ...], list[Document]]()
+    while len(orders) < count:
+        order = random_.sample(documents, len(documents))
+        orders[tuple(each.id for each in order)] = order
+    return list(orders.values())
+
+
+def changed_answers(
+    pipeline: Pipeline, documents: Sequence[Document], chosen: argparse.Namespace, threads: ThreadPoolExecutor
+) -> dict[str, int]:
+    """Return how many questions have more than one answer over several orders, and over one order repeated.
+
+    The answers of both are written at the same time, as many as are asked for concurrently.
+    """
+    orders = orders_of(documents, chosen.orders)
+    asked = [
+        (number, kind, orders[index if kind == "orders" else 0])
+        for number in range(chosen.ordered)
+        for index in range(len(orders))
+        for kind in ("orders", "same_order")
+    ]
+    answers = threads.map(lambda each: ask(pipeline, each[2], each[0], chosen.new_tokens).text, asked)
+    texts: dict[tuple[int, str], set[str]] = {}
+    for (number, kind, _), text in zip(asked, answers, strict=True):
+        texts.setdefault((number, kind), set()).add(text)
+    return {
+        kind: sum(len(texts[number, kind]) > 1 for number in range(chosen.ordered)) for kind in ("orders", "same_order")
+    }
 
 
 def settings_of(chosen: argparse.Namespace, folder: str, judged: bool) -> Settings:
@@ -138,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.concurrent) as threads:
         ways: dict[str, tuple[Pipeline, list[Document]]] = {}
         for name in ("plain", "judged"):
-            documents = documents_of(chosen.documents, chosen.tokens, name)
+            documents = documents_of(chosen.documents, chosen.tokens, f"{name}-{os.getpid()}")
             if name == "plain":  # scored, so that no embedding model runs
                 documents = [
                     Document(each.page_content, id=each.id, metadata={"relevance_score": 0.5}) for each in documents
@@ -147,18 +172,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         asked: dict[str, list[Asked]] = {name: [] for name in ways}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for pipeline, documents in ways.values():  # a server's first requests pay for its start
-            ask(pipeline, [documents[0].model_copy(update={"page_content": "Warm up."})], 0, 0, chosen.new_tokens)
+            ask(pipeline, [documents[0].model_copy(update={"page_content": "Warm up."})], 0, chosen.new_tokens)
         for start in range(0, chosen.questions, BLOCK):
             for name, (pipeline, documents) in ways.items():
                 started = time.perf_counter()
                 numbers = range(start, start + BLOCK)
                 asked[name] += threads.map(
-                    lambda n, p=pipeline, d=documents: ask(p, d, n, n, chosen.new_tokens), numbers
+                    lambda n, p=pipeline, d=documents: ask(
+                        p, random.Random(n).sample(d, len(d)), n, chosen.new_tokens
+                    ),
+                    numbers,
                 )
                 seconds[name].append(time.perf_counter() - started)
         summary: dict[str, Any] = {name: summary_of(asked[name], seconds[name]) for name in ways}
-        if chosen.orders:
-            summary |= {"changed": {name: changed_answers(*way, chosen) for name, way in ways.items()}}
+        if chosen.ordered:
+            summary |= {"changed": {name: changed_answers(*way, chosen, threads) for name, way in ways.items()}}
         for pipeline, _ in ways.values():
             pipeline.close()
     plain, judged = summary["plain"], summary["judged"]

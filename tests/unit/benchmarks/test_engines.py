@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.engines import documents_of, main
+from benchmarks.engines import documents_of, main, orders_of
 from tests.support.upstream import Reply, as_json, first_passage, judging, upstream
 
 
@@ -21,10 +21,18 @@ def test_documents_have_the_length_that_is_asked_for():
     assert len({document.page_content for document in documents}) == 5
 
 
+def test_orders_differ_and_are_all_where_there_are_few():
+    documents = documents_of(3, 20, "x")
+    ids = [[document.id for document in order] for order in orders_of(documents, 24)]
+    assert (len(ids), len({tuple(each) for each in ids})) == (6, 6)
+    ids = [[document.id for document in order] for order in orders_of(documents_of(4, 20, "x"), 23)]
+    assert (len(ids), len({tuple(each) for each in ids})) == (23, 23)
+
+
 def test_answers_of_the_plain_prompt_change_and_those_of_the_judged_do_not(tmp_path):
     with upstream(server) as running:
         arguments = ["--documents", "4", "--tokens", "20", "--questions", "20", "--concurrent", "2", "--best", "2"]
-        summary = main(["--model", running.model, *arguments, "--orders", "2", "--out", str(tmp_path)])
+        summary = main(["--model", running.model, *arguments, "--ordered", "2", "--out", str(tmp_path)])
     assert summary["changed"] == {"plain": {"orders": 2, "same_order": 0}, "judged": {"orders": 0, "same_order": 0}}
     assert len(summary["judged"]["questions_per_s_by_ten"]) == 2
     assert summary["plain"]["not_judged"] == summary["judged"]["not_judged"] == 0

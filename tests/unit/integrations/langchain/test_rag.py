@@ -285,18 +285,17 @@ class TestTwins:
         assert ticks > 5
 
     async def test_a_reader_that_is_cancelled_stops_the_words(self):
-        made = rag()
+        made, word_read = rag(), asyncio.Event()
 
         async def read():
             async for _ in made.astream(QUESTION):
-                pass
+                word_read.set()
 
         reading = asyncio.create_task(read())
-        await asyncio.sleep(0.02)
+        await asyncio.wait({reading, asyncio.create_task(word_read.wait())}, return_when=asyncio.FIRST_COMPLETED)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await asyncio.sleep(0.1)
         assert made.pipeline.generator.closed
         assert made.pipeline.generator.given < 6
 
