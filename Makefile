@@ -48,10 +48,12 @@ demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped cor
 
 # Coverage has a floor for the whole suite. ARGS that choose some of the tests turn it off: paths, and these options.
 CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))
-COVERAGE = $(if $(strip $(CHOICE)),,--cov --cov-report=)
+COVERAGE = $(if $(strip $(CHOICE)),,-m slipcover --out build/coverage.json)
 
 test: $(BROWSER_STAMP) ## Set up what is needed and run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(COVERAGE) $(ARGS)
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(BIN)/python $(COVERAGE) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	@$(if $(COVERAGE),$(BIN)/python deployments/ci/coverage_floor.py build/coverage.json)
 
 test-matrix: $(DEV_STAMP) ## Test the oldest and newest allowed packages on each Python; ARGS=--small: a few minutes
 	@$(BIN)/python deployments/ci/test_matrix.py $(ARGS)

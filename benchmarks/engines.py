@@ -7,8 +7,8 @@ New questions over the same documents, each with the documents in another order:
 passages were reported to decay. ``plain`` reads all documents in that order; ``judged`` is ``yes_no:top_n=BEST`` with
 ``reverse``. Both run in one process against one server, in turns of ten questions, so that other load meets both; the
 documents are other ones for each, and for each run. First tokens are the client's, judging included; the first ten
-questions are cold. ``--ordered`` asks so many questions in ``--orders`` different orders and counts those with more than
-one answer; the control is one order, asked as often. Both are asked at the same time and are each other's traffic.
+questions are cold. ``--ordered`` asks so many questions in ``--orders`` different orders and counts those with more
+than one answer; the control is one order, asked as often. Each of the two is the traffic of the other.
 """
 
 from __future__ import annotations
@@ -144,9 +144,8 @@ def changed_answers(
     texts: dict[tuple[int, str], set[str]] = {}
     for (number, kind, _), text in zip(asked, answers, strict=True):
         texts.setdefault((number, kind), set()).add(text)
-    return {
-        kind: sum(len(texts[number, kind]) > 1 for number in range(chosen.ordered)) for kind in ("orders", "same_order")
-    }
+    kinds = ("orders", "same_order")
+    return {kind: sum(len(texts[number, kind]) > 1 for number in range(chosen.ordered)) for kind in kinds}
 
 
 def settings_of(chosen: argparse.Namespace, folder: str, judged: bool) -> Settings:

@@ -29,9 +29,6 @@ RELEVANCE = (0.9, 0.2, 0.4, 0.3)
 FLOAT32 = 1e-5
 TOKENS = (5, 9, 11, 20)
 
-without_coverage = pytest.mark.no_cover
-"""Of tests of each method on each family: coverage adds a sixth to them, and tests of one family reach the lines."""
-
 
 @pytest.fixture(scope="module")
 def llama():
@@ -99,7 +96,6 @@ def test_the_model_is_bit_identical_to_the_stock_one_after_an_exception(name, ll
     assert torch.equal(stock_logits(llama.model, ids), before)
 
 
-@without_coverage
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INVARIANT])
 def test_every_order_of_four_passages_gives_the_same_log_probabilities(name, family):
     loaded = model_of(family)
@@ -151,7 +147,6 @@ def test_the_unmodified_model_does_depend_on_order(llama):
     assert float((found - base).abs().max()) > 1e-3
 
 
-@without_coverage
 @pytest.mark.parametrize(("name", "family"), SERVED)
 def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_changes_nothing(name, family):
     """Compares keys and values of each passage in rows read whole with those of the passage read after the prefix."""
@@ -171,7 +166,6 @@ def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_cha
     assert plan.independent_passages == (max(differences) < FLOAT32), differences
 
 
-@without_coverage
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INDEPENDENT])
 def test_passage_by_passage_equals_reading_each_row_whole(name, family):
     loaded = model_of(family)
@@ -223,7 +217,6 @@ def test_without_passages_it_is_the_unmodified_model(name, llama):
     assert float((found - session(llama, "none", empty).next_log_probs()).abs().max()) < FLOAT32
 
 
-@without_coverage
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if MITIGATIONS.get(pair[0]).neutral_is_identity])
 def test_with_neutral_parameters_it_is_the_unmodified_model_bit_for_bit(name, family):
     loaded = model_of(family)

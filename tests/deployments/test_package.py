@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.ci import wheel_contents
+from deployments.ci import coverage_floor, wheel_contents
 from deployments.ci.ask_service import CheckError, check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,19 @@ def test_a_lost_and_a_foreign_file_are_named(wheel, tmp_path, monkeypatch, capsy
     told = capsys.readouterr().err
     assert "lacks rag_posfix/demo_data/passages.jsonl" in told
     assert "holds tests/test_a.py" in told
+
+
+@pytest.mark.parametrize(("total", "status", "told"), [(90.0, 0, ""), (89.9, 1, " 12.5 % b.py\n 89.0 % a.py\n")])
+def test_coverage_below_the_floor_fails_and_names_the_worst_files_first(
+    total, status, told, tmp_path, monkeypatch, capsys
+):
+    shares = {"a.py": 89, "b.py": 12.5, "c.py": 99}
+    files = {name: {"summary": {"percent_covered": share}} for name, share in shares.items()}
+    file = tmp_path / "coverage.json"
+    file.write_text(json.dumps({"summary": {"percent_covered": total}, "files": files}), "utf-8")
+    monkeypatch.setattr(sys, "argv", ["coverage_floor.py", str(file)])
+    assert coverage_floor.main() == status
+    assert capsys.readouterr().out == f"coverage {total:.1f} %, floor 90 %\n{told}"
 
 
 def test_the_shell_script_parses_and_calls_what_is_here():

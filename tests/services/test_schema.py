@@ -86,7 +86,6 @@ def is_expected(check: str, interaction: Any) -> bool:
     return check == "positive_data_acceptance" and refused_by_unstated_rule(interaction.response)
 
 
-@pytest.mark.no_cover  # coverage makes it take three times as long, and other tests reach these lines
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # schemathesis and its parts warn of each other
 def test_the_service_is_what_its_document_says(tmp_path: Path):
