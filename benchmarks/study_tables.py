@@ -92,6 +92,32 @@ def _rank_correlation(result: Mapping[str, float] | None) -> str:
     return "-" if result is None else short(f"{result['spearman']:+.2f}, {result['p']:.2f} ({result['n']})")
 
 
+def engines(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per record: how many times sooner the judged answers are than those of the plain prompt."""
+    yield [
+        "documents x tokens", "questions", "first token, cold", "first token, warm", "questions per second",
+        "last fifty against the second fifty", "tokens from the prefix cache: plain, judged",
+    ]  # fmt: skip
+    for head in heads:
+        settings, summary = head["settings"], head["summary"]
+        ratios, blocks = summary["ratios"], summary["judged"]["questions_per_s_by_ten"]
+        decay = fmean(blocks[-5:]) / fmean(blocks[5:10]) - 1 if len(blocks) >= 15 else None
+        yield [
+            f"{settings['documents']} x {settings['tokens']}", str(settings["questions"]),
+            *(short(f"{ratios[key]:.2f}") for key in ("first_token_cold", "first_token_warm", "questions_per_s")),
+            "-" if decay is None else f"{decay:+.1%}".replace("%", " %"),
+            ", ".join(percent(summary[way]["cached_share"]) for way in ("plain", "judged")),
+        ]  # fmt: skip
+
+
+def engines_changed(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per way of asking: questions with more than one answer over several orders, and over one order."""
+    settings = heads[0]["settings"]
+    yield ["", "questions", "orders", "more than one answer", "the same order again"]
+    for way, changed in heads[0]["summary"]["changed"].items():
+        yield [way, str(settings["ordered"]), str(settings["orders"]), *map(str, changed.values())]
+
+
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per load: its limit and its measurement."""
     summary = heads[0]["summary"]
@@ -423,6 +449,8 @@ STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "clients": clients,
     "first-answer": first_answer,
     "service-load": service_load,
+    "engines": engines,
+    "engines-changed": engines_changed,
     "service-faults": faults,
     "fleet": faults,
     "capacity": capacity_check,

@@ -315,3 +315,29 @@ def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
     ]
     with pytest.raises(EvaluationError, match="differ in their data"):
         table([heads[0], {**heads[1], "data": "e"}], "capture")
+
+
+def test_servers_have_a_row_per_record_and_the_last_fifty_are_compared_with_the_second_fifty():
+    blocks = [9.0] * 5 + [2.0] * 5 + [7.0] * 5 + [1.9] * 5
+    heads = [
+        {
+            "kind": "engines",
+            "settings": {"documents": 14, "tokens": 150, "questions": len(speeds) * 10},
+            "summary": {
+                "ratios": {"first_token_cold": 0.5, "first_token_warm": 3.25, "questions_per_s": 2.0},
+                "plain": {"cached_share": 0.25},
+                "judged": {"cached_share": 0.75, "questions_per_s_by_ten": speeds},
+            },
+        }
+        for speeds in (blocks, blocks[:4])
+    ]
+    assert table(heads).splitlines()[2:] == [
+        "| 14 x 150 | 200 | .50 | 3.25 | 2.00 | -5.0 % | 25 %, 75 % |",
+        "| 14 x 150 | 40 | .50 | 3.25 | 2.00 | - | 25 %, 75 % |",
+    ]
+    changed = {"plain": {"orders": 3, "same_order": 0}, "judged": {"orders": 0, "same_order": 0}}
+    head = {"settings": {"ordered": 4, "orders": 24}, "summary": {"changed": changed}}
+    assert table([head], "engines-changed").splitlines()[2:] == [
+        "| plain | 4 | 24 | 3 | 0 |",
+        "| judged | 4 | 24 | 0 | 0 |",
+    ]
