@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "langchain-core")
 TESTS = (
     "tests/unit/patching", "tests/contract", "tests/unit/integrations/langchain", "tests/services/test_chat.py",
+    "tests/services/test_chat_log_probs.py",
 )  # fmt: skip
 _TOOLS = (
     "pytest", "pytest-asyncio", "pytest-socket", "pytest-timeout", "hypothesis", "langchain-tests",

@@ -108,13 +108,7 @@ class PosfixRanker:
         top_k: int | None = None,
         filters: dict[str, Any] | None = None,
     ) -> dict[str, list[Document]]:
-        """Do what ``run`` does with the reranker's asynchronous method.
-
-        Args:
-            query: The question; required with a reranker.
-            top_k: Number of documents to keep, in place of the component's.
-            filters: Further filters, besides the component's.
-        """
+        """Do what ``run`` does with the reranker's asynchronous method; arguments and errors as for ``run``."""
         orderer, documents = self._orderer(top_k), self._matching(documents, filters)
         return _output(documents, await orderer.arun([_fields(document) for document in documents], query))
 

@@ -110,7 +110,9 @@ def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
     if generation.stop_string is not None:
         stored["stop_string"] = generation.stop_string
     if generation.log_probs:
-        stored["log_probs"] = _stored_scores(generation.log_probs)
+        stored["log_probs"] = [
+            (token.start, _pair(token.token), [_pair(score) for score in token.top]) for token in generation.log_probs
+        ]
     return stored
 
 
@@ -219,10 +221,6 @@ def _page(value: object) -> int | None:
 
 def _text_or_none(value: object) -> str | None:
     return clean_text(value) if isinstance(value, str) and value else None
-
-
-def _stored_scores(scored: Sequence[ScoredToken]) -> list[tuple[int, _Scored, list[_Scored]]]:
-    return [(token.start, _pair(token.token), [_pair(score) for score in token.top]) for token in scored]
 
 
 def _scores_from(stored: Sequence[Any]) -> tuple[ScoredToken, ...]:

@@ -169,9 +169,9 @@ class YesNoReranker(SeparatePassageReranker):
 
     def _prompt(self, question: str) -> TokenizedPrompt:
         judge, encoder = self._judge, self.generator.encoder
-        before, after, cue = judge.before, *_split_at_question(judge.after)
+        after, _, cue = judge.after.partition("{question}")
         template = _JudgePrompt(
-            before.replace("{question}", question), judge.heading, judge.separator, after, cue, judge.system
+            judge.before.replace("{question}", question), judge.heading, judge.separator, after, cue, judge.system
         )
         prompt = tokenize_prompt(encoder, template, question if "{question}" in judge.after else "")
         return replace(prompt, suffix=(*prompt.suffix, *encoder.encode_template(judge.answer_start)))
@@ -256,11 +256,6 @@ class YesNoReranker(SeparatePassageReranker):
             if start + len(window.text) >= text:
                 return
             start += max(len(window.text) * 3 // 4, 1)
-
-
-def _split_at_question(text: str) -> tuple[str, str]:
-    before, _, after = text.partition("{question}")
-    return before, after
 
 
 def _log_sum(values: Sequence[float]) -> float:

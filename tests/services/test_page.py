@@ -1,4 +1,4 @@
-"""The files of the page over HTTP. `tests/integration/test_page.py` uses it in a browser."""
+"""The files of the page over HTTP. `tests/integration/page` uses it in a browser."""
 
 from __future__ import annotations
 

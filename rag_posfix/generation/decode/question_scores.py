@@ -65,9 +65,7 @@ def question_attention(
 
 
 @torch.inference_mode()
-def question_attention_by_head(
-    loaded: LoadedModel, layouts: Sequence[Layout], kv_lookup: KVLookup | None = None
-) -> list[Tensor]:
+def question_attention_by_head(loaded: LoadedModel, layouts: Sequence[Layout]) -> list[Tensor]:
     """Return for each prompt the attention that its suffix pays to each token, by layer and head.
 
     (L, Hq, T) float32 on the CPU for each prompt, T with its suffix, averaged over the tokens of the suffix.
@@ -77,7 +75,7 @@ def question_attention_by_head(
     shape = loaded.spec.shape
     heads = {layer: tuple(range(shape.n_heads)) for layer in range(shape.n_layers)}
     last = shape.n_layers - 1
-    before = prefill_context(loaded, layouts[0], kv_lookup, last) if layouts and loaded.keeps_all_keys else None
+    before = prefill_context(loaded, layouts[0], None, last) if layouts and loaded.keeps_all_keys else None
     attention = []
     for layout in layouts:
         observer = Observer(queries=len(layout.suffix), heads=heads)

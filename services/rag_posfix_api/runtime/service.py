@@ -84,7 +84,7 @@ class Service:
             lambda: self.in_flight,
             lambda: self.chat.admission.working,
             lambda: self.is_ready,
-            self._oldest_seconds,
+            lambda: max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds),
             {ANSWER: lambda: self.chat.admission.waiting, SCORE: lambda: self.rerank.admission.waiting},
             lambda: 0 if self._batching is None else self._batching.kv_cache_bytes,
         )
@@ -373,9 +373,6 @@ class Service:
             on_release=lambda ticket: self.metrics.count_work(work, ticket.tenant, ticket.model_seconds),
         )
         return Jobs(admission, limits.request_timeout_seconds, partial(self.metrics.count_wait, work))
-
-    def _oldest_seconds(self) -> float:
-        return max(self.chat.admission.oldest_seconds, self.rerank.admission.oldest_seconds)
 
 
 def package_version() -> str:

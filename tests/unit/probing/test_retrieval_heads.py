@@ -23,7 +23,7 @@ EXAMPLES = [
 ]  # fmt: skip
 
 
-def planted(loaded, layouts, kv_lookup=None):
+def planted(loaded, layouts):
     """Layer 1, head 3 attends to the gold passage under the question; the others attend alike to all tokens."""
     found = []
     for layout, asked in zip(layouts, (False, True), strict=True):

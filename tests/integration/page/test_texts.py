@@ -1,0 +1,149 @@
+"""Texts of the page: what is copied runs, what is shown is text, and it can be read on small and dark screens."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
+
+from tests.support.chromium import checked_page, wait_for
+from tests.support.question_page import TORVANE, answers, ask, code_in, has_no_horizontal_scroll, open_page, paste
+
+NASTY = 'It\'s <b>bold</b> & "quoted" \\ $HOME `x` é 🙂.\nSecond line'
+
+
+def test_the_copied_texts_run(page):
+    paste(page, NASTY, "Another passage. It is short.")
+    page.fill("#question", "What's \"bold\"? 'this' \\")
+    python = code_in(page, "Python")
+    done = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = NASTY.split(". ")[0] + "\n"
+    assert done.stdout == expected
+    curl = subprocess.run(["bash", "-c", code_in(page, "curl") + " -sS"], capture_output=True, text=True, timeout=60)
+    assert curl.stderr == ""
+    assert json.loads(curl.stdout)["choices"][0]["message"]["content"] + "\n" == expected
+    tree = ast.parse(code_in(page, "langchain"))
+    (call,) = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ChatOpenAI"
+    ]
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert given["extra_body"]["documents"][0] == {"id": "passage-1", "text": NASTY}
+    assert given["extra_body"]["posfix"] == {"mitigation": "default", "order": "original"}
+
+
+def test_the_langchain_text_runs(page):
+    code = code_in(page, "langchain")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, TORVANE + "\n"), done.stderr
+
+
+def test_the_text_is_copied(browser, url):
+    with checked_page(browser, permissions=["clipboard-read", "clipboard-write"]) as page:
+        open_page(page, url)
+        code = code_in(page, "curl")
+        page.get_by_role("button", name="Copy").click()
+        page.get_by_role("button", name="Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == code
+
+
+def test_the_page_of_the_api_shows_every_group_of_routes_and_tries_one_out(browser, url):
+    with checked_page(browser) as page:
+        page.goto(url + "/docs")
+        page.locator("#operations-info-info").click()
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        page.locator(".live-responses-table .response-col_status", has_text="200").wait_for()
+        shown = set(page.locator(".opblock-tag").evaluate_all("(tags) => tags.map((tag) => tag.dataset.tag)"))
+        assert {"chat", "rerank", "collections", "keys", "evaluation"} <= shown
+
+
+def test_passages_and_answers_are_shown_as_text(page):
+    script = "<img src=x onerror=document.title='run'><script>document.title='run'</script> is in it. Yes."
+    paste(page, script, "Nothing. Else.")
+    page.fill("#question", "<b>What</b> is in it?")
+    ask(page)
+    assert page.locator(".passage-text").first.inner_text() == script
+    assert answers(page)["none"] == script.split(". ")[0]
+    assert page.locator(".card img, .card script, .answer img, .answer script").count() == 0
+    assert page.title() == "rag_posfix"
+
+
+def test_it_works_at_360_pixels(browser, url):
+    with checked_page(browser, viewport={"width": 360, "height": 740}) as page:
+        open_page(page, url)
+        assert has_no_horizontal_scroll(page)
+        ask(page)
+        paste(page, "w" * 400 + ". x", "short. passage")
+        ask(page)
+        page.get_by_label("Accepted answers").fill("x")
+        page.get_by_role("button", name="Try every place").click()
+        wait_for(page, "document.querySelector('[role=status]').innerText === 'Every place has been tried.'")
+        code_in(page, "Python")
+        assert has_no_horizontal_scroll(page)
+        tops = [page.locator(f".answer.{name}").bounding_box()["y"] for name in ("none", "default")]
+        assert tops[1] > tops[0] + 40  # one below the other
+
+
+def contrast(page, text, ground):
+    """The WCAG contrast ratio of two CSS variables."""
+
+    def luminance(name):
+        value = page.evaluate("(name) => getComputedStyle(document.documentElement).getPropertyValue(name)", name)
+        channels = [int(value.strip().lstrip("#")[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(text), luminance(ground)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("scheme", "ground"), [("light", "rgb(251, 250, 248)"), ("dark", "rgb(22, 23, 22)")])
+def test_light_and_dark_follow_the_system_and_can_be_read(browser, url, scheme, ground):
+    with checked_page(browser, color_scheme=scheme) as page:
+        open_page(page, url)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+        pairs = [("--ink", "--paper"), ("--quiet", "--paper"), ("--quiet", "--raised"), ("--accent", "--paper"),
+                 ("--on-accent", "--accent"), ("--ink", "--tint")]  # fmt: skip
+        assert {pair: contrast(page, *pair) >= 4.5 for pair in pairs} == dict.fromkeys(pairs, True)
+
+
+def answer_with(page, pattern, body):
+    page.route(pattern, lambda route: route.fulfill(json=body))
+
+
+def test_an_error_is_shown_in_its_column(browser, url):
+    with checked_page(browser) as page:
+        open_page(page, url)
+        cut = 'data: {"error": {"message": "the model failed", "code": "generation_failed"}}\n\n'
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=cut, content_type="text/event-stream"))
+        page.click("button.primary")
+        page.get_by_text("the model failed").first.wait_for()
+        assert page.locator(".answer .error:visible").all_inner_texts() == ["the model failed"] * 2
+
+
+def test_the_page_waits_until_the_model_is_loaded(browser, url):
+    with checked_page(browser) as page:
+        loading = {"ready": False, "key": False, "attention": False}
+        answer_with(page, "**/page/service.json", loading)
+        page.goto(url)
+        page.get_by_text("The model is being loaded").wait_for()
+        assert page.locator("button.primary").is_disabled()
+        page.unroute("**/page/service.json")
+        wait_for(page, "document.querySelector('button.primary').disabled === false")
+
+
+def test_every_control_has_a_name(page):
+    ask(page)
+    nameless = page.evaluate(
+        "[...document.querySelectorAll('button, input, select, textarea')].filter((one) => "
+        "!(one.innerText.trim() || one.ariaLabel || one.labels?.length)).map((one) => one.outerHTML)"
+    )
+    assert nameless == []
+    assert page.locator("h1").count() == 1
+    assert page.get_attribute("html", "lang") == "en"
