@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 
 from rag_posfix.errors import ConfigError
 
+READ_TOGETHER = 512
+"""A plain prompt is read and stored in runs of at least this many tokens. A forward pass reads all weights, however
+few its tokens are, and few tokens do not fill matrix units. Longer runs are reused by fewer prompts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -128,8 +132,18 @@ class Layout:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Where the prefix and each passage end: after how many tokens, ascending, each once."""
-        return tuple(sorted({span.stop for span in (self.prefix, *self.passages)} - {0}))
+        """Where runs of whole passages end: after how many tokens, ascending, each once.
+
+        A run ends with the prefix or passage that brings it to ``READ_TOGETHER`` tokens; the last one, which may be
+        shorter, ends with the last passage. Other ends depend only on what is before them, so prompts that begin with
+        the same passages begin with the same runs.
+        """
+        ends, start = [], 0
+        for span in (self.prefix, *self.passages):
+            if span.stop - start >= READ_TOGETHER:
+                ends.append(span.stop)
+                start = span.stop
+        return (*ends, self.suffix.start) if start < self.suffix.start else tuple(ends)
 
     @property
     def turn_starts(self) -> tuple[int, ...]:

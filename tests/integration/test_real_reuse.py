@@ -75,7 +75,8 @@ def sessions_of(half, asked, folder):
     [(QUESTIONS[0], name) for name in METHODS] + [(QUESTIONS[1], "parallel_windows"), (QUESTIONS[1], "none")],
     ids=lambda value: getattr(value, "id", value),
 )
-def test_the_answer_is_the_same_whatever_the_store_holds(half, tmp_path, question, name):
+def test_the_answer_is_the_same_whatever_the_store_holds(half, tmp_path, monkeypatch, question, name):
+    monkeypatch.setattr("rag_posfix.plan.layout.READ_TOGETHER", 1)  # the passages are short: runs of their own
     asked = request(half, question, name)
     sessions = sessions_of(half, asked, tmp_path)
     everything, gone = asked.layout.suffix.start, asked.layout.passages[2]

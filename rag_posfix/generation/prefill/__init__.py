@@ -1,1 +1,1 @@
-"""Prefill: reading prompts, whole or passage by passage, with keys and values that were kept."""
+"""Prefill: reading prompts, in runs or passage by passage, with keys and values that were kept."""

@@ -179,7 +179,7 @@ class KVLookup:
     def prefix_encoding(self, overrides: Overrides) -> EncodingKey:
         """Return what changes the first tokens of a prompt. Methods share segments that are read causally."""
         causal = overrides.attend is None and overrides.mask is None and not overrides.rotates_in_hook
-        return "leading", overrides.rope_base_factor, overrides.layer_scale, "" if causal else self.method
+        return "runs", overrides.rope_base_factor, overrides.layer_scale, "" if causal else self.method
 
     def history_encoding(self, overrides: Overrides, n_rows: int, n_tokens: int) -> EncodingKey:
         """Return what changes earlier turns that are read in rows of at most ``n_tokens``, besides their tokens.
@@ -219,7 +219,8 @@ class KVLookup:
     def _key(self, dtype: torch.dtype, encoding: EncodingKey, request: KVRequest) -> str:
         before = tuple(token for segment in request.before for token in segment.token_ids)
         positions = torch.cat([segment.positions for segment in (*request.before, request.segment)])
-        where = (encoding, _consecutive_runs(positions))
+        cuts = (len(segment) for segment in request.before[1:])  # tokens that are cut otherwise have other last bits
+        where = (encoding, *cuts, _consecutive_runs(positions))
         return passage_key(self.model, dtype, where, before, request.segment.token_ids, self.salt)
 
 

@@ -28,10 +28,11 @@ def test_each_passage_stands_last_once_in_a_rotation_of_the_ascending_list(shape
     assert rows_of(shape, (0.5, 0.9, 0.1), rows=1) == [(2, 0, 1)]
 
 
-def test_another_prompt_may_use_each_row_up_to_the_end_of_a_passage(shape):
-    # Five tokens of prefix, then passages of 5, 3, 4; of 4, 5, 3; of 3, 4, 5.
+def test_another_prompt_may_use_each_row_up_to_the_end_of_a_run(shape, monkeypatch):
+    monkeypatch.setattr("rag_posfix.plan.layout.READ_TOGETHER", 8)
+    # Five tokens of prefix, then passages of 5, 3, 4; of 4, 5, 3; of 3, 4, 5: runs of 10, 7; of 9, 8; of 8, 9.
     plan = create("canonical_rotations").plan(toy_layout((3, 4, 5), relevance=(0.5, 0.9, 0.1)), shape)
-    assert [row.reusable for row in plan.rows] == [(5, 10, 13, 17), (5, 9, 14, 17), (5, 8, 12, 17)]
+    assert [row.reusable for row in plan.rows] == [(10, 17), (9, 17), (8, 17)]
 
 
 @pytest.mark.parametrize(

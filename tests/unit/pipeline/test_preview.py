@@ -46,7 +46,10 @@ def engine_pipeline(loaded, mitigation):
         ("calibrated_attention", (True, True, False, False)),
     ],
 )
-def test_a_preview_says_which_segments_the_next_answer_finds_in_the_store(loaded, mitigation, new_question):
+def test_a_preview_says_which_segments_the_next_answer_finds_in_the_store(
+    loaded, monkeypatch, mitigation, new_question
+):
+    monkeypatch.setattr("rag_posfix.plan.layout.READ_TOGETHER", 1)  # the passages are short: runs of their own
     questions = engine_pipeline(loaded, {"cache_blend": "blended"}.get(mitigation, mitigation))
     first = Question("Who?", documents=[ROME, PARIS])
     preview = questions.preview(first)

@@ -86,6 +86,38 @@ def test_parts_must_touch_cover_the_prompt_and_agree_in_number(layout, changes, 
         replace(layout, **changes)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "ends"),
+    [
+        ((), (2,)),  # the prefix of two tokens
+        ((300, 209), (511,)),  # 2 + 300 + 209: one short run
+        ((300, 210), (512,)),  # 2 + 300 + 210: long enough
+        ((300, 210, 1), (512, 513)),  # what remains is a run, so that another question finds all passages
+        ((510, 0, 0), (512,)),
+        ((600, 100, 400, 12, 50), (602, 1114, 1164)),  # 2 + 600; 100 + 400 + 12; 50
+        ((150,) * 20, (602, 1202, 1802, 2402, 3002)),  # 2 + 4 * 150, then 4 * 150 each
+    ],
+)
+def test_a_run_ends_with_the_passage_that_brings_it_to_512_tokens(lengths, ends):
+    assert layout_of([("a", [3] * length) for length in lengths]).boundaries == ends
+
+
+def test_a_long_prefix_is_a_run_and_a_prompt_without_passages_has_none():
+    spans = (Span(600, 700), Span(700, 710))
+    layout = Layout((3,) * 715, Span(0, 600), spans, spans, Span(710, 715), Span(710, 715), ("a", "b"))
+    assert layout.boundaries == (600, 710)
+    assert Layout.plain([1, 2, 3]).boundaries == ()
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=8), st.data())
+def test_prompts_that_begin_with_the_same_passages_begin_with_the_same_runs(lengths, data):
+    layout = layout_of([("a", [3] * length) for length in lengths])
+    first = layout.select(range(data.draw(st.integers(0, len(lengths)))))
+    shared = [end for end in layout.boundaries[:-1] if end <= first.suffix.start]
+    assert list(first.boundaries[: len(shared)]) == shared
+    assert set(first.boundaries) <= {*shared, first.suffix.start}
+
+
 def test_relevance_has_one_score_per_passage(layout):
     assert replace(layout, relevance=(0.5, 0.9)).relevance == (0.5, 0.9)
 

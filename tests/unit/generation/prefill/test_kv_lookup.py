@@ -15,6 +15,8 @@ from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
 from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.plan import layout as plan_layout
+from rag_posfix.plan.layout import Span
 from rag_posfix.plan.plan import HiddenScale
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
@@ -25,7 +27,7 @@ LEADING = ["none", "calibrated_attention", "layer_scaling", "multi_base", "sorte
 
 @pytest.fixture(scope="module")
 def loaded():
-    return loaded_model()
+    return loaded_model(max_position_embeddings=4096)
 
 
 def engine_of(loaded, store=None, print="print"):
@@ -56,8 +58,16 @@ def passes(loaded):
     handle.remove()
 
 
+@pytest.fixture
+def read_together(monkeypatch):
+    """Set the shortest run of a plain prompt, so that short prompts have several."""
+    return lambda tokens: monkeypatch.setattr(plan_layout, "READ_TOGETHER", tokens)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 10, 512])
 @pytest.mark.parametrize("name", MITIGATIONS.names())
-def test_warm_answers_are_cold_answers(loaded, name):
+def test_warm_answers_are_cold_answers(loaded, read_together, name, n_tokens):
+    read_together(n_tokens)
     layout = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
     engine = engine_of(loaded, store_of())
     asked = request(layout, name)
@@ -94,18 +104,50 @@ def test_methods_that_read_passages_alike_share_them(loaded, passes):
 
 
 @pytest.mark.parametrize("name", ["none", "layer_scaling"])
-def test_leading_passages_are_found_up_to_the_first_that_differs(loaded, name):
+@pytest.mark.parametrize(
+    ("n_tokens", "shared_tokens"),
+    [
+        (1, (16, 5, 25, 31)),  # prefix 5 and passages of 7, 4, 9 and 6 are runs of their own: 5, 12, 16, 25, 31
+        (10, (12, 0, 25, 31)),  # 5 + 7, 4 + 9, 6: the runs end at 12, 25, 31; with passage 1 first at 5 + 4 + 7 = 16
+        (512, (0, 0, 0, 31)),  # one run
+    ],
+)
+def test_leading_runs_are_found_up_to_the_first_that_differs(loaded, read_together, name, n_tokens, shared_tokens):
+    read_together(n_tokens)
     layout, engine = toy_layout(), engine_of(loaded, store_of())
     engine.generate(request(layout, name))
-    for order, shared in [((0, 1, 3, 2), 16), ((1, 0, 2, 3), 5), ((0, 1, 2), 25), ((0, 1, 2, 3), 31)]:
+    orders = [(0, 1, 3, 2), (1, 0, 2, 3), (0, 1, 2), (0, 1, 2, 3)]
+    for order, shared in zip(orders, shared_tokens, strict=True):
         asked = request(layout.select(order), name)
         found = engine.generate(asked)
         assert found.usage.cached_tokens == shared
         assert found.token_ids == engine_of(loaded).generate(asked).token_ids
 
 
+def test_twenty_cold_passages_are_read_in_five_passes_and_the_warm_prompt_is_equal(loaded, passes):
+    asked = request(toy_layout((150,) * 20, prefix=40), "none")
+    engine = engine_of(loaded, store_of())
+    cold = first(engine, asked)
+    # The prefix and four passages, 40 + 4 * 150; four times four passages; the suffix.
+    assert passes == [640, 600, 600, 600, 600, 8]
+    passes.clear()
+    assert torch.equal(first(engine, asked), cold)
+    assert passes == [8]
+
+
+def test_the_same_tokens_in_other_runs_are_stored_apart(loaded, read_together):
+    read_together(10)
+    store, layout, spans = store_of(), toy_layout(), (Span(5, 25), Span(25, 31))
+    for each in (layout, dataclasses.replace(layout, passages=spans, texts=spans, keys=("a", "b"))):
+        first(engine_of(loaded, store), request(each, "none"))
+    # Runs that end at 12, 25 and 31, and at 25 and 31: the last one follows 25 tokens in two runs, or in one.
+    assert store.stats()["tiers"][0]["entries"] == 5
+
+
 @pytest.mark.parametrize(("lost", "shared"), [(0, 0), (1, 5), (2, 12), (3, 16), (4, 25)])
-def test_leading_passages_behind_a_hole_are_read_again(loaded, lost, shared):
+def test_leading_passages_behind_a_hole_are_read_again(loaded, read_together, lost, shared):
+    read_together(1)
+
     class Holed(MemoryTier):
         """A tier that evicted one entry and kept those that follow it in the prompt."""
 
@@ -184,6 +226,12 @@ def test_right_indented_windows_are_read_elsewhere_and_kept_apart(loaded):
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_part_of_the_store_may_be_missing(loaded_once, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_layout, "READ_TOGETHER", data.draw(st.sampled_from([1, 10, 512])))
+        check_missing_parts(loaded_once, data)
+
+
+def check_missing_parts(loaded_once, data):
     layout = toy_layout((7, 4, 9, 6, 5))
     name = data.draw(st.sampled_from([*APART, *LEADING]))
     store = store_of()
@@ -204,15 +252,16 @@ def loaded_once():
     return loaded_model()
 
 
-def test_entries_of_a_document_can_be_dropped(loaded):
+def test_entries_of_a_document_can_be_dropped(loaded, read_together):
+    read_together(10)
     layout, store = toy_layout(), store_of()
     engine = engine_of(loaded, store)
     for name in ("none", "parallel_windows"):
         engine.generate(request(layout, name))
-    # One that was read apart, and under none its own and that of the passage after it, which has read it.
+    # One that was read apart, and under none its own run and the one after it, which has read it.
     assert store.drop([layout.keys[2]]) == 3
     assert engine.open(layout, MitigationChoice("parallel_windows")).cached_tokens == 31 - len(layout.passages[2])
-    assert engine.open(layout, MitigationChoice("none")).cached_tokens == layout.passages[1].stop
+    assert engine.open(layout, MitigationChoice("none")).cached_tokens == layout.passages[0].stop
 
 
 def test_models_with_sliding_windows_answer_without_the_store():
