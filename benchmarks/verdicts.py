@@ -169,10 +169,12 @@ def unseen(rows: Sequence[PositionRow]) -> dict[str, Any]:
 
 def _some(scores: Scores, questions: Sequence[int]) -> Scores:
     """Return the scores of some questions."""
-    values, second, well_formed = (
-        [column[question] for question in questions] for column in (scores.values, scores.second, scores.well_formed)
+    return Scores(
+        values=[scores.values[question] for question in questions],
+        second=[scores.second[question] for question in questions],
+        cost=scores.cost,
+        well_formed=[scores.well_formed[question] for question in questions],
     )
-    return Scores(values, second, scores.cost, well_formed)
 
 
 def _on_unseen(scores: Scores, choosing: Sequence[int], held_out: Sequence[int]) -> dict[str, list[float]]:
