@@ -57,41 +57,6 @@ def against_default(heads: Sequence[Head]) -> Iterator[Row]:
         ]
 
 
-def verdicts(heads: Sequence[Head], questions: str) -> Iterator[Row]:
-    """Yield a row per data set: how the verdicts with and without labels agree, and what their choices reach."""
-    yield [
-        "model, data", "questions", "rank correlation, p (arrangements)", "of the stable ones",
-        "best with labels", "nearest to `none`", "nearest - `none`", "chosen without labels", "chosen - `none`",
-        "chosen - best", "mean of the stable ones",
-    ]  # fmt: skip
-    for name, by_questions in heads[0]["summary"].items():
-        result = by_questions[questions]
-        if result is None:
-            yield [name, "0", *["-"] * 9]
-            continue
-        keys = ("best_with_labels", "nearest_to_none", "chosen_without_labels")
-        worst = {key: row["worst"] for key, row in result["arrangements"].items()}
-        best, nearest, chosen = (f"`{result[key]}` {short(f'{worst[result[key]]:.2f}')}" for key in keys)
-        stable = result["stable_worst"]
-        yield [
-            name, str(result["questions"]),
-            *(_rank_correlation(result[key]) for key in ("correlation", "correlation_of_stable")),
-            best, nearest, _with_interval(result["nearest_minus_none"]), chosen,
-            _with_interval(result["chosen_minus_none"]),
-            "same" if best == chosen else _with_interval(result["chosen_minus_best"]),
-            "-" if stable is None else short(f"{stable:.2f}"),
-        ]  # fmt: skip
-
-
-def _with_interval(result: Mapping[str, Any]) -> str:
-    low, high = result["ci95"]
-    return short(f"{result['accuracy']:+.2f} [{low:+.2f}, {high:+.2f}]")
-
-
-def _rank_correlation(result: Mapping[str, float] | None) -> str:
-    return "-" if result is None else short(f"{result['spearman']:+.2f}, {result['p']:.2f} ({result['n']})")
-
-
 def engines(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per record: how many times sooner the judged answers are than those of the plain prompt."""
     yield [
@@ -444,8 +409,6 @@ STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "conversation-cache": conversation_cache,
     "end-to-end": end_to_end,
     "against-default": against_default,
-    "verdicts": partial(verdicts, questions="all"),
-    "verdicts-answered-alone": partial(verdicts, questions="answered alone"),
     "clients": clients,
     "first-answer": first_answer,
     "service-load": service_load,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study_tables import STUDY_LAYOUTS, Head, Row, percent, short
+from benchmarks.verdict_tables import VERDICT_LAYOUTS
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
@@ -350,6 +351,7 @@ LAYOUTS: dict[str, Layout] = {
     "vector-search": vector_search,
     "nothing-relevant": nothing_relevant,
     **STUDY_LAYOUTS,
+    **VERDICT_LAYOUTS,
 }
 """By name; without a name a record has the layout of its kind."""
 

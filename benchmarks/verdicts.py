@@ -6,11 +6,13 @@ Each RECORD is a position experiment in benchmarks/results. With labels an arran
 position, then the mean; without, the share of questions with one answer at all positions, then the agreement with what
 ``none`` usually answers. Both rank the arrangements, on all questions and on those that the model answers from the
 gold passage alone. ``measure`` names the default where there are no labels; what both choices reach is compared.
+``unseen`` is what ``auto`` gives on questions that it was not chosen on, with labels.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from benchmarks.keep_record import RESULTS, position_row
 from rag_posfix.evaluation.answers.answering import is_sound
 from rag_posfix.evaluation.answers.position_summary import BASELINE, GOLD_ONLY, PositionRow
 from rag_posfix.evaluation.record import read_record, save_record
-from rag_posfix.evaluation.statistics import difference_interval, mean
+from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
 from rag_posfix.measuring.choice import (
     Scores,
     choose,
@@ -28,6 +30,7 @@ from rag_posfix.measuring.choice import (
     scores_without_labels,
     usual_answers,
 )
+from rag_posfix.measuring.flips import order_matters
 from rag_posfix.measuring.measure import rows_by_question
 
 LENGTHS = {
@@ -44,7 +47,10 @@ RECORDS = {
 }
 DEFAULTS = ("yes_no:top_n=3/reverse/none", "context_experts:contrast=0.3:relevance=both")
 """The default of large models, and that of others, whose records lack the first."""
-ALL, ANSWERED_ALONE = "all", "answered alone"
+ALL, ANSWERED_ALONE, UNSEEN = "all", "answered alone", "unseen"
+FOLDS = 6
+COMPARED = ("none_worst", "none_mean", "none_best", "only_better_worst", "default_worst", "oracle_worst")
+"""What ``auto`` is compared with on unseen questions: its mean with the mean of ``none``, else its worst position."""
 LEAST = 3
 """Arrangements that a rank correlation needs: that of two is 1 or -1 whatever they are."""
 RESAMPLES = 2000
@@ -82,8 +88,10 @@ def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
     with_labels, without_labels = score_tables(rows)
     labelled, label_free = (_verdicts(table) for table in (with_labels, without_labels))
     stable = [name for name, verdict in label_free.items() if verdict[0] == 1]
-    default = next((name for name in DEFAULTS if name in with_labels), None)
-    choice_with, choice_without = choose(with_labels), choose(without_labels, preferred=default or BASELINE)
+    choice_with, choice_without = (
+        choose(table, default=default_of(table), labels=labels, order_matters=changes(without_labels[BASELINE]))
+        for table, labels in ((with_labels, True), (without_labels, False))
+    )
     best, chosen = choice_with.best, choice_without.name
     nearest = max(label_free, key=lambda name: label_free[name])
     return {
@@ -103,6 +111,79 @@ def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
             name: {"worst": worst, "mean": average, "stable": label_free[name][0], "agreement": label_free[name][1]}
             for name, (worst, average) in labelled.items()
         },
+    }
+
+
+def default_of(table: Mapping[str, Scores]) -> str:
+    """Return the default among the arrangements of a record; ``none`` where the record lacks it."""
+    return next((name for name in DEFAULTS if name in table), BASELINE)
+
+
+def changes(stable: Scores) -> bool | None:
+    """Return whether the position of the gold passage changes answers, from the scores without labels."""
+    changed = [1 - values[0] for values in stable.values]
+    interval = difference_interval(changed, resamples=RESAMPLES)
+    return order_matters({"p": randomisation_p(changed), "difference_interval": interval, "n": len(changed)})
+
+
+def unseen(rows: Sequence[PositionRow]) -> dict[str, Any]:
+    """Return what ``auto`` gives on unseen questions: six times, five sixths choose and the others are answered.
+
+    The questions that choose also say which position is the worst and the best of each arrangement. ``oracle`` is the
+    best arrangement on all questions; ``only_better`` is ``none`` where ``auto`` is not better beyond noise.
+    """
+    with_labels, without_labels = score_tables(rows)
+    default, chosen, better = default_of(with_labels), Counter[str](), 0
+    oracle = choose(with_labels, default=default, labels=True, order_matters=None).best
+    questions = range(len(with_labels[BASELINE].values))
+    values: dict[str, list[float]] = {}
+    for fold in range(FOLDS):
+        choosing, held_out = [question for question in questions if question % FOLDS != fold], questions[fold::FOLDS]
+        choice = choose(
+            {name: _some(scores, choosing) for name, scores in with_labels.items()}, default=default, labels=True,
+            order_matters=changes(_some(without_labels[BASELINE], choosing)),
+        )  # fmt: skip
+        chosen[choice.name] += 1
+        better += choice.is_better
+        only_better = choice.name if choice.is_better else BASELINE
+        names = {
+            "auto": choice.name,
+            "only_better": only_better,
+            "none": BASELINE,
+            "default": default,
+            "oracle": oracle,
+        }
+        for title, name in names.items():
+            for column, numbers in _on_unseen(with_labels[name], choosing, held_out).items():
+                values.setdefault(f"{title}_{column}", []).extend(numbers)
+    pairs = {name: f"auto_{'mean' if name == 'none_mean' else 'worst'}" for name in COMPARED}
+    return {
+        "questions": len(questions),
+        "chosen": dict(chosen.most_common()),
+        "better": better,
+        "oracle": oracle,
+        "accuracy": {name: mean(numbers) for name, numbers in values.items()},
+        "auto_minus": {name: _paired(values[auto], values[name]) for name, auto in pairs.items()},
+    }
+
+
+def _some(scores: Scores, questions: Sequence[int]) -> Scores:
+    """Return the scores of some questions."""
+    return Scores(
+        values=[scores.values[question] for question in questions],
+        second=[scores.second[question] for question in questions],
+        cost=scores.cost,
+        well_formed=[scores.well_formed[question] for question in questions],
+    )
+
+
+def _on_unseen(scores: Scores, choosing: Sequence[int], held_out: Sequence[int]) -> dict[str, list[float]]:
+    """Return the accuracy of each unseen question at the worst position, on average, and at the best position."""
+    best = max(range(len(scores.values[0])), key=lambda column: mean(scores.at(column, choosing)))
+    return {
+        "worst": scores.at(scores.worst(choosing), held_out),
+        "mean": [scores.second[question] for question in held_out],
+        "best": scores.at(best, held_out),
     }
 
 
@@ -137,6 +218,10 @@ def _difference(table: Mapping[str, Scores], name: str, other: str) -> dict[str,
     """Return the accuracy of an arrangement at its worst position minus that of another, paired by question."""
     questions = range(len(table[name].values))
     first, second = (scores.at(scores.worst(questions), questions) for scores in (table[name], table[other]))
+    return _paired(first, second)
+
+
+def _paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
     differences = [a - b for a, b in zip(first, second, strict=True)]
     return {"accuracy": mean(differences), "ci95": list(difference_interval(differences, resamples=RESAMPLES))}
 
@@ -158,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, record in names.items():
         rows = [position_row(row) for row in read_record(RESULTS / f"{record}.json").rows]
         alone = answered_alone(rows)
-        summary[name] = {ALL: compare(rows), ANSWERED_ALONE: compare(alone) if alone else None}
+        summary[name] = {ALL: compare(rows), ANSWERED_ALONE: compare(alone) if alone else None, UNSEEN: unseen(rows)}
     save_record(options.out, {"kind": "verdicts", "records": names, "summary": summary})
 
 

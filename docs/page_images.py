@@ -1,5 +1,7 @@
 """Takes the screenshots of docs/page.md: ``python -m docs.page_images http://127.0.0.1:8000``, with a running service.
 
+``python -m docs.page_images report/report.html`` takes the one of docs/measure.md, of a report of ``measure``.
+
 Needs the extra ``dev`` and a Chromium. Answers are those of the served model.
 """
 
@@ -17,13 +19,16 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
 WAIT_SECONDS = 600
-WIDTH = 1080
+WIDTH, REPORT_WIDTH, REPORT_HEIGHT = 1080, 1200, 1500
 
 
 def main(address: str) -> None:
     with sync_playwright() as playwright:
         path = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        if address.endswith(".html"):
+            _save_report(browser, Path(address))
+            return
         light = _opened(browser, address, viewport={"width": WIDTH, "height": 900})
         _ask(light)
         light.get_by_label("Move passage B up").click()
@@ -42,6 +47,13 @@ def main(address: str) -> None:
         _ask(narrow)
         _save(narrow, "page-360.png", clip={"x": 0, "y": 0, "width": 360, "height": 1180})
         browser.close()
+
+
+def _save_report(browser: Browser, report: Path) -> None:
+    page = browser.new_page(viewport={"width": REPORT_WIDTH, "height": 900})
+    page.goto(report.resolve().as_uri())
+    page.locator("details summary").first.click()
+    _save(page, "measure-report.png", clip={"x": 0, "y": 0, "width": REPORT_WIDTH, "height": REPORT_HEIGHT})
 
 
 def _opened(browser: Browser, address: str, **context: Any) -> Page:

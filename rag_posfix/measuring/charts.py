@@ -163,7 +163,8 @@ def draw_cost(summary: Mapping[str, Any]) -> Chart | None:
         return None
     costs = {name: float(values["ttft_ratio"]) for name, values in measured.items()}
     highest = 1.1 * max(costs.values())
-    ticks = {f"{tick * highest / 4:.1f}": _x(tick / 4) for tick in range(5)}
+    step = next((step for step in (0.2, 0.5, 1, 2, 5, 10) if highest / step <= 6), highest / 4)
+    ticks = {f"{tick * step:g}": _x(tick * step / highest) for tick in range(int(highest / step) + 1)}
     parts = _axes("time to the first token, unmodified model = 1", ticks)
     legend = []
     for number, (name, values) in enumerate(measured.items()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rag_posfix.errors import UnsupportedModelError
@@ -71,13 +71,14 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen arrangement, ``none`` unless another one is better beyond noise.
+    """The chosen arrangement: one that is better than ``none`` beyond noise, else the default or ``none``.
 
     Attributes:
         name: Label of the arrangement to use.
         best: Label of the best arrangement on all questions.
+        is_better: Whether it is better than ``none`` beyond noise.
         difference: Score of the arrangement that the other half of the questions chose, at its worst position, minus
-            that of ``none``, mean over all questions.
+            that of ``none``, mean over all questions. Of the default where that is used without being better.
         interval: 95 % interval of the difference, questions resampled.
         p: Of the paired randomisation test.
         n: Number of questions.
@@ -85,6 +86,7 @@ class Choice:
 
     name: str
     best: str
+    is_better: bool
     difference: float
     interval: tuple[float, float]
     p: float
@@ -152,8 +154,8 @@ def scores_without_labels(
     )
 
 
-def choose(table: Mapping[str, Scores], *, preferred: str | None = None) -> Choice:
-    """Return which arrangement to use instead of ``none``, if one is better beyond noise.
+def choose(table: Mapping[str, Scores], *, default: str, labels: bool, order_matters: bool | None) -> Choice:
+    """Return which arrangement to use: one that is better than ``none`` beyond noise, else the default or ``none``.
 
     The best arrangement has the best worst position, then ``second``, then cost; its answers must be as well formed as
     those of ``none``. The best one of the questions with even numbers is compared with ``none`` on the others, and the
@@ -162,39 +164,63 @@ def choose(table: Mapping[str, Scores], *, preferred: str | None = None) -> Choi
     ``second`` beyond noise.
 
     Args:
-        preferred: Without labels: label of the default. Order-free arrangements are equally stable, and nothing that
-            is measured without labels says which of them is right (``docs/measure.md``). So it is the best of those
-            that are about equal; where it is not among them, the cheapest one is.
+        default: Label of the default. Where nothing is better and the order matters, it is used if its score is not
+            below that of ``none``, and its ``second`` with labels not beyond noise. Without labels it also comes first
+            of those that are about equally stable, because nothing that is measured says which of them is right
+            (``docs/measure.md``); where it is not among them, the cheapest one does.
+        labels: Whether the scores are accuracies.
+        order_matters: Whether the order changes answers of ``none``; None if the questions do not tell.
+    """
+    questions = range(len(table[BASELINE].values))
+    preferred = None if labels else default
+    best, halves = _best(table, questions, preferred), (questions[::2], questions[1::2])
+    splits = [(_best(table, half, preferred), half, other) for half, other in (halves, halves[::-1])]
+    choice, not_below = _against_none(table, splits, labels)
+    if best != BASELINE and choice.interval[0] > 0 and choice.p < 0.05 and not_below:
+        return replace(choice, name=best, best=best, is_better=True)
+    if order_matters and default in _worst_scores(table, questions):
+        of_default, not_below = _against_none(table, [(default, questions, questions)], labels)
+        if of_default.difference >= 0 and not_below:
+            return replace(of_default, name=default, best=best)
+    return replace(choice, best=best)
+
+
+def _against_none(
+    table: Mapping[str, Scores], splits: Sequence[tuple[str, Sequence[int], Sequence[int]]], labels: bool
+) -> tuple[Choice, bool]:
+    """Compare arrangements with ``none``; return the difference, and whether ``second`` is not below beyond noise.
+
+    Args:
+        splits: An arrangement, the questions that choose its worst position and that of ``none``, and the questions
+            that are compared.
     """
     baseline = table[BASELINE]
-    questions = range(len(baseline.values))
-    best = _best(table, questions, preferred)
-    if best == BASELINE or len(questions) < 2:
-        return Choice(BASELINE, best, 0.0, (0.0, 0.0), 1.0, len(questions))
-    differences, seconds = [0.0] * len(questions), [0.0] * len(questions)
-    halves = questions[::2], questions[1::2]
-    for choosing, confirming in (halves, halves[::-1]):
-        scores = table[_best(table, choosing, preferred)]
+    differences, seconds = [0.0] * len(baseline.values), [0.0] * len(baseline.values)
+    for name, choosing, confirming in splits:
+        scores = table[name]
         column, baseline_column = scores.worst(choosing), baseline.worst(choosing)
         for question in confirming:
             differences[question] = scores.values[question][column] - baseline.values[question][baseline_column]
             seconds[question] = scores.second[question] - baseline.second[question]
     interval = difference_interval(differences, resamples=RESAMPLES)
     p = randomisation_p(differences, resamples=RESAMPLES)
-    is_better = interval[0] > 0 and p < 0.05
-    if is_better and preferred is None:
-        is_better = difference_interval(seconds, resamples=RESAMPLES)[1] >= 0
-    return Choice(best if is_better else BASELINE, best, mean(differences), interval, p, len(questions))
+    not_below = not labels or difference_interval(seconds, resamples=RESAMPLES)[1] >= 0
+    return Choice(BASELINE, BASELINE, False, mean(differences), interval, p, len(differences)), not_below
+
+
+def _worst_scores(table: Mapping[str, Scores], questions: Sequence[int]) -> dict[str, float]:
+    """Return the score at the worst position of each arrangement with well-formed answers, and of ``none``."""
+    sound = mean([table[BASELINE].well_formed[question] for question in questions]) - FORM_MARGIN
+    return {
+        name: round(mean(scores.at(scores.worst(questions), questions)), 9)
+        for name, scores in table.items()
+        if mean([scores.well_formed[question] for question in questions]) >= sound
+    }
 
 
 def _best(table: Mapping[str, Scores], questions: Sequence[int], preferred: str | None) -> str:
     """Return the best arrangement on some questions, among those with well-formed answers."""
-    sound = mean([table[BASELINE].well_formed[question] for question in questions]) - FORM_MARGIN
-    worst = {
-        name: round(mean(scores.at(scores.worst(questions), questions)), 9)
-        for name, scores in table.items()
-        if name == BASELINE or mean([scores.well_formed[question] for question in questions]) >= sound
-    }
+    worst = _worst_scores(table, questions)
     if preferred in worst and worst[preferred] >= max(worst.values()) - STABLE_MARGIN:
         return preferred
 
@@ -249,10 +275,13 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
     name, best = choice["name"], choice["best"]
     what = "accuracy at the worst position" if summary["labels"] else "stable answers"
     low, high = choice["interval"]
-    difference = f"{choice['difference']:+.2f} in {what} ({low:+.2f} to {high:+.2f}, {choice['n']} unseen questions)"
+    seen = "unseen " if choice["is_better"] or name == BASELINE else ""
+    difference = f"{choice['difference']:+.2f} in {what} ({low:+.2f} to {high:+.2f}, {choice['n']} {seen}questions)"
     hint = "" if summary["labels"] else " Without labels this says which answers are stable, not which are right."
+    nothing = "Nothing beats your model beyond noise"
     if name != BASELINE:
-        return f"Use {name}: {difference} against the model as it is.{hint}"
+        reason = "" if choice["is_better"] else f"{nothing}, and its answers change with the order. "
+        return f"{reason}Use {name}: {difference} against the model as it is.{hint}"
     if len(summary["measured"]) == 1:
         if "out of time" in summary["not_measured"].values():
             return "No time was left for other arrangements: give more --minutes, and the same command goes on."
@@ -260,4 +289,4 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
     free = summary["order_free"]
     beside = f" The cheapest arrangement that no order changes is {free}." if free else ""
     tried = "" if best == BASELINE else f" (the best, {best}: {difference})"
-    return f"Nothing beats your model beyond noise{tried}: keep it.{beside}{hint}"
+    return f"{nothing}{tried}: keep it.{beside}{hint}"

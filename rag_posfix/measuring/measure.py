@@ -220,7 +220,9 @@ def measure(
     else:
         asked = {row.question for row in rows}
         table = _by_flips(run, [question for question in questions if question.id in asked], rows, flips, skipped)
-    choice = choose(table, preferred=None if examples else default_arrangement(pipeline).label)
+    choice = choose(
+        table, default=default_arrangement(pipeline).label, labels=bool(examples), order_matters=order_matters(flips)
+    )
     summary = _summary(flips, table, choice, position_rows, skipped, dropped or {})
     head = {
         "kind": "measure",

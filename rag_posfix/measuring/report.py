@@ -19,6 +19,16 @@ MAX_QUESTIONS = 200
 MAX_CHARACTERS = 1200
 """Characters of an answer in a report."""
 _FACTS = ("model", "model_fingerprint", "dtype", "device", "template", "git", "at", "python", "machine")
+_TITLES = {
+    True: {"worst": "worst position", "mean": "mean", "best": "best position", "flip_rate": "answers that change"},
+    False: {"worst": "stable answers", "agreement": "agreement with none"},
+}
+"""Columns of a measurement's page, with labels and without; CSV and LaTeX have every number by its name."""
+_MORE_TITLES = {
+    "well_formed": "well-formed answers",
+    "recall_at_1": "gold passage ranked first",
+    "ttft_ratio": "first token, times none",
+}
 _TEMPLATE = Path(__file__).parent / "report.html.jinja"
 _LATEX = str.maketrans(
     {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -117,6 +127,8 @@ def _view(record: ExperimentRecord) -> dict[str, Any]:
     verdict = summary.get("verdict", [])
     rows = list(record.rows)
     columns, table = _table(summary)
+    if head.get("kind") == "measure":
+        columns, table = _titled(columns, table, _TITLES[bool(summary.get("labels"))] | _MORE_TITLES)
     flips = summary.get("flips")
     return {
         "title": f"{head.get('kind', 'record')}: {head.get('model', 'no model')}",
@@ -127,7 +139,7 @@ def _view(record: ExperimentRecord) -> dict[str, Any]:
         "columns": columns,
         "table": [[_number(value) for value in row] for row in table],
         "dropped": summary.get("dropped", {}),
-        "skipped": summary.get("not_measured", {}) if head.get("kind") == "measure" else {},
+        "skipped": _by_reason(summary.get("not_measured", {})) if head.get("kind") == "measure" else {},
         "facts": [(name, head[name]) for name in _FACTS if head.get(name)],
         "data": head.get("data"),
         "command": head.get("command"),
@@ -135,6 +147,22 @@ def _view(record: ExperimentRecord) -> dict[str, Any]:
         "settings": json.dumps(head.get("settings", {}), indent=1, default=str),
         "summary": "" if table else json.dumps(summary, indent=1, default=str)[:20_000],
     }
+
+
+def _by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the arrangements that were not measured, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in skipped.items():
+        reasons.setdefault(reason, []).append(name)
+    return reasons
+
+
+def _titled(
+    columns: Sequence[str], table: Sequence[Sequence[Any]], titles: Mapping[str, str]
+) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns that have titles, in the order of these, under their titles."""
+    shown = {columns.index(name): title for name, title in titles.items() if name in columns}
+    return ["arrangement", *shown.values()], [[row[0], *(row[index] for index in shown)] for row in table]
 
 
 def _table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:

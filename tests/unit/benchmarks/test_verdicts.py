@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.study_tables import STUDY_LAYOUTS
-from benchmarks.verdicts import answered_alone, compare, rank_correlation
+from benchmarks.verdict_tables import VERDICT_LAYOUTS
+from benchmarks.verdicts import answered_alone, compare, rank_correlation, unseen
 from rag_posfix.evaluation.answers.position_summary import PositionRow
 
 EXPERTS = "context_experts:contrast=0.3:relevance=both"
@@ -80,7 +80,7 @@ def test_two_arrangements_and_equal_ranks_have_no_rank_correlation():
 
 def test_the_table_has_a_row_of_every_record_and_says_where_the_filter_leaves_nothing():
     summary = {"set": {"all": compare(rows()), "answered alone": None}}
-    header, full = STUDY_LAYOUTS["verdicts"]([{"summary": summary}])
+    header, full = VERDICT_LAYOUTS["verdicts"]([{"summary": summary}])
     assert dict(zip(header, full, strict=True)) == {
         "model, data": "set",
         "questions": "6",
@@ -94,5 +94,43 @@ def test_the_table_has_a_row_of_every_record_and_says_where_the_filter_leaves_no
         "chosen - best": "same",
         "mean of the stable ones": ".50",
     }
-    _, empty = STUDY_LAYOUTS["verdicts-answered-alone"]([{"summary": summary}])
+    _, empty = VERDICT_LAYOUTS["verdicts-answered-alone"]([{"summary": summary}])
     assert empty == ["set", "0", *["-"] * 9]
+
+
+def questions(a, b):
+    return [f"a{number}" for number in range(a)] + [f"b{number}" for number in range(b)]
+
+
+def test_auto_on_unseen_questions_has_the_accuracies_that_are_counted_by_hand():
+    result = unseen(rows(questions=questions(6, 6)))
+    # All answers of none change, and experts is right where none is wrong, so every five sixths choose it.
+    assert (result["questions"], result["chosen"], result["better"]) == (12, {EXPERTS: 6}, 6)
+    accuracy = {name: result["accuracy"][f"none_{name}"] for name in ("worst", "mean", "best")}
+    assert accuracy == pytest.approx({"worst": 0, "mean": 0.5, "best": 1})  # at 0, over 0 0 1 and 0 1 1, at 9
+    assert {result["accuracy"][f"auto_{name}"] for name in accuracy} == {1}
+    minus = {name: difference["accuracy"] for name, difference in result["auto_minus"].items()}
+    assert minus == pytest.approx(
+        {
+            "none_worst": 1,
+            "none_mean": 0.5,
+            "none_best": 0,
+            "only_better_worst": 0,
+            "default_worst": 0,
+            "oracle_worst": 0,
+        }
+    )
+
+
+def test_an_arrangement_is_not_chosen_by_the_questions_that_it_answers():
+    result = unseen(rows(("none", "plain"), questions(0, 6)))
+    # none is wrong at 0 on all six; five of them have p = 2 / 2^5 = .06: nothing is better.
+    assert (result["chosen"], result["better"], result["oracle"]) == ({"none": 6}, 0, "plain")
+    assert result["auto_minus"]["oracle_worst"]["accuracy"] == -1
+
+
+def test_the_table_of_unseen_questions_names_what_was_chosen_and_how_often():
+    header, row_of_set = VERDICT_LAYOUTS["verdicts-auto"]([{"summary": {"set": {"unseen": unseen(rows())}}}])
+    cells = dict(zip(header, row_of_set, strict=True))
+    assert cells["best on all questions"] == f"`{EXPERTS}` 1.00"
+    assert cells["`none`: worst, mean, best"] == ".00, .50, 1.00"

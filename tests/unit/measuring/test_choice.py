@@ -1,7 +1,7 @@
 """Planted readers: accuracies are drawn from known ones, and what is chosen is compared with what is true."""
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -36,6 +36,10 @@ def draw(name, accuracies, generator):
     return Scores(rows, [mean(row) for row in rows], cost, [1.0] * QUESTIONS)
 
 
+def choice_of(table, **changes):
+    return choose(table, **{"default": "default", "labels": True, "order_matters": True, **changes})
+
+
 @pytest.fixture(scope="module")
 def outcomes():
     """For each reader, the true worst accuracies of what was chosen, of none and of the best, in every run."""
@@ -44,8 +48,10 @@ def outcomes():
         worst = {name: min(accuracies) for name, accuracies in truth.items()}
         generator = random.Random(reader)
         result[reader] = [
-            (worst[choice.name], worst["none"], max(worst.values()), choice.name)
-            for choice in (choose({name: draw(name, truth[name], generator) for name in truth}) for _ in range(RUNS))
+            (worst[choice.name], worst["none"], max(worst.values()), choice)
+            for choice in (
+                choice_of({name: draw(name, truth[name], generator) for name in truth}) for _ in range(RUNS)
+            )
         ]
     return result
 
@@ -63,13 +69,20 @@ def test_the_choice_is_within_noise_of_the_best_in_nine_of_ten_runs(outcomes, re
 
 @pytest.mark.parametrize("reader", ["recency", "primacy", "middle"])
 def test_a_biased_reader_is_told_to_change_its_arrangement(outcomes, reader):
-    assert mean([name != "none" for *_, name in outcomes[reader]]) >= 0.9
+    assert mean([choice.is_better for *_, choice in outcomes[reader]]) >= 0.9
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_at_most_one_in_twenty_readers_is_told_to_change_to_what_is_not_better(outcomes, reader):
-    false = [name != "none" and chosen <= none for chosen, none, _, name in outcomes[reader]]
+    false = [choice.is_better and chosen <= none for chosen, none, _, choice in outcomes[reader]]
     assert mean(false) <= 0.05
+
+
+@pytest.mark.parametrize("truth", [(0.5,) * 3, (0.45, 0.55, 0.65)])
+def test_a_default_that_is_below_none_by_the_noise_is_used_in_at_most_one_of_twenty_runs(truth):
+    generator, default = random.Random(0), (min(truth) - NOISE,) * 3
+    tables = ({"none": draw("none", truth, generator), "default": draw("", default, generator)} for _ in range(RUNS))
+    assert mean([choice_of(table).name != "none" for table in tables]) <= 0.05
 
 
 def test_an_arrangement_with_malformed_answers_is_not_chosen():
@@ -78,9 +91,9 @@ def test_an_arrangement_with_malformed_answers_is_not_chosen():
         "none": Scores([[0.0, 1.0] for _ in questions], [0.5 for _ in questions], 1.0, [1.0 for _ in questions]),
         "broken": Scores([[1.0, 1.0] for _ in questions], [1.0 for _ in questions], 1.0, [0.5 for _ in questions]),
     }
-    assert choose(table).name == "none"
+    assert choice_of(table).name == "none"
     table["sound"] = Scores([[1.0, 1.0] for _ in questions], [1.0 for _ in questions], 2.0, [1.0 for _ in questions])
-    assert choose(table).name == "sound"
+    assert choice_of(table).name == "sound"
 
 
 def test_of_equal_arrangements_the_cheaper_one_is_chosen():
@@ -91,7 +104,7 @@ def test_of_equal_arrangements_the_cheaper_one_is_chosen():
         "dear": Scores(right, [1.0 for _ in questions], 3.0, [1.0 for _ in questions]),
         "cheap": Scores(right, [1.0 for _ in questions], 1.1, [1.0 for _ in questions]),
     }
-    assert choose(table).name == "cheap"
+    assert choice_of(table).name == "cheap"
 
 
 def without_labels(**stable):
@@ -113,20 +126,65 @@ def without_labels(**stable):
     ],
 )
 def test_without_labels_the_default_is_chosen_unless_it_is_less_stable(stable, chosen):
-    assert choose(without_labels(**stable), preferred="default").name == chosen
+    assert choice_of(without_labels(**stable), labels=False, order_matters=None).name == chosen
 
 
 def test_without_labels_a_default_with_malformed_answers_is_not_chosen():
     table = without_labels(none=20, sorted=40, default=40)
     table["default"] = replace(table["default"], well_formed=[0.9] * 40)
-    assert choose(table, preferred="default").name == "sorted"
+    assert choice_of(table, labels=False).name == "sorted"
+
+
+def accuracies(*counts, average=0.5):
+    """Scores at one position for each count, of which so many of 40 answers are correct."""
+    rows = [[float(number < count) for count in counts] for number in range(40)]
+    return Scores(rows, [average] * 40, 1.0, [1.0] * 40)
+
+
+@pytest.mark.parametrize(
+    ("default", "order_matters", "chosen"),
+    [
+        (accuracies(20, 20), True, "default"),
+        (accuracies(20, 20), None, "none"),  # these questions do not tell
+        (accuracies(20, 20), False, "none"),
+        (accuracies(19, 19), True, "none"),  # below none at its worst position
+        (accuracies(20, 20, average=0.4), True, "none"),  # below none on average
+        (replace(accuracies(20, 20), well_formed=[0.9] * 40), True, "none"),
+        (None, True, "none"),  # not measured
+    ],
+)
+def test_where_nothing_is_better_and_the_order_matters_a_default_that_is_not_below_none_is_used(
+    default, order_matters, chosen
+):
+    table = {"none": accuracies(20, 30), "sorted": accuracies(21, 21)}
+    choice = choice_of(table if default is None else {**table, "default": default}, order_matters=order_matters)
+    assert (choice.name, choice.best, choice.is_better) == (chosen, "sorted", False)
+
+
+def test_without_labels_a_default_that_is_as_stable_as_none_is_used_where_the_order_matters():
+    for stable, chosen in {30: "default", 29: "none"}.items():
+        assert choice_of(without_labels(none=30, default=stable), labels=False).name == chosen
+
+
+def test_a_verdict_for_the_default_says_that_nothing_is_better():
+    choice = choice_of({"none": accuracies(20, 30), "default": accuracies(21, 21)})
+    assert verdict_of(summary_of(choice=asdict(choice))).endswith(
+        "Nothing beats your model beyond noise, and its answers change with the order. Use default: +0.03 in accuracy "
+        "at the worst position (+0.00 to +0.07, 40 questions) against the model as it is."
+    )
+
+
+def summary_of(**changes):
+    """Return the summary of a measurement whose verdict is that nothing was measured but the model as it is."""
+    return {
+        "flips": {"rate": 0.7, "interval": (0.5, 0.8), "control": 0.0, "n": 30}, "order_matters": True, "labels": True,
+        "choice": {
+            "name": "none", "best": "none", "is_better": False, "difference": 0.0, "interval": (0.0, 0.0), "n": 30,
+        },
+        "measured": {"none": {}}, "not_measured": {"default": "out of time"}, **changes,
+    }  # fmt: skip
 
 
 def test_a_verdict_without_other_arrangements_says_whether_time_was_lacking():
-    summary = {
-        "flips": {"rate": 0.7, "interval": (0.5, 0.8), "control": 0.0, "n": 30}, "order_matters": True, "labels": True,
-        "choice": {"name": "none", "best": "none", "difference": 0.0, "interval": (0.0, 0.0), "n": 30},
-        "measured": {"none": {}}, "not_measured": {"default": "out of time"},
-    }  # fmt: skip
-    assert "give more --minutes" in verdict_of(summary)
-    assert "Keep your model" in verdict_of({**summary, "not_measured": {"default": "the model lacks it"}})
+    assert "give more --minutes" in verdict_of(summary_of())
+    assert "Keep your model" in verdict_of(summary_of(not_measured={"default": "the model lacks it"}))
