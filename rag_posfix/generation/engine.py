@@ -28,8 +28,8 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.prefill.per_passage import can_share_batch, encode_passages
-from rag_posfix.generation.prefill.prefill import cached_segments, passage_attention
+from rag_posfix.generation.prefill.per_passage import can_share_batch
+from rag_posfix.generation.prefill.prefill import cached_segments, passage_attention, read_ahead
 from rag_posfix.generation.prefill.rows import ResolvedRow, passage_starts, resolve
 from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.mitigations import MITIGATIONS, Mitigation, create
@@ -131,8 +131,7 @@ class Engine:
             )
         kv_lookup = KVLookup(self.passages, self.fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
-            kv, cached = encode_passages(self.loaded, layout, rows, kv_lookup)
-        return sum(segment.shape[3] for segment in kv.values()) - cached
+            return read_ahead(self.loaded, layout, rows, kv_lookup)
 
     def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
         """Return whether the store has the keys and values of the prefix, and of each passage, of a prompt.
@@ -151,8 +150,9 @@ class Engine:
         """Return the rows of the passages, or none if the method on this model does not encode them independently."""
         plan = method.checked_plan(layout, self.loaded.spec.shape)
         rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.all_passages]
-        independent = plan.independent_passages and self.loaded.keeps_all_keys and can_share_batch(rows)
-        return rows if independent else []
+        loaded = self.loaded
+        independent = loaded.kept is not None or (loaded.keeps_all_keys and can_share_batch(rows))
+        return rows if plan.independent_passages and independent else []
 
     def _methods_to_precompute(self, layout: Layout) -> Iterator[str]:
         for name in MITIGATIONS.names():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.families import FAMILIES, UNSUPPORTED, main_device
 from rag_posfix.patching.install import HOOKED, install, uninstall
-from rag_posfix.patching.plain import PlainCache, PlainForward
+from rag_posfix.patching.plain import KeptKeys, PlainCache, PlainForward
 from rag_posfix.patching.spec import Family, ModelSpec, Ranks
 from rag_posfix.patching.structure import read_structure
 from rag_posfix.patching.verify import Verification, verify
@@ -30,6 +32,9 @@ _PLAIN_TOKENS, _STEPS = 14, 3
 _PLAIN_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Largest difference between logits computed with the cache and without, as a share of their spread. Recurrent layers
 sum in another order token by token than over a prompt; a lost state differs by the spread itself."""
+
+_ROWS_TOLERANCE = 0.5
+"""Share of the tolerance within which rows in a batch must equal single rows: a row that sees its padding differs."""
 
 
 def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
@@ -129,7 +134,11 @@ def _value(config: Any, name: str) -> Any:
 def verify_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dict[str, float]]:
     """Compare prompt, steps and continuations on the model's own cache with one pass of the stock model without one.
 
-    Returns how the model is called from now on, and the differences by check: ``prompt``, ``decode``, ``continue``.
+    Then a cache filled with the keys of another, and two rows of different length in one batch, are compared in the
+    same way; where they differ, the model is not called so.
+
+    Returns how the model is called from now on, and the differences by check: ``prompt``, ``decode``, ``continue``,
+    ``keys``, ``rows``.
 
     Raises:
         UnsupportedModelError: they differ by more than rounding, are not finite, or later tokens change earlier ones.
@@ -162,13 +171,57 @@ def _compare_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dic
     _raise_excess(model, differences, allowed)
     continued = PlainCache()
     forward(model, ids[:, :_PLAIN_TOKENS], continued, 1)
-    try:
-        at_once = _difference(forward(model, ids[:, _PLAIN_TOKENS:], continued, _STEPS), full[:, 1:])
-    except (RuntimeError, ValueError, IndexError, NotImplementedError):  # what models raise that take single tokens
-        at_once = float("inf")
+    at_once = _tried(lambda: _difference(forward(model, ids[:, _PLAIN_TOKENS:], continued, _STEPS), full[:, 1:]))
     if not at_once <= allowed:
-        return replace(forward, single_steps=True), differences
-    return forward, {**differences, "continue": at_once}
+        forward = replace(forward, single_steps=True)
+    else:
+        differences["continue"] = at_once
+        kept = KeptKeys.of(cache.held, _PLAIN_TOKENS + _STEPS)
+        filled = inf if kept is None else _tried(lambda: _compare_filled(model, forward, kept, ids, full))
+        if filled <= allowed:
+            forward = replace(forward, kept=kept)
+            differences["keys"] = filled
+    tried = replace(forward, batch="masked" if any(map(_keeps_keys, cache.layers)) else "masked prompt")
+    rows = _tried(lambda: _compare_rows(model, tried, ids, full))
+    if rows <= allowed * _ROWS_TOLERANCE:
+        return tried, {**differences, "rows": rows}
+    return forward, differences
+
+
+def _keeps_keys(layer: Any) -> bool:
+    return getattr(layer, "keys", None) is not None
+
+
+def _tried(compare: Callable[[], float]) -> float:
+    """Return the difference that a comparison gives, infinity where the model cannot be called like that."""
+    try:
+        return compare()
+    except Exception:  # a model of any kind, called in a way that it may not have been written for
+        return inf
+
+
+def _compare_filled(model: Any, forward: PlainForward, kept: KeptKeys, ids: Tensor, full: Tensor) -> float:
+    """Return the difference to ``full`` of a prompt whose first half is taken from another cache."""
+    before, half = PlainCache(), _PLAIN_TOKENS // 2
+    forward(model, ids[:, :_PLAIN_TOKENS], before, 1)
+    filled = PlainCache((), kept.cache([kept.flatten(before.held, 0, half, 0)]), half)
+    return _difference(forward(model, ids[:, half:], filled, _STEPS + 1), full)
+
+
+def _compare_rows(model: Any, forward: PlainForward, ids: Tensor, full: Tensor) -> float:
+    """Return the difference to single rows of two rows of different length in a batch, one of which then goes on."""
+    skipped = _PLAIN_TOKENS // 2
+    shorter, single = ids[:, skipped:], PlainCache()
+    steps = [shorter[:, : _PLAIN_TOKENS - skipped], *torch.split(shorter[:, _PLAIN_TOKENS - skipped :], 1, dim=1)]
+    alone = torch.cat([forward(model, step, single, 1) for step in steps], dim=1)
+    padded = torch.cat((ids, torch.nn.functional.pad(shorter, (skipped, 0))))
+    cache = PlainCache((0, skipped))
+    logits = [forward(model, padded[:, :_PLAIN_TOKENS], cache, 1)]
+    logits += [forward(model, padded[:, i : i + 1], cache, 1) for i in range(_PLAIN_TOKENS, padded.shape[1] - 1)]
+    cache = cache.select([1], torch.tensor([1], device=ids.device))
+    last = forward(model, padded[1:, -1:], cache, 1)
+    both = torch.cat(logits, dim=1)
+    return max(_difference(both, torch.cat((full, alone))[:, :-1].float()), _difference(last, alone[:, -1:].float()))
 
 
 def _difference(logits: Tensor, expected: Tensor) -> float:

@@ -24,14 +24,14 @@ from rag_posfix.patching.forward_context import (
     Overrides,
     active,
 )
-from rag_posfix.patching.plain import PlainCache
+from rag_posfix.patching.plain import KeptKeys, PlainCache
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.model_shape import Capability
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model with the attention hook, and what patching learned of it.
+    """A model and what patching learned of it.
 
     Attributes:
         least_rows: Minimum of rows of a decode pass, so that its results equal the results of any larger pass; see
@@ -51,6 +51,22 @@ class LoadedModel:
     def keeps_all_keys(self) -> bool:
         """Whether every layer keeps the keys of all tokens: their caches can be cut, joined and branched."""
         return Capability.FULL_CACHE in self.spec.shape.capabilities
+
+    @property
+    def kept(self) -> KeptKeys | None:
+        """What the layers of a model without the attention hook keep of each token, where that is all they keep."""
+        return None if self.spec.plain is None else self.spec.plain.kept
+
+    @property
+    def stores_keys(self) -> bool:
+        """Whether a prompt can be continued from the keys and values of its first tokens in the passage KV store."""
+        return self.keeps_all_keys or self.kept is not None
+
+    @property
+    def entry_sizes(self) -> tuple[int, int, int]:
+        """Layers, heads and channels of an entry of the passage KV store."""
+        shape = self.spec.shape
+        return (shape.n_layers, shape.n_kv_heads, shape.head_dim) if self.kept is None else (1, 1, self.kept.width)
 
     def reading(self, n_positions: float) -> LoadedModel:
         """Return the model for calls of ``n_positions`` positions, answers included; see ``ModelSpec.extended``."""
@@ -90,17 +106,23 @@ class SequenceBatch:
     passage_spans: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
     @classmethod
-    def empty(cls, loaded: LoadedModel, n_rows: int = 1, overrides: Overrides | None = None) -> SequenceBatch:
+    def empty(
+        cls,
+        loaded: LoadedModel,
+        n_rows: int = 1,
+        overrides: Overrides | None = None,
+        starts: tuple[int, ...] = (),
+    ) -> SequenceBatch:
         positions = torch.zeros((n_rows, 0), device=loaded.device)
         # Our own cache where every layer keeps all keys, else the model's own kind.
         cache: Any
         if loaded.spec.plain is not None:
-            cache = PlainCache()
+            cache = PlainCache(starts)
         elif loaded.keeps_all_keys:
             cache = GrowingCache(loaded.spec.shape.n_layers)
         else:
             cache = DynamicCache(config=loaded.model.config)
-        return cls(loaded, cache, positions, overrides=overrides or Overrides())
+        return cls(loaded, cache, positions, starts, overrides or Overrides())
 
     @property
     def n_rows(self) -> int:
@@ -198,7 +220,9 @@ class SequenceBatch:
             cache = self.cache.copy(self.length, index)
         else:
             cache = self.cache
-            if self.n_rows > 1:  # the caches of models without the attention hook have one row
+            if isinstance(cache, PlainCache):
+                cache = cache.select(rows, index)
+            else:
                 cache.batch_select_indices(index)
         starts = tuple(self.starts[row] for row in rows) if self.starts else ()
         spans = tuple(self.passage_spans[row] for row in rows) if self.passage_spans else ()

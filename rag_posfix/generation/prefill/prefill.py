@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatc
 from rag_posfix.generation.prefill.per_passage import (
     cached_passages,
     can_share_batch,
+    encode_passages,
     independent_row,
     prefill_blended,
     prefill_per_passage,
@@ -34,11 +36,14 @@ def prefill(
     """Read the prompt and return groups of rows; the rows of all groups, in order, are the plan's rows.
 
     Cost: plans with independent passages encode prefix and passages once, in batches, and concatenate them;
-    all-passages rows and other plans read each row as one sequence. What ``kv_lookup`` finds is not read again.
+    all-passages rows and other plans read each row as one sequence. What ``kv_lookup`` finds is not read again. Models
+    without the attention hook read all rows in one batch where they can.
     """
     rows = [resolve(row, layout, loaded.device) for row in plan.rows]
     if plan.blend is not None and layout.n_passages and loaded.keeps_all_keys:
         return [prefill_blended(loaded, layout, rows[0], plan.blend, kv_lookup)]
+    if loaded.spec.plain is not None:
+        return _prefill_plain(loaded, layout, rows, plan.score_question, kv_lookup)
     groups = []
     if plan.independent_passages and layout.n_passages and loaded.keeps_all_keys and can_share_batch(rows):
         n_independent = sum(not row.all_passages for row in plan.rows)
@@ -52,19 +57,35 @@ def cached_segments(loaded: LoadedModel, layout: Layout, plan: Plan, kv_lookup: 
     row_plans = plan.rows if plan.calibration is None else (RowPlan(reusable=layout.boundaries),)
     rows = [resolve(row, layout, loaded.device) for row in row_plans]
     n_segments = layout.n_passages + 1
-    if not loaded.keeps_all_keys or not rows:
+    if not loaded.stores_keys or not rows:
         return (False,) * n_segments
     if plan.blend is not None and layout.n_passages:
         return cached_passages(loaded, layout, [independent_row(layout, rows[0])], kv_lookup)
-    if plan.calibration is None and plan.independent_passages and layout.n_passages and can_share_batch(rows):
+    apart = plan.calibration is None and plan.independent_passages and layout.n_passages > 0
+    if apart and loaded.keeps_all_keys and can_share_batch(rows):
         independent = [row for row, row_plan in zip(rows, row_plans, strict=True) if not row_plan.all_passages]
         return cached_passages(loaded, layout, independent, kv_lookup)
-    row = rows[0]
-    entries = kv_lookup.find(loaded, kv_lookup.prefix_encoding(row.overrides), _prefix_requests(row))
-    n_hits = [*entries, None].index(None)
-    stop = row.reusable[n_hits - 1] if n_hits else 0
-    stored = {passage for passage, span in row.passage_spans if span.stop <= stop}
-    return (len(layout.prefix) <= stop, *(index in stored for index in range(layout.n_passages)))
+    stored: set[int] = set()
+    for row in rows if apart else rows[:1]:
+        row = _reusable(loaded, row)
+        stop = _CachedPrefix(loaded, row, kv_lookup).cached_tokens
+        stored |= {-1} if len(layout.prefix) <= stop else set()
+        stored |= {passage for passage, span in row.passage_spans if span.stop <= stop}
+    return tuple(index in stored for index in range(-1, layout.n_passages))
+
+
+def read_ahead(loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], kv_lookup: KVLookup) -> int:
+    """Read prefix and passages of rows into the store; return how many tokens had to be read."""
+    if loaded.keeps_all_keys:
+        kv, cached = encode_passages(loaded, layout, rows, kv_lookup)
+        return sum(segment.shape[3] for segment in kv.values()) - cached
+    n_read = 0
+    for row in rows:
+        row = replace(row, reusable=row.layout.boundaries)
+        prefix = _CachedPrefix(loaded, row, kv_lookup)
+        prefix.read()
+        n_read += row.layout.suffix.start - prefix.cached_tokens
+    return n_read
 
 
 def extend(loaded: LoadedModel, layout: Layout, row: RowPlan, before: SequenceBatch, length: int) -> PrefilledGroup:
@@ -105,30 +126,42 @@ class _CachedPrefix:
     """The first tokens of a row: ``batch`` has the stored segments, then the segments of ``read_missing``."""
 
     def __init__(self, loaded: LoadedModel, row: ResolvedRow, kv_lookup: KVLookup) -> None:
-        self._kv_lookup, self._row = kv_lookup, row
+        self._loaded, self._kv_lookup, self._row = loaded, kv_lookup, row
         self._encoding, requests = kv_lookup.prefix_encoding(row.overrides), _prefix_requests(row)
         entries = [*kv_lookup.find(loaded, self._encoding, requests), None]
-        held = [kv for kv in entries[: entries.index(None)] if kv is not None]
-        self._missing = requests[len(held) :]
-        self.cached_tokens = row.reusable[len(held) - 1] if held else 0
-        self.batch = SequenceBatch.empty(loaded, overrides=row.overrides)
-        if held:
-            positions = row.positions[:, : self.cached_tokens]
-            more_tokens = len(row.layout.token_ids) - self.cached_tokens
-            self.batch = concatenate_kv(loaded, [held], [positions], more_tokens, row.overrides)
+        self._held = [kv for kv in entries[: entries.index(None)] if kv is not None]
+        self._missing = requests[len(self._held) :]
+        self.cached_tokens = row.reusable[len(self._held) - 1] if self._held else 0
+
+    @cached_property
+    def batch(self) -> SequenceBatch:
+        """A batch of the row alone."""
+        if not self._held:
+            return SequenceBatch.empty(self._loaded, overrides=self._row.overrides)
+        positions = self._row.positions[:, : self.cached_tokens]
+        more_tokens = len(self._row.layout.token_ids) - self.cached_tokens
+        return concatenate_kv(self._loaded, [self._held], [positions], more_tokens, self._row.overrides)
 
     def read_missing(self) -> None:
         """Read each missing segment in its own forward pass: results do not depend on what the store holds."""
         for request in self._missing:
-            ids = torch.tensor([request.segment.token_ids], device=self.batch.positions.device)
+            ids = torch.tensor([request.segment.token_ids], device=self._loaded.device)
             self.batch.forward(ids, request.segment.positions[None], keep=1, ends_prompt=False)
 
     def add_missing(self, batch: SequenceBatch) -> None:
         """Add the missing segments to the store, from a batch that has read them."""
+        self._kv_lookup.add(self._encoding, list(zip(self._missing, self._copies(batch), strict=True)))
+
+    def read(self) -> list[Tensor]:
+        """Return the keys and values of all segments; what the store lacks is read and added."""
+        self.read_missing()
+        copies = self._copies(self.batch) if self._missing else []
+        self._kv_lookup.add(self._encoding, list(zip(self._missing, copies, strict=True)))
+        return [*self._held, *copies]
+
+    def _copies(self, batch: SequenceBatch) -> list[Tensor]:
         bounds = list(itertools.pairwise((0, *self._row.reusable)))
-        bounds = bounds[len(bounds) - len(self._missing) :]
-        added = [(request, copy_kv(batch, *span)) for request, span in zip(self._missing, bounds, strict=True)]
-        self._kv_lookup.add(self._encoding, added)
+        return [copy_kv(batch, *span) for span in bounds[len(bounds) - len(self._missing) :]]
 
 
 def _prefill_row(
@@ -140,9 +173,8 @@ def _prefill_row(
     cold or warm store.
     """
     keep = logits_to_keep(row.layout, score_question)
-    if row.layout.suffix.start in row.reusable[-1:]:
-        row = replace(row, reusable=(*row.reusable, *row.layout.turn_starts))
-    if kv_lookup is None or not row.reusable or not loaded.keeps_all_keys:
+    row = _reusable(loaded, row)
+    if kv_lookup is None or not row.reusable or not loaded.stores_keys:
         empty = SequenceBatch.empty(loaded, overrides=row.overrides)
         return _prefill_remaining(loaded, layout, row, empty, keep)
     prefix = _CachedPrefix(loaded, row, kv_lookup)
@@ -152,6 +184,54 @@ def _prefill_row(
     group = _prefill_remaining(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     prefix.add_missing(group.batch)
     return group
+
+
+def _reusable(loaded: LoadedModel, row: ResolvedRow) -> ResolvedRow:
+    """Return the row with all ends of segments that are stored: of passages, and of earlier turns behind them."""
+    ends = row.reusable or (row.layout.boundaries if loaded.kept is not None else ())
+    return replace(row, reusable=(*ends, *row.layout.turn_starts) if row.layout.suffix.start in ends[-1:] else ends)
+
+
+ROW_TOKENS = 2**15
+"""Rows are read in one batch up to this many tokens, padding included: the memory of its activations is bounded."""
+
+
+def _prefill_plain(
+    loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], score_question: bool, kv_lookup: KVLookup | None
+) -> list[PrefilledGroup]:
+    """Read the rows of a model without the attention hook in one batch, padded in front.
+
+    With ``kv_lookup``, the stored part of each row is found or read by itself, so that its bits do not depend on what
+    the store holds; the rest of all rows is read together. Rows that cannot share a batch are read one after another.
+    """
+    forward, stores = loaded.spec.plain, kv_lookup is not None and loaded.stores_keys
+    rows = [_reusable(loaded, row) for row in rows]
+    starts = [row.reusable[-1] if stores and row.reusable else 0 for row in rows]
+    rest = [row.layout.token_ids[start:] for row, start in zip(rows, starts, strict=True)]
+    keep = {logits_to_keep(row.layout, score_question) for row in rows}
+    n_tokens, n_rest = max(len(row.layout.token_ids) for row in rows), {len(tokens) for tokens in rest}
+    alone = len(rows) == 1 or forward is None or not forward.batch or len(rows) * n_tokens > ROW_TOKENS
+    if alone or len(keep) > 1 or (any(starts) and len(n_rest) > 1):
+        return [_prefill_row(loaded, layout, row, score_question, kv_lookup) for row in rows]
+    cached = 0
+    if kv_lookup is not None and any(starts):
+        before = [_CachedPrefix(loaded, row, kv_lookup) for row in rows]
+        held = [prefix.read() for prefix in before]
+        cached = sum(max(0, prefix.cached_tokens - len(layout.prefix)) for prefix in before)
+        cached += len(layout.prefix) if any(prefix.cached_tokens for prefix in before) else 0
+        positions = [row.positions[:, :start] for row, start in zip(rows, starts, strict=True)]
+        batch = concatenate_kv(loaded, held, positions, max(n_rest), rows[0].overrides)
+    else:
+        padding = tuple(max(n_rest) - len(tokens) for tokens in rest)
+        batch = SequenceBatch.empty(loaded, len(rows), starts=padding)
+    ids = torch.zeros((len(rows), max(n_rest)), dtype=torch.long)
+    positions_of = torch.zeros(ids.shape)
+    for index, (row, tokens) in enumerate(zip(rows, rest, strict=True)):
+        ids[index, -len(tokens) :] = torch.tensor(tokens)
+        positions_of[index, -len(tokens) :] = row.positions[0, -len(tokens) :]
+    observer = Observer()
+    logits = batch.forward(ids.to(loaded.device), positions_of, keep.pop(), observer)
+    return [prefilled_group(batch, logits, layout, rows, observer, cached)]
 
 
 def _prefix_requests(row: ResolvedRow) -> list[KVRequest]:

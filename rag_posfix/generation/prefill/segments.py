@@ -15,6 +15,7 @@ from rag_posfix.contracts.cache_salt import own_tags
 from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
 from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.patching.plain import KeptKeys, PlainCache
 
 if TYPE_CHECKING:
     from rag_posfix.caching.kv.store import PassageStore
@@ -77,7 +78,9 @@ def encode_segments(
 
 
 def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor:
-    """Return a copy of the keys and values of some tokens of a row. Shape (2, L, Hkv, stop - start, D)."""
+    """Return a copy of the keys and values of some tokens of a row, (2, L, Hkv, stop - start, D)."""
+    if (kept := batch.loaded.kept) is not None:
+        return kept.flatten(batch.cache.held, start, stop, row)
     layers = batch.cache.layers
     keys = torch.stack([layer.keys[row, :, start:stop] for layer in layers])
     values = torch.stack([layer.values[row, :, start:stop] for layer in layers])
@@ -118,24 +121,43 @@ def concatenate_kv(
     some = next((segment for row in rows for segment in row), None)
     if some is None:  # nothing was read yet in any row
         return SequenceBatch.empty(loaded, len(rows), overrides)
+    cache: GrowingCache | PlainCache
+    if loaded.kept is not None:
+        cache = _plain_cache(loaded.kept, rows, lengths)
+    else:
+        cache = _growing_cache(rows, lengths, longest + more_tokens + SPARE_TOKENS)
+    filled = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in positions])
+    starts = tuple(longest - length for length in lengths)
+    return SequenceBatch(
+        loaded,
+        cache,
+        filled.to(loaded.device),
+        starts=starts if any(starts) else (),
+        overrides=overrides,
+        length=longest,
+    )
+
+
+def _growing_cache(rows: Sequence[Sequence[Tensor]], lengths: Sequence[int], capacity: int) -> GrowingCache:
+    some, longest = next(segment for row in rows for segment in row), max(lengths)
     both, n_layers, n_heads, _, channels = some.shape
-    buffers = some.new_empty((both, n_layers, len(rows), n_heads, longest + more_tokens + SPARE_TOKENS, channels))
+    buffers = some.new_empty((both, n_layers, len(rows), n_heads, capacity, channels))
     for row, segments in enumerate(rows):
         start = longest - lengths[row]
         buffers[:, :, row, :, :start] = 0  # nothing reads it, but a NaN there would spread through 0 * NaN
         for segment in segments:
             buffers[:, :, row, :, start : start + segment.shape[3]] = segment
             start += segment.shape[3]
-    filled = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in positions])
-    starts = tuple(longest - length for length in lengths)
-    return SequenceBatch(
-        loaded,
-        GrowingCache.over(buffers, longest),
-        filled.to(loaded.device),
-        starts=starts if any(starts) else (),
-        overrides=overrides,
-        length=longest,
-    )
+    return GrowingCache.over(buffers, longest)
+
+
+def _plain_cache(kept: KeptKeys, rows: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> PlainCache:
+    longest, some = max(lengths), next(segment for row in rows for segment in row)
+    flat = []
+    for segments, length in zip(rows, lengths, strict=True):
+        padding = some.new_zeros((2, 1, 1, longest - length, kept.width))
+        flat.append(torch.cat([padding, *segments], dim=3))
+    return PlainCache(tuple(longest - length for length in lengths), kept.cache(flat), longest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,12 +212,12 @@ class KVLookup:
 
     def find(self, loaded: LoadedModel, encoding: EncodingKey, requests: Sequence[KVRequest]) -> list[Tensor | None]:
         """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored."""
-        shape, dtype = loaded.spec.shape, loaded.model.dtype
+        sizes, dtype = loaded.entry_sizes, loaded.model.dtype
         keys = [self._key(dtype, encoding, request) for request in requests]
         entries: dict[str, PassageKV] = {}
         for is_history in (False, True):
             shapes = {
-                key: EntryShape(shape.n_layers, shape.n_kv_heads, shape.head_dim, dtype, len(request.segment))
+                key: EntryShape(*sizes, dtype, len(request.segment))
                 for key, request in zip(keys, requests, strict=True)
                 if request.is_history == is_history
             }
