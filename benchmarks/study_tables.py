@@ -83,6 +83,23 @@ def engines_changed(heads: Sequence[Head]) -> Iterator[Row]:
         yield [way, str(settings["ordered"]), str(settings["orders"]), *map(str, changed.values())]
 
 
+UNPATCHED = {
+    "hook": "with the hook",
+    "batch": "without it, rows in one batch",
+    "one by one": "without it, rows one after another",
+    "batch, stored": "rows in one batch, passages in the store",
+    "one by one, stored": "rows one after another, passages in the store",
+}
+
+
+def unpatched(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per way of reading: first token and tokens per second as multiples of the stock model's."""
+    yield ["`default`", "first token", "tokens per second"]
+    for name, text in UNPATCHED.items():
+        ratios = heads[0]["summary"]["ratios"][name]
+        yield [text, *(short(f"{ratios[key]:.2f}") for key in ("first_token", "tokens_per_s"))]
+
+
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per load: its limit and its measurement."""
     summary = heads[0]["summary"]
@@ -414,6 +431,7 @@ STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "service-load": service_load,
     "engines": engines,
     "engines-changed": engines_changed,
+    "unpatched": unpatched,
     "service-faults": faults,
     "fleet": faults,
     "capacity": capacity_check,

@@ -26,6 +26,17 @@ def families_table() -> str:
     return "\n".join(["| `model_type` in config.json | |", "|---|---|", *rows])
 
 
+def plain_prompts_table() -> str:
+    """Return which of the types that read plain prompts read rows in one batch, and which the passage store serves."""
+    plain = {name: model for name, model in _summary()["models"].items() if model["reading"] == "plain"}
+    single = sorted(f"`{name}`" for name, model in plain.items() if not model["batch"])
+    stored = sorted(f"`{name}`" for name, model in plain.items() if model["stores_keys"])
+    rows = ["| | of " + str(len(plain)) + " types |", "|---|---|"]
+    rows.append(f"| rows of a method in one batch | {len(plain) - len(single)}: all but {', '.join(single)} |")
+    rows.append(f"| served by the passage KV store | {len(stored)}: {', '.join(stored)} |")
+    return "\n".join(rows)
+
+
 def chat_models_table() -> str:
     """Return size, licence, loading, methods and traps of each chat model."""
     entries = _summary()["chat_models"]

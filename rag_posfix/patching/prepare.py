@@ -33,9 +33,6 @@ _PLAIN_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e
 """Largest difference between logits computed with the cache and without, as a share of their spread. Recurrent layers
 sum in another order token by token than over a prompt; a lost state differs by the spread itself."""
 
-_ROWS_TOLERANCE = 0.5
-"""Share of the tolerance within which rows in a batch must equal single rows: a row that sees its padding differs."""
-
 
 def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
     """Install the attention hook and verify it, or verify that the model reads plain prompts.
@@ -183,7 +180,7 @@ def _compare_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dic
             differences["keys"] = filled
     tried = replace(forward, batch="masked" if any(map(_keeps_keys, cache.layers)) else "masked prompt")
     rows = _tried(lambda: _compare_rows(model, tried, ids, full))
-    if rows <= allowed * _ROWS_TOLERANCE:
+    if rows <= allowed:
         return tried, {**differences, "rows": rows}
     return forward, differences
 
