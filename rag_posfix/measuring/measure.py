@@ -14,7 +14,7 @@ import orjson
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
-from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.errors import ConfigError, EvaluationError, RerankingError
 from rag_posfix.evaluation.answers.answering import AnswerJournal, normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import (
@@ -308,7 +308,7 @@ def _by_flips(
                 run.report(done, len(questions), f"trying {candidate.label}, {run.budget.minutes_left:.1f} min left")
             else:
                 table[candidate.label] = _flip_scores(candidate_rows, usual, cost)
-        except ConfigError as error:
+        except (ConfigError, RerankingError) as error:
             skipped[candidate.label] = str(error)
     return table
 
@@ -344,18 +344,15 @@ def _by_positions(
         if not is_first and run.budget.left() < 0:
             skipped[candidate.label] = "out of time"
             continue
-        cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
-        candidate_rows: list[PositionRow] = []
-        stop, total, since = 0, len(examples) if is_first else taken, run.budget.used
-        while stop < total:
-            fitting = run.budget.fitting(stop, since, POSITIONS_SHARE if is_first else 1.0) if stop else total
-            if fitting < (1 if is_first else (total - stop) / 2):  # a candidate that will not be done leaves its time
-                break
-            block = examples[stop:total][: min(BLOCK if stop else TOGETHER, max(int(fitting), TOGETHER))]
-            candidate_rows += run.answer(block, candidate)
-            stop += len(block)
-            run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
-        if stop < total and not is_first:
+        try:
+            cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
+            candidate_rows, stop = _answer_in_blocks(run, candidate, examples, None if is_first else taken)
+        except RerankingError as error:
+            if is_first:  # every arrangement needs these scores
+                raise
+            skipped[candidate.label] = str(error)
+            continue
+        if stop < taken:
             skipped[candidate.label] = "out of time"
             continue
         taken = stop
@@ -363,6 +360,27 @@ def _by_positions(
         rows += candidate_rows if is_first else answered
         table[candidate.label] = scores_with_labels(rows_by_question(answered), cost)
     return table, rows
+
+
+def _answer_in_blocks(
+    run: Measurement, candidate: Arrangement, examples: Sequence[PositionExample], taken: int | None
+) -> tuple[list[PositionRow], int]:
+    """Return the rows of as many questions as there is time for, and their number.
+
+    ``taken`` is how many questions the unmodified model has answered, None for that model itself. A candidate that
+    will not be done with them leaves its time to the next.
+    """
+    rows: list[PositionRow] = []
+    stop, total, since = 0, len(examples) if taken is None else taken, run.budget.used
+    while stop < total:
+        fitting = run.budget.fitting(stop, since, POSITIONS_SHARE if taken is None else 1.0) if stop else total
+        if fitting < (1 if taken is None else (total - stop) / 2):
+            break
+        block = examples[stop:total][: min(BLOCK if stop else TOGETHER, max(int(fitting), TOGETHER))]
+        rows += run.answer(block, candidate)
+        stop += len(block)
+        run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
+    return rows, stop
 
 
 def _summary(

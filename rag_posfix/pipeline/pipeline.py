@@ -272,7 +272,10 @@ class Pipeline(AskedInBatches):
                 answer = self._finish(prepared, stored, cached=True)
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
-            return self._stream(prepared, self.generator.stream(prepared.request), stack.pop_all())
+            chunks = self.generator.stream(prepared.request)
+            if (close := getattr(chunks, "close", None)) is not None:  # at once, not when the last reference is gone
+                stack.callback(close)
+            return self._stream(prepared, chunks, stack.pop_all())
 
     def _stream(self, prepared: PreparedQuestion, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
         run, prompt_tokens = prepared.run, len(prepared.prompt.assembled.layout.token_ids)

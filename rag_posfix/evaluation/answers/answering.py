@@ -1,6 +1,6 @@
 """Runs trials: prompts as in the pipeline, greedy answers, their scores and form, and a journal.
 
-On an engine answers are batched and scored. Any other generator answers one by one, without log-probabilities.
+On an engine answers are batched and scored. Any other generator answers several at a time, without log-probabilities.
 
 The key of an answer in the journal includes everything that the answer depends on: weights, method, prompt template,
 question, passages, their relevance, tokens. It does not include the version of this library, which is stored in the
@@ -9,12 +9,14 @@ line. After a change to the code of a method, use ``fresh``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import string
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -151,15 +153,21 @@ def answer_all(
 ) -> Iterator[tuple[GradedAnswer, Tensor | None]]:
     """Yield each answer in order, with the log-probabilities of its first token, (V,) float32, or None.
 
-    On an engine prompts are prefilled one by one; answers are scored and generated in batches.
+    On an engine prompts are prefilled one by one; answers are scored and generated in batches. A remote model is sent
+    ``QUESTIONS_TOGETHER`` prompts at a time.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
     requests = ((trial, _request(assembler, trial, max_new_tokens)) for trial in trials)
     if not isinstance(engine, Engine):
-        for trial, request in requests:
+
+        def answer(asked: tuple[Trial, GenerationRequest]) -> GradedAnswer:
+            trial, request = asked
             started = time.perf_counter()
-            generation = engine.generate(request)
-            yield _grade(generation, trial.example, None, time.perf_counter() - started), None
+            return _grade(engine.generate(request), trial.example, None, time.perf_counter() - started)
+
+        with ThreadPoolExecutor(QUESTIONS_TOGETHER) as pool:
+            while block := list(itertools.islice(requests, QUESTIONS_TOGETHER)):
+                yield from ((graded, None) for graded in pool.map(answer, block))
         return
 
     def prefill(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from threading import Barrier
 from uuid import uuid4
 
 import pytest
-from langchain_core.documents import Document
+from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.request import Generation
+from rag_posfix.contracts.request import Generation, MitigationChoice
 from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.answers.answering import Trial, answer_all
 from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.record import read_record
@@ -29,6 +31,7 @@ from rag_posfix.measuring.flips import (
 from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.reranking import GuardedReranker
 from rag_posfix.retrieval.base import as_retriever
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -200,31 +203,38 @@ def test_without_a_profile_auto_is_the_default_method():
     assert [answer.mitigation for answer in answers] == ["context_experts"] * 2
 
 
-def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
-    examples = [
+def weights(count):
+    """Labelled questions whose gold passage has the words of the question."""
+    return [
         PositionExample(
             str(number), f"What does gold{number} weigh?", (f"gold{number} weighs {number} kilos",),
             (Document(page_content=f"The gold{number} weighs {number} kilos. Yes.", id="g"),),
             tuple(Document(page_content=f"A stone number {i} is grey. No.", id=f"d{i}") for i in range(4)),
         )
-        for number in range(40)
+        for number in range(count)
     ]  # fmt: skip
 
-    class ByWords:
-        def compress_documents(self, documents, query, callbacks=None):
-            words = set(query.split())
-            return [
-                document.model_copy(
-                    update={
-                        "metadata": {
-                            **document.metadata,
-                            "relevance_score": len(words & set(document.page_content.split())) / 10,
-                        }
-                    }
-                )
-                for document in documents
-            ]
 
+class ByWords:
+    """Scores documents by the words that they share with the question."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        words = set(query.split())
+        return [
+            document.model_copy(
+                update={
+                    "metadata": {
+                        **document.metadata,
+                        "relevance_score": len(words & set(document.page_content.split())) / 10,
+                    }
+                }
+            )
+            for document in documents
+        ]
+
+
+def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
+    examples = weights(40)
     pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: ByWords())
     options = MeasureOptions(documents=5)
     record = measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
@@ -237,6 +247,41 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     assert summary["measured"][summary["choice"]["name"]]["worst"] == 1.0
     assert summary["measured"]["/relevance/none"]["worst"] == 1.0
     assert "<polygon" in (tmp_path / "report.html").read_text()
+
+
+def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
+    class Slow(BaseDocumentCompressor):
+        def compress_documents(self, documents, query, callbacks=None):
+            time.sleep(1)
+            return documents
+
+    examples = weights(12)
+    late = GuardedReranker(reranker=Slow(), deadline_seconds=0.01)
+    pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: late)
+    summary = measure(
+        pipeline, from_examples(examples, 5), examples=examples, options=MeasureOptions(documents=5)
+    ).summary
+    failed = {name for name, reason in summary["not_measured"].items() if "took longer than 0.01 s" in reason}
+    assert failed == {label for label in summary["not_measured"] if parse_arrangement(label).reranker is not None}
+    assert failed
+    assert set(summary["measured"]) >= {"none", "/relevance/none"}
+
+
+def test_labelled_questions_of_a_remote_model_are_open_together():
+    at_once = Barrier(4, timeout=20)
+
+    class Together(OrderBiasedGenerator):
+        """Answers when four requests are open."""
+
+        def generate(self, request):
+            at_once.wait()
+            return super().generate(request)
+
+    examples = weights(8)
+    trials = [Trial(example, example.gold, MitigationChoice("none")) for example in examples]
+    answers = [graded.answer for graded, _ in answer_all(Together(), trials, 8)]
+    alone = [graded.answer for graded, _ in answer_all(OrderBiasedGenerator(), trials, 8)]
+    assert answers == alone
 
 
 def test_a_judge_judges_the_changes_that_are_reported_and_no_others():

@@ -7,7 +7,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import EvaluationError
+from rag_posfix.errors import EvaluationError, RerankingError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
@@ -101,7 +101,7 @@ class TestSweep:
 
         guarded = GuardedReranker(reranker=Failing())
         with pytest.raises(
-            EvaluationError, match=f"Failing failed on query '{EXAMPLES[0].id}': reranker Failing failed"
+            RerankingError, match=f"Failing failed on query '{EXAMPLES[0].id}': reranker Failing failed"
         ):
             sweep(engine, reranker=guarded)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
+from rag_posfix.errors import ConfigError, EvaluationError, RerankingError, UnknownNameError
 from rag_posfix.evaluation.ranking.rankings import (
     OpenedReranker,
     QueryCandidates,
@@ -159,7 +159,7 @@ class TestOneQuery:
             def compress_documents(self, documents, query, callbacks=None):
                 raise ConfigError("no")
 
-        with pytest.raises(EvaluationError, match=r"toy failed on query 'q0' \(ConfigError: no\); what was ranked"):
+        with pytest.raises(RerankingError, match=r"toy failed on query 'q0' \(ConfigError: no\); what was ranked"):
             rerank_one(opened(Failing()), queries()[0])
 
     def test_a_guard_does_not_hide_a_failure_behind_the_scores_of_the_first_stage(self):
@@ -167,10 +167,10 @@ class TestOneQuery:
             def compress_documents(self, documents, query, callbacks=None):
                 raise RuntimeError("two devices")
 
-        with pytest.raises(EvaluationError, match=r"toy failed on query 'q0' \(RuntimeError: two devices\);"):
+        with pytest.raises(RerankingError, match=r"toy failed on query 'q0' \(RuntimeError: two devices\);"):
             rerank_one(opened(Failing()), queries()[0])
         guarded = opened(GuardedReranker(reranker=Failing()))
-        with pytest.raises(EvaluationError, match=r"toy failed on query 'q0': reranker Failing failed \(Runt"):
+        with pytest.raises(RerankingError, match=r"toy failed on query 'q0': reranker Failing failed \(Runt"):
             rerank_one(guarded, queries()[0])
 
     def test_answers_that_a_reranker_asked_for_are_counted_per_query(self):
