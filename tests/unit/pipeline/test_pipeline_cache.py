@@ -236,7 +236,14 @@ class TestStream:
         assert chunk.answer.cached is True
 
     def test_closing_the_stream_stops_the_generator_and_keeps_nothing(self):
-        made = pipeline(cache=memory_cache())
+        made, open_streams = pipeline(cache=memory_cache()), []
+        begin = made.generator.stream
+
+        def referenced(request):
+            open_streams.append(begin(request))  # so that no count of references falls to 0
+            return open_streams[-1]
+
+        made.generator.stream = referenced
         stream = made.stream(Question(QUESTION, [ROME]))
         assert next(stream).text == "Rome "
         stream.close()
