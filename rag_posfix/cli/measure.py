@@ -90,7 +90,8 @@ def measure(
     rows = None if questions is None else read_questions(questions, None, False)
     from rag_posfix.evaluation.data.labels import load_labels
     from rag_posfix.evaluation.record import file_digest
-    from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
+    from rag_posfix.measuring.flips import find_questions, from_examples
+    from rag_posfix.measuring.measure import MeasureOptions, measure
     from rag_posfix.measuring.written_questions import JOURNAL as WRITTEN
     from rag_posfix.measuring.written_questions import same_by
     from rag_posfix.pipeline.build import build_pipeline
@@ -109,8 +110,7 @@ def measure(
             examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
         for reason, count in dropped.items():
             err().print(f"left out: {count} ({reason})", highlight=False, soft_wrap=True)
-        asked = asked or from_examples(examples, documents)
-        source = questions or data
+        asked, source = asked or from_examples(examples, documents), questions or data
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
             judge=same_by(pipeline.writer or pipeline.generator) if judge else None,

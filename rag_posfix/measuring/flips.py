@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.errors import EvaluationError
+from rag_posfix.errors import EvaluationError, RerankingError
 from rag_posfix.evaluation.answers.answering import normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement
+from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.reranking.deadline import UNRANKED
 from rag_posfix.text import content_hash
 
 JOURNAL = "flips-journal.jsonl"
@@ -104,6 +107,35 @@ def _read_answer(row: Any) -> StackAnswer | None:
     return StackAnswer(**row) if set(row) == {field.name for field in fields(StackAnswer)} else None
 
 
+def find_questions(
+    pipeline: Pipeline, texts: Sequence[tuple[str, Question]]
+) -> tuple[list[AskedQuestion], Counter[str]]:
+    """Return the questions with the passages that the pipeline finds, best first, and why others were dropped.
+
+    Args:
+        texts: Id and question; its history and filter are used.
+    """
+    kept: list[AskedQuestion] = []
+    dropped: Counter[str] = Counter()
+    seen: set[str] = set()
+    for identity, question in texts:
+        if normalize(question.text) in seen:
+            dropped["asked before"] += 1
+            continue
+        seen.add(normalize(question.text))
+        passages = pipeline.find_passages(replace(question, mitigation="none", order="relevance"))
+        if len(passages) < 2:
+            dropped["fewer than two passages found"] += 1
+            continue
+        kept.append(AskedQuestion(identity, question.text, passages, tuple(question.history)))
+    return kept, dropped
+
+
+def from_examples(examples: Sequence[PositionExample], documents: int) -> list[AskedQuestion]:
+    """Return labelled questions with all of their passages."""
+    return [AskedQuestion(e.id, e.question, tuple(e.documents(documents)), e.history) for e in examples]
+
+
 def draw_orders(question: AskedQuestion, count: int, seed: int) -> list[tuple[int, ...]]:
     """Return up to ``count`` distinct random orders of the passages of a question; fewer if there are not as many."""
     draw, size = random.Random(f"{seed}:{question.id}"), len(question.passages)
@@ -141,7 +173,7 @@ def ask_in_orders(
         for number, result in results:
             if isinstance(result, Exception):
                 raise result
-            journal.add(keys[missing[number]], _stack_answer(result, None))
+            journal.add(keys[missing[number]], _stack_answer(result, None, arrangement))
     rows: list[FlipRow] = []
     first: StackAnswer | None = None
     for (question, kind, order, _), key in zip(plan, keys, strict=True):
@@ -172,18 +204,20 @@ def time_first_tokens(
         key = _key(pipeline, arrangement, question, order, 0)
         answer = journal.get(key)
         if answer is None or answer.first_token_seconds is None:
-            answer = _ask_alone(pipeline, prompt_of(question, order, arrangement))
+            answer = _ask_alone(pipeline, question, order, arrangement)
             journal.add(key, answer)
         seconds.append(answer.first_token_seconds or 0.0)
     return seconds
 
 
-def _ask_alone(pipeline: Pipeline, question: Question) -> StackAnswer:
+def _ask_alone(
+    pipeline: Pipeline, question: AskedQuestion, order: Sequence[int], arrangement: Arrangement
+) -> StackAnswer:
     begun, first = time.perf_counter(), 0.0
-    for chunk in pipeline.stream(question):
+    for chunk in pipeline.stream(prompt_of(question, order, arrangement)):
         first = first or time.perf_counter() - begun
         if chunk.answer is not None:
-            return _stack_answer(chunk.answer, first)
+            return _stack_answer(chunk.answer, first, arrangement)
     raise EvaluationError(f"the answer to {question.text!r} ended without its last part; ask again")
 
 
@@ -229,7 +263,15 @@ def _key(
     return content_hash(json.dumps(parts, sort_keys=True))
 
 
-def _stack_answer(answer: Answer, first_token_seconds: float | None) -> StackAnswer:
+def _stack_answer(answer: Answer, first_token_seconds: float | None, arrangement: Arrangement) -> StackAnswer:
+    """Return what is kept of an answer.
+
+    Raises:
+        RerankingError: the reranker of the arrangement left the passages in their order, so the answer is of another.
+    """
+    failed = next((text for text in answer.warnings if text.endswith(UNRANKED)), None)
+    if failed is not None and arrangement.reranker is not None:
+        raise RerankingError(f"{failed}; if it is late, raise RAG_POSFIX_RERANKER_DEADLINE_SECONDS")
     return StackAnswer(
         text=answer.text,
         well_formed=answer.well_formed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any, TypeVar
 
 import orjson
 
-from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, EvaluationError, RerankingError
-from rag_posfix.evaluation.answers.answering import AnswerJournal, normalize
+from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import (
     BASELINE,
@@ -140,35 +138,6 @@ def _reranker(pipeline: Pipeline, spec: MethodSpec | None = None) -> Reranker:
     if reranker is None:
         raise EvaluationError("the pipeline has no reranker, and labelled passages need scores; use build_pipeline")
     return reranker
-
-
-def find_questions(
-    pipeline: Pipeline, texts: Sequence[tuple[str, Question]]
-) -> tuple[list[AskedQuestion], Counter[str]]:
-    """Return the questions with the passages that the pipeline finds, best first, and why others were dropped.
-
-    Args:
-        texts: Id and question; its history and filter are used.
-    """
-    kept: list[AskedQuestion] = []
-    dropped: Counter[str] = Counter()
-    seen: set[str] = set()
-    for identity, question in texts:
-        if normalize(question.text) in seen:
-            dropped["asked before"] += 1
-            continue
-        seen.add(normalize(question.text))
-        passages = pipeline.find_passages(replace(question, mitigation="none", order="relevance"))
-        if len(passages) < 2:
-            dropped["fewer than two passages found"] += 1
-            continue
-        kept.append(AskedQuestion(identity, question.text, passages, tuple(question.history)))
-    return kept, dropped
-
-
-def from_examples(examples: Sequence[PositionExample], documents: int) -> list[AskedQuestion]:
-    """Return labelled questions with all of their passages."""
-    return [AskedQuestion(e.id, e.question, tuple(e.documents(documents)), e.history) for e in examples]
 
 
 def measure(

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from types import GeneratorType
 from typing import Any
 
 from langchain_core.documents import Document
@@ -257,8 +258,7 @@ class Pipeline(AskedInBatches):
     ) -> Iterator[AnswerChunk]:
         """Yield the answer in pieces; the last chunk has the complete answer. The arguments are those of ``ask``.
 
-        Wrong input raises in this call, before the first piece is requested. A cached answer is one piece. Closing the
-        iterator stops the computation.
+        Wrong input raises in this call. A cached answer is one piece. Closing the iterator stops the computation.
         """
         question = as_question(question, documents)
         with ExitStack() as stack:
@@ -273,8 +273,8 @@ class Pipeline(AskedInBatches):
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
             chunks = self.generator.stream(prepared.request)
-            if (close := getattr(chunks, "close", None)) is not None:  # at once, not when the last reference is gone
-                stack.callback(close)
+            if isinstance(chunks, GeneratorType):
+                stack.callback(chunks.close)  # at once, not when the last reference is gone
             return self._stream(prepared, chunks, stack.pop_all())
 
     def _stream(self, prepared: PreparedQuestion, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
@@ -404,14 +404,12 @@ class Pipeline(AskedInBatches):
         return self.choose_reranker(spec)
 
     def _lacks_passage(self, prepared: PreparedQuestion) -> bool:
-        allowed = prepared.run.question.allow_ungrounded
-        if allowed is None:
-            allowed = self.defaults.allow_ungrounded
+        asked = prepared.run.question.allow_ungrounded
+        allowed = self.defaults.allow_ungrounded if asked is None else asked
         return not prepared.prompt.assembled.documents and not allowed
 
     def _finish_without_passage(self, prepared: PreparedQuestion) -> Answer:
-        run = prepared.run
-        text = self.defaults.no_passage_text
+        run, text = prepared.run, self.defaults.no_passage_text
         if text == NO_PASSAGE_TEXT:
             text = self._assembler_of(run.question).template.no_passage or text
         answer = no_passage_answer(text, prepared.prompt.assembled, prepared.info.name, run.timings)

@@ -105,6 +105,9 @@ MAX_THREADS = 8
 CLOSING_SECONDS = 5.0
 """How long ``close`` waits for late rerankings to stop."""
 
+UNRANKED = "the documents keep their order"
+"""The end of the warning in an answer whose passages were not reranked."""
+
 
 class GuardedReranker(Checked, BaseDocumentCompressor):
     """Fails open: if the reranker fails, the documents are returned in their order instead of no answer.
@@ -207,7 +210,7 @@ class GuardedReranker(Checked, BaseDocumentCompressor):
             self.health.count_failure(self.name, error, "timeout" if late else "error")
             reason = f"failed ({type(error).__name__})"
             problem = f"took longer than {self.deadline_seconds or 0:g} s" if late else reason
-        message = f"reranker {self.name} {problem}; the documents keep their order"
+        message = f"reranker {self.name} {problem}; {UNRANKED}"
         _log.warning("%s", message)
         warn(message)
         copies = ({"metadata": (document.metadata or {}) | details} for document in documents)

@@ -16,7 +16,8 @@ from benchmarks.keep_record import RESULTS
 from rag_posfix.evaluation.record import ExperimentRecord, read_record
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.measuring.charts import draw_cost, png_of
-from rag_posfix.measuring.measure import MeasureOptions, find_questions, measure
+from rag_posfix.measuring.flips import find_questions
+from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.measuring.report import report_csv, report_latex, report_page, write_report
 from tests.support.chromium import checked_page, chromium
 from tests.support.measured import pipeline_of, texts

@@ -24,11 +24,13 @@ from rag_posfix.measuring.flips import (
     StackJournal,
     ask_in_orders,
     draw_orders,
+    find_questions,
+    from_examples,
     prompt_of,
     summarize_flips,
     time_first_tokens,
 )
-from rag_posfix.measuring.measure import MeasureOptions, find_questions, from_examples, measure
+from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import GuardedReranker
@@ -265,6 +267,9 @@ def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
     assert failed == {label for label in summary["not_measured"] if parse_arrangement(label).reranker is not None}
     assert failed
     assert set(summary["measured"]) >= {"none", "/relevance/none"}
+    questions, _ = find_questions(pipeline_of(OrderBiasedGenerator()), texts(12))
+    summary = measure(pipeline, questions).summary  # without labels
+    assert {name for name, reason in summary["not_measured"].items() if "raise RAG_POSFIX" in reason} == failed
 
 
 def test_labelled_questions_of_a_remote_model_are_open_together():
