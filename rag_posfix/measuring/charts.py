@@ -21,6 +21,7 @@ _WIDTH, _HEIGHT = 640, 280
 _INK = {f"{part}Color": "currentColor" for part in ("label", "title", "domain", "tick", "grid")}
 _CONFIG: dict[str, Any] = {
     "font": "system-ui, sans-serif",
+    "autosize": {"type": "fit-x", "contains": "padding"},
     "view": {"stroke": None},
     "axis": {**_INK, "gridOpacity": 0.15, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
     "legend": {"labelColor": "currentColor", "labelFontSize": 12},
