@@ -17,6 +17,7 @@ _EXTRA_PACKAGES = MappingProxyType({
     "redis": ("redis",),
     "train": ("peft",),
     "eval": ("scipy", "matplotlib", "ir_measures", "pytrec_eval"),
+    "report": ("altair", "vl_convert"),
     "ray": ("ray",),
 })  # fmt: skip
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import logging
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
+from rag_posfix.errors import EvaluationError, missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
-from rag_posfix.measuring.charts import STYLE, Chart, draw_cost, draw_curve, png_of
+from rag_posfix.measuring.charts import Chart, draw_cost, draw_curve, page_script
 
 MAX_QUESTIONS = 200
 """Questions whose answers a report shows, those that change first."""
@@ -38,10 +41,19 @@ _LATEX = str.maketrans(
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The charts of each record with the script that draws them in a page, or why there are none."""
+
+    charts: Sequence[Sequence[Chart]]
+    script: str = ""
+    missing: str = ""
+
+
 def write_report(records: Sequence[ExperimentRecord], page: Path) -> dict[str, Path]:
     """Write a report and, beside it, its table as CSV and LaTeX and each chart as SVG and PNG; return the files.
 
-    Without resvg_py (extra ``eval``) there is no PNG, and a warning says how to get it.
+    Without Altair (extra ``report``) there are no charts; the page and a warning say how to get them.
 
     Args:
         page: The HTML file; the other files begin with its name.
@@ -49,20 +61,22 @@ def write_report(records: Sequence[ExperimentRecord], page: Path) -> dict[str, P
     Raises:
         EvaluationError: a file cannot be written.
     """
+    drawn = _drawn(records)
+    if drawn.missing:
+        _log.warning("%s", drawn.missing)
     files: dict[str, tuple[Path, bytes]] = {
-        "report": (page, report_page(records).encode()),
+        "report": (page, _page(records, drawn).encode()),
         "csv": (page.with_suffix(".csv"), report_csv(records).encode()),
         "tex": (page.with_suffix(".tex"), report_latex(records).encode()),
     }
-    for number, record in enumerate(records, 1):
-        for chart in _charts(record):
+    for number, charts in enumerate(drawn.charts, 1):
+        for chart in charts:
             name = chart.name if len(records) == 1 else f"{number}-{chart.name}"
-            svg = chart.svg()
-            files[f"{name}.svg"] = (page.with_name(f"{page.stem}-{name}.svg"), svg.encode())
-            try:
-                files[f"{name}.png"] = (page.with_name(f"{page.stem}-{name}.png"), png_of(svg))
-            except ConfigError as error:
-                _log.warning("%s.png was not written: %s", name, error)
+            for ending, draw in (("svg", chart.svg), ("png", chart.png)):
+                try:
+                    files[f"{name}.{ending}"] = (page.with_name(f"{page.stem}-{name}.{ending}"), draw())
+                except (ValueError, RuntimeError) as error:  # what vl_convert raises
+                    _log.warning("%s.%s was not written: %s", name, ending, _first_line(error))
     for path, content in files.values():
         try:
             write_whole(path, [content])
@@ -73,6 +87,10 @@ def write_report(records: Sequence[ExperimentRecord], page: Path) -> dict[str, P
 
 def report_page(records: Sequence[ExperimentRecord]) -> str:
     """Return the HTML of a report; sections of records without a chart have their summary as text."""
+    return _page(records, _drawn(records))
+
+
+def _page(records: Sequence[ExperimentRecord], drawn: _Drawn) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
@@ -80,7 +98,11 @@ def report_page(records: Sequence[ExperimentRecord]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text("utf-8"))
     return template.render(
-        records=[_view(record) for record in records], percent=lambda share: f"{share:.0%}", style=STYLE
+        records=[_view(record, charts) for record, charts in zip(records, drawn.charts, strict=True)],
+        percent=lambda share: f"{share:.0%}",
+        missing=drawn.missing,
+        script=drawn.script,
+        script_hash=b64encode(hashlib.sha256(drawn.script.encode()).digest()).decode(),
     )
 
 
@@ -116,12 +138,23 @@ def _joined_table(records: Sequence[ExperimentRecord]) -> list[list[Any]]:
     return joined
 
 
-def _charts(record: ExperimentRecord) -> list[Chart]:
-    summary = record.head.get("summary", {})
-    return [chart for chart in (draw_curve(record.rows, summary), draw_cost(summary)) if chart is not None]
+def _drawn(records: Sequence[ExperimentRecord]) -> _Drawn:
+    try:
+        charts = [
+            [chart for chart in (draw_curve(record.rows, summary), draw_cost(summary)) if chart is not None]
+            for record in records
+            for summary in [record.head.get("summary", {})]
+        ]
+        return _Drawn(charts, page_script() if any(charts) else "")
+    except (ValueError, RuntimeError) as error:  # a missing extra, and what Altair and vl_convert raise
+        return _Drawn([()] * len(records), missing=f"The report has no charts: {_first_line(error)}")
 
 
-def _view(record: ExperimentRecord) -> dict[str, Any]:
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     """Return what the template shows of a record."""
     head, summary = record.head, record.head.get("summary", {})
     verdict = summary.get("verdict", [])
@@ -135,7 +168,7 @@ def _view(record: ExperimentRecord) -> dict[str, Any]:
         "verdict": [verdict] if isinstance(verdict, str) else list(verdict),
         "flips": flips if isinstance(flips, dict) else None,
         "questions": _questions(rows),
-        "charts": [(chart.title, chart.html()) for chart in _charts(record)],
+        "charts": [(chart.title, chart.spec()) for chart in charts],
         "columns": columns,
         "table": [[_number(value) for value in row] for row in table],
         "dropped": summary.get("dropped", {}),

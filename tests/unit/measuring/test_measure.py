@@ -248,7 +248,9 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     assert summary["choice"]["name"] != "none"
     assert summary["measured"][summary["choice"]["name"]]["worst"] == 1.0
     assert summary["measured"]["/relevance/none"]["worst"] == 1.0
-    assert "<polygon" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert '{"level": "gold passage alone", "accuracy": 1.0}, {"level": "no passages", "accuracy": 0.0}' in page
+    assert {"curve.svg", "curve.png", "cost.svg", "cost.png"} <= set(record.files)
 
 
 def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
