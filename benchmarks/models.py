@@ -28,10 +28,7 @@ SECONDS = 60
 
 
 def examine(name: str) -> dict[str, Any]:
-    """Return how a tiny model loads: ``reading``, ``methods``, ``in_windows``, ``reason`` and seconds.
-
-    ``batch`` and ``stores_keys`` are of models without the attention hook: whether rows are read in one batch, and
-    whether the passage KV store serves them.
+    """Return how a tiny model loads: ``reading``, ``methods``, ``in_windows``, ``reason``, ``structure`` and seconds.
 
     Args:
         name: A model type, or a chat model.
@@ -63,8 +60,6 @@ def examine(name: str) -> dict[str, Any]:
         "reason": "" if spec.plain is None else spec.plain.reason,
         "methods": methods,
         "in_windows": [name for name in in_windows if name not in methods],
-        "batch": spec.plain is not None and spec.plain.batch != "",
-        "stores_keys": spec.plain is not None and spec.plain.kept is not None,
         "lacks": sorted(set(spec.shape.lacks.values())) if spec.plain is None else [],
         "structure": spec.structure,
         "seconds": round(seconds, 3),

@@ -29,8 +29,8 @@ def families_table() -> str:
 def plain_prompts_table() -> str:
     """Return which of the types that read plain prompts read rows in one batch, and which the passage store serves."""
     plain = {name: model for name, model in _summary()["models"].items() if model["reading"] == "plain"}
-    single = sorted(f"`{name}`" for name, model in plain.items() if not model["batch"])
-    stored = sorted(f"`{name}`" for name, model in plain.items() if model["stores_keys"])
+    single = sorted(f"`{name}`" for name, model in plain.items() if not model["structure"]["rows_in_one_batch"])
+    stored = sorted(f"`{name}`" for name, model in plain.items() if model["structure"]["stored_keys"])
     rows = ["| | of " + str(len(plain)) + " types |", "|---|---|"]
     rows.append(f"| rows of a method in one batch | {len(plain) - len(single)}: all but {', '.join(single)} |")
     rows.append(f"| served by the passage KV store | {len(stored)}: {', '.join(stored)} |")

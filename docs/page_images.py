@@ -52,6 +52,7 @@ def main(address: str) -> None:
 def _save_report(browser: Browser, report: Path) -> None:
     page = browser.new_page(viewport={"width": REPORT_WIDTH, "height": 900})
     page.goto(report.resolve().as_uri())
+    _wait(page, "[...document.querySelectorAll('.chart')].every((place) => place.querySelector('svg'))")
     _save(page, "measure-report.png", clip={"x": 0, "y": 0, "width": REPORT_WIDTH, "height": REPORT_HEIGHT})
 
 

@@ -155,6 +155,9 @@ def _show_model(data: dict[str, Any]) -> None:
         f"by check: {', '.join(f'{check} {value:g}' for check, value in data['differences'].items())}",
         f"tokens that end an answer: {data['eos_ids']}",
     )
+    if (in_batch := data["structure"].get("rows_in_one_batch")) is not None:
+        stored = "serves it" if data["structure"]["stored_keys"] else "cannot serve it"
+        say(f"rows of a method: {'in one batch' if in_batch else 'one after another'}; passage KV store: {stored}")
     if data["generation_config_not_applied"]:
         say(f"not applied of its generation config: {dict(data['generation_config_not_applied'])}")
     say(f"supported: {', '.join(data['supported'])}")

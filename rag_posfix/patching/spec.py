@@ -157,9 +157,12 @@ class ModelSpec:
 
     @property
     def structure(self) -> dict[str, Any]:
-        """What is known of attention: how channels are paired, which layers do not rotate, whether keys are linear."""
+        """What is known of attention: how channels are paired, which layers do not rotate, whether keys are linear.
+
+        Of a model without the attention hook: whether it reads rows in one batch, and whether its keys can be stored.
+        """
         if self.plain is not None:
-            return {}
+            return {"rows_in_one_batch": self.plain.batch != "", "stored_keys": self.plain.kept is not None}
         return {
             "rotation": self.family.rotation,
             "unrotated_layers": sorted(self.unrotated),

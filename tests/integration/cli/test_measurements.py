@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import with_file_parameters
 from tests.support.capital_rows import write_capitals
-from tests.support.tiny import save_tiny
+from tests.support.tiny import VOCABULARY, save_tiny
 
 
 @pytest.mark.weights
@@ -29,6 +30,13 @@ class TestVerify:
         result = run("verify")
         assert result.code == 0
         assert "supported: " in result.out
+
+    def test_a_model_without_the_hook_says_how_rows_are_read_and_whether_keys_are_stored(self, run, tmp_path):
+        config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, n_positions=64)
+        folder = save_tiny(tmp_path / "gpt2")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        result = run("verify", "--model", folder)
+        assert "rows of a method: in one batch; passage KV store: serves it" in result.out
 
     def test_a_model_that_cannot_be_loaded_is_one_line(self, run, tmp_path):
         assert run("verify", "--model", tmp_path, "--json").error["type"] == "ConfigError"
