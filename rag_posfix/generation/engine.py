@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,8 +89,7 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token, in all layers: 2 L Hkv D times the size of the dtype."""
-        shape = self.loaded.spec.shape
-        return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * int(self.loaded.model.dtype.itemsize)
+        return 2 * prod(self.loaded.entry_sizes) * int(self.loaded.model.dtype.itemsize)
 
     def open(
         self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""

@@ -141,6 +141,7 @@ def test_passages_are_read_ahead_and_then_found():
     # Each passage is read behind a prefix of its own, and so is the row without passages.
     assert engine.precompute(LAYOUT, method) == passages + (LAYOUT.n_passages + 1) * prefix
     assert engine.precompute(LAYOUT, method) == 0
+    assert engine.kv_bytes_per_token == 2 * 4 * 64 * 4  # four layers of 64 channels in float32
     assert engine.open(LAYOUT, method, 2).cached_tokens == prefix + passages
     with pytest.raises(ConfigError, match="cannot be precomputed; use one of committee, context_experts"):
         engine.precompute(LAYOUT, MitigationChoice("none"))
