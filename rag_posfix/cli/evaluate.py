@@ -16,6 +16,7 @@ from rag_posfix.cli.options import (
     Fresh,
     GoldPositions,
     Hostile,
+    Joined,
     Limit,
     RayActors,
     Skip,
@@ -68,6 +69,7 @@ def positions(
     limit: Limit = None,
     skip: Skip = 0,
     hostile: Hostile = None,
+    joined: Joined = None,
     baselines: Annotated[bool, typer.Option("--baselines", help="Add plain prompts, sorted by each scorer.")] = False,
     max_tokens: MaxTokens = 24,
     check_orders: Annotated[
@@ -100,9 +102,9 @@ def positions(
     record = evaluate_positions(
         data, choices,
         gold_positions=gold_positions_of(gold_positions, documents),
-        documents=documents, limit=limit, skip=skip, hostile=hostile, baselines=baselines, max_tokens=max_tokens,
-        check_orders=check_orders, fresh=fresh, reuse=reuse, ray=ray, ray_actors=actors, settings=settings,
-        out=output, progress=experiment_step,
+        documents=documents, limit=limit, skip=skip, hostile=hostile, joined=joined, baselines=baselines,
+        max_tokens=max_tokens, check_orders=check_orders, fresh=fresh, reuse=reuse, ray=ray, ray_actors=actors,
+        settings=settings, out=output, progress=experiment_step,
     )  # fmt: skip
     emit(record.to_json(), as_json, _show_positions)
 

@@ -16,7 +16,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Data": (
         "data", "corpus", "queries", "qrels", "index", "documents", "gold_positions", "limit", "skip", "split",
         "texts", "pairs", "templates", "data_dir", "decontaminate", "decontaminate_limit",
-        "own_distractors", "hostile", "questions", "passages", "filters",
+        "own_distractors", "hostile", "joined", "questions", "passages", "filters",
     ),
     "Method": (
         "mitigation", "arrangement", "reranker", "order", "k", "retriever", "first_stage", "template", "precompute",

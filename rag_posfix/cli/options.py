@@ -87,6 +87,10 @@ Limit = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use at most this many questions.", show_default="all")
 ]
 Skip = Annotated[int, typer.Option("--skip", min=0, help="Leave out this many questions at the start.")]
+Joined = Annotated[
+    int | None,
+    typer.Option("--joined", min=2, help="Join this number of passages to a long one.", show_default="none"),
+]
 Hostile = Annotated[
     str | None,
     typer.Option("--hostile", show_default="none", help="Plant echo, poison, injection, faq, conflict or majority."),

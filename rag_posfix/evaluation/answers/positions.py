@@ -40,6 +40,7 @@ from rag_posfix.evaluation.answers.experiment import (
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.hostile import with_hostile_passage
+from rag_posfix.evaluation.data.joined import with_joined_passages
 from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples
 from rag_posfix.evaluation.figures import draw_positions, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
@@ -62,6 +63,7 @@ def evaluate_positions(
     limit: int | None = None,
     skip: int = 0,
     hostile: str | None = None,
+    joined: int | None = None,
     baselines: bool = False,
     max_tokens: int = 24,
     check_orders: bool = False,
@@ -89,6 +91,7 @@ def evaluate_positions(
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
         hostile: Replace the first distractor by a hostile passage: a kind of ``evaluation.data.hostile``.
+        joined: Join this number of passages to a long one (``with_joined_passages``).
         baselines: Also run plain prompts that are sorted by the scorers of ``choices`` (``with_baselines``).
         max_tokens: Maximum number of tokens of an answer.
         check_orders: Compute the answer at every position, also of order-invariant arrangements.
@@ -107,10 +110,8 @@ def evaluate_positions(
         ConfigError: a method, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
-    examples = take_examples(data, limit, skip)
-    examples = with_hostile_passage(examples, hostile) if hostile else examples
-    arrangements = check_arrangements(choices)
-    arrangements = with_baselines(arrangements) if baselines else arrangements
+    examples = _changed(take_examples(data, limit, skip), hostile, joined)
+    arrangements = with_baselines(check_arrangements(choices)) if baselines else check_arrangements(choices)
     for example, gold_position in itertools.product(examples, gold_positions):  # before the model is loaded
         example.documents(documents, gold_position)
     journal_file = out and out / JOURNAL
@@ -139,12 +140,21 @@ def evaluate_positions(
         facts = engine_facts(engine, arrangements)
     used = {
         "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
-        **({"hostile": hostile} if hostile else {}), "max_tokens": max_tokens, "relevance": relevance,
+        **{name: value for name, value in (("hostile", hostile), ("joined", joined)) if value},
+        "max_tokens": max_tokens, "relevance": relevance,
         "decoding": "greedy", "check_orders": check_orders, "reuse": reuse,
         "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
     head = answers_head("positions", facts, data, used, summarize_positions(rows))
     return with_figure(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
+
+
+def _changed(
+    examples: Sequence[PositionExample], hostile: str | None, joined: int | None
+) -> Sequence[PositionExample]:
+    """Return the questions with long passages, then with a hostile passage, where those are asked for."""
+    examples = with_joined_passages(examples, joined) if joined else examples
+    return with_hostile_passage(examples, hostile) if hostile else examples
 
 
 @dataclass(frozen=True, slots=True, eq=False)

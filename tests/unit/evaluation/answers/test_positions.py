@@ -400,3 +400,16 @@ def test_answers_of_a_hostile_passage_are_counted(engine, monkeypatch):
     assert {name for row in record.rows for name in row["passages"] if name.startswith("poison")} == {
         "poison-0", "poison-1", "poison-2",
     }  # fmt: skip
+
+
+def test_long_passages_are_made_before_questions_are_answered(engine):
+    long = [
+        replace(each, distractors=tuple(Document(f"Text {n}.", id=f"d{n}") for n in range(5))) for each in EXAMPLES
+    ]
+    record = evaluate_positions(
+        long[:1], [MitigationChoice()], gold_positions=[0], documents=3, joined=2, max_tokens=2, engine=engine,
+        reranker=Alphabetical(),
+    )  # fmt: skip
+    assert record.head["settings"]["joined"] == 2
+    with pytest.raises(EvaluationError, match="documents=4 must be between 1 and 3"):
+        evaluate_positions(long, [MitigationChoice()], gold_positions=[0], documents=4, joined=2, engine=engine)
