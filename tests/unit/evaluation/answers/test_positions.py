@@ -402,14 +402,12 @@ def test_answers_of_a_hostile_passage_are_counted(engine, monkeypatch):
     }  # fmt: skip
 
 
-def test_long_passages_are_made_before_questions_are_answered(engine):
-    long = [
-        replace(each, distractors=tuple(Document(f"Text {n}.", id=f"d{n}") for n in range(5))) for each in EXAMPLES
-    ]
-    record = evaluate_positions(
-        long[:1], [MitigationChoice()], gold_positions=[0], documents=3, joined=2, max_tokens=2, engine=engine,
-        reranker=Alphabetical(),
-    )  # fmt: skip
+def test_long_passages_are_made_before_questions_are_answered():
+    distractors = tuple(Document(letter, id=letter) for letter in "abcde")
+    long = [replace(EXAMPLES[0], distractors=distractors)]
+    common = {"gold_positions": [0], "joined": 2, "engine": tiny_engine(512), "reranker": Alphabetical()}
+    record = evaluate_positions(long, [MitigationChoice()], documents=3, max_tokens=2, **common)
     assert record.head["settings"]["joined"] == 2
+    assert {name for row in record.rows for name in row["passages"]} == {EXAMPLES[0].gold[0].id, "b+c", "d+e"}
     with pytest.raises(EvaluationError, match="documents=4 must be between 1 and 3"):
-        evaluate_positions(long, [MitigationChoice()], gold_positions=[0], documents=4, joined=2, engine=engine)
+        evaluate_positions(long, [MitigationChoice()], documents=4, **common)
