@@ -276,7 +276,8 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
     what = "accuracy at the worst position" if summary["labels"] else "stable answers"
     low, high = choice["interval"]
     seen = "unseen " if choice["is_better"] or name == BASELINE else ""
-    difference = f"{choice['difference']:+.2f} in {what} ({low:+.2f} to {high:+.2f}, {choice['n']} {seen}questions)"
+    sure = f"{low:+.2f} to {high:+.2f}, p = {choice['p']:.3f}, {choice['n']} {seen}questions"
+    difference = f"{choice['difference']:+.2f} in {what} ({sure})"
     hint = "" if summary["labels"] else " Without labels this says which answers are stable, not which are right."
     nothing = "Nothing beats your model beyond noise"
     if name != BASELINE:

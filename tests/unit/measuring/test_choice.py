@@ -168,9 +168,10 @@ def test_without_labels_a_default_that_is_as_stable_as_none_is_used_where_the_or
 
 def test_a_verdict_for_the_default_says_that_nothing_is_better():
     choice = choice_of({"none": accuracies(20, 30), "default": accuracies(21, 21)})
+    assert choice.p == 1.0  # one question of 40 differs, and its sign is a coin
     assert verdict_of(summary_of(choice=asdict(choice))).endswith(
         "Nothing beats your model beyond noise, and its answers change with the order. Use default: +0.03 in accuracy "
-        "at the worst position (+0.00 to +0.07, 40 questions) against the model as it is."
+        "at the worst position (+0.00 to +0.07, p = 1.000, 40 questions) against the model as it is."
     )
 
 
@@ -179,7 +180,8 @@ def summary_of(**changes):
     return {
         "flips": {"rate": 0.7, "interval": (0.5, 0.8), "control": 0.0, "n": 30}, "order_matters": True, "labels": True,
         "choice": {
-            "name": "none", "best": "none", "is_better": False, "difference": 0.0, "interval": (0.0, 0.0), "n": 30,
+            "name": "none", "best": "none", "is_better": False, "difference": 0.0, "interval": (0.0, 0.0), "p": 1.0,
+            "n": 30,
         },
         "measured": {"none": {}}, "not_measured": {"default": "out of time"}, **changes,
     }  # fmt: skip
