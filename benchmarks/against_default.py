@@ -42,7 +42,8 @@ def scores_by_question(records: Sequence[ExperimentRecord]) -> dict[str, Scores]
 
 def compare(sets: Mapping[str, Sequence[ExperimentRecord]]) -> dict[str, Any]:
     """Return for each method and data set, and over all, the default's accuracy minus the method's, with intervals."""
-    if len({str(record.head["model"]) for records in sets.values() for record in records}) != 1:
+    # By the fingerprint: a file and a folder with the same weights have different names.
+    if len({str(record.head["model_fingerprint"]) for records in sets.values() for record in records}) != 1:
         raise EvaluationError("the records are of several models; give those of one")
     differences: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name, records in sets.items():

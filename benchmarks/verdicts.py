@@ -43,6 +43,7 @@ LENGTHS = {
 RECORDS = {
     **{f"SmolLM2-135M: {name}": f"positions-{data}-default" for name, data in LENGTHS.items()},
     "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
+    "Qwen2.5-Coder-1.5B: XQuAD, 5": "positions-qwen15-xquad-5",
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
 }
 DEFAULTS = ("yes_no:top_n=3/reverse/none", "context_experts:contrast=0.3:relevance=both")

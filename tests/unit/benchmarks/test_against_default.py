@@ -14,7 +14,9 @@ from rag_posfix.evaluation.record import ExperimentRecord
 def record(answers, model="small"):
     """Return a record of rows (condition, question, place, accuracy, log-probability)."""
     names = ("condition", "question", "gold_position", "accuracy", "log_probability")
-    return ExperimentRecord({"model": model}, [dict(zip(names, answer, strict=True)) for answer in answers])
+    return ExperimentRecord(
+        {"model": model, "model_fingerprint": model}, [dict(zip(names, answer, strict=True)) for answer in answers]
+    )
 
 
 FIRST = record(
