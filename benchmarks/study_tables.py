@@ -96,8 +96,7 @@ def unpatched(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per way of reading: first token and tokens per second as multiples of the stock model's."""
     yield ["`default`", "first token", "tokens per second"]
     for name, text in UNPATCHED.items():
-        ratios = heads[0]["summary"]["ratios"][name]
-        yield [text, *(short(f"{ratios[key]:.2f}") for key in ("first_token", "tokens_per_s"))]
+        yield [text, *(short(f"{ratio:.2f}") for ratio in heads[0]["summary"]["ratios"][name].values())]
 
 
 def service_load(heads: Sequence[Head]) -> Iterator[Row]:
