@@ -131,7 +131,9 @@ def test_any_allows_every_tool_and_a_cut_call_stays_text(random_engine):
         assert message.tool_calls == []
         names.add(message.content)
         assert message.content.startswith('{"')
-    assert asyncio.run(model.bind_tools([add]).ainvoke(QUESTION)).response_metadata["finish_reason"] == "length"
+    # Greedy: a random model draws the end of the answer now and then.
+    cut = asyncio.run(model.bind_tools([add], temperature=0.0).ainvoke(QUESTION))
+    assert cut.response_metadata["finish_reason"] == "length"
 
 
 def test_without_a_choice_text_is_streamed_and_none_renders_no_tools(random_engine):
