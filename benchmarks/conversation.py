@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.keep_record import RESULTS
 from benchmarks.tables import table
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.generator import ChatMessage, Generator

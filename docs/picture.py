@@ -20,8 +20,7 @@ from rag_posfix.attention.masks import materialize, segment_ids
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan
 
 PREFIX, PASSAGES, SUFFIX = 2, (3, 4, 3), 3
 RELEVANCE = (0.6, 0.9, 0.3)

@@ -12,8 +12,7 @@ from langchain_core.documents import Document
 from rag_posfix import MitigationChoice, Question, build_pipeline
 from rag_posfix.mitigations import MITIGATIONS, Mitigation
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import ModelShape, Plan, RowPlan
 
 
 @MITIGATIONS.register("best_last")

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
-from rag_posfix.folders import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
+from rag_posfix.files import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
 from rag_posfix.parameters import shown
 from rag_posfix.text import NO_PASSAGE_TEXT
 

@@ -23,7 +23,7 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import ModelShape
 
 FLOAT32, BF16 = 1e-4, 0.1
 LENGTHS = (7, 4, 9, 6)

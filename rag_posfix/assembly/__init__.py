@@ -7,8 +7,7 @@ from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
 from rag_posfix.assembly.orders import ORDERS, Order, OrderInputs
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
-from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
-from rag_posfix.assembly.templates import read_template, shipped_templates
+from rag_posfix.assembly.templates import PromptTemplate, merge_messages, read_template, shipped_templates
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 
 __all__ = [

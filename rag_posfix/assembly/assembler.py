@@ -19,7 +19,7 @@ from rag_posfix.assembly.documents import (
     ranked_indices,
 )
 from rag_posfix.assembly.orders import OrderInputs, apply_order, create_order
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import (
     TokenizedPassage,
     TokenizedPrompt,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rag_posfix.assembly.budget import truncate
-from rag_posfix.assembly.prompt import BLANK_LINE, PromptTemplate, merge_messages
+from rag_posfix.assembly.templates import BLANK_LINE, PromptTemplate, merge_messages
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, takes_tool_messages
 from rag_posfix.errors import ConfigError

@@ -8,8 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import scores
-from rag_posfix.attention.causal import runs
+from rag_posfix.attention.blockwise import runs, scores
 
 ROWS = 64
 """Number of queries whose attention is materialised at a time."""

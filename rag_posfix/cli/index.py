@@ -16,7 +16,7 @@ import typer
 from rag_posfix.cli.options import AsJson, checked_choice, load_engine, with_settings
 from rag_posfix.cli.output import emit, err, progress_bar, progress_bars, say, status
 from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError
-from rag_posfix.folders import PASSAGES_FOLDER
+from rag_posfix.files import PASSAGES_FOLDER
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def index(
         ) from None
     data = {"index": str(output), **_summarize_update(update, settings), "seconds": time.perf_counter() - started}
     if calibrate:
-        from rag_posfix.retrieval.calibration import calibrate_index
+        from rag_posfix.retrieval.indexing import calibrate_index
 
         data["similarity"] = asdict(calibrate_index(output, embeddings))
     if choice is not None:

@@ -173,7 +173,7 @@ def _verify_server(settings: Settings) -> dict[str, Any]:
         from rag_posfix.generation.remote.address import parse_remote
         from rag_posfix.generation.remote.plain_prompts import NEAREST, remote_refusal
         from rag_posfix.mitigations import MITIGATIONS
-        from rag_posfix.pipeline.servers import open_remote_generator
+        from rag_posfix.pipeline.retrievers_and_servers import open_remote_generator
         from rag_posfix.reranking import RERANKERS
 
         with closing(open_remote_generator(settings)) as generator:

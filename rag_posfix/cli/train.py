@@ -20,8 +20,7 @@ from rag_posfix.cli.options import (
 from rag_posfix.cli.output import emit, experiment_step, out, say, say_files, status, table
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
-from rag_posfix.training.data.settings import DataSettings
-from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
@@ -89,9 +88,8 @@ def data(
     passage are read by rag-posfix eval too. The same command continues after an interruption.
     """
     from rag_posfix.pipeline.build import build_tokenizer
-    from rag_posfix.training.data.file_pairs import read_examples
     from rag_posfix.training.data.make_data import DataSources, make_training_data
-    from rag_posfix.training.data.pair import read_segments
+    from rag_posfix.training.data.pairs import read_examples, read_segments
 
     excluded: list[PositionExample] = []
     for path in decontaminate or []:
@@ -227,7 +225,7 @@ def _run(
     objective: Objective, data: Path, output: Path, training: TrainSettings, settings: Settings, as_json: bool
 ) -> None:
     from rag_posfix.generation.load import source_of
-    from rag_posfix.training.tune import tune
+    from rag_posfix.training.loop import tune
 
     if settings.adapter is not None:
         raise ConfigError(
@@ -274,7 +272,7 @@ def forgetting(
     Shows what a model forgot. Give texts that have nothing to do with the training data. A text is at most 300 words
     of a document.
     """
-    from rag_posfix.training.data.pair import read_segments
+    from rag_posfix.training.data.pairs import read_segments
     from rag_posfix.training.forgetting import BASE, compare_perplexity
 
     segments = [segment.text for segment in read_segments(texts, SEGMENT_WORDS)][:limit]

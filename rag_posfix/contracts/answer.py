@@ -1,22 +1,127 @@
-"""A question to a pipeline and its answer, as plain data, and the warnings of the question that is answered."""
+"""A question to a pipeline and its answer, as plain data: form, warnings, and what its tokens cost.
+
+langchain's interface of a reranker returns documents alone: anything else is in a ``ContextVar``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from langchain_core.documents import Document
 
 from rag_posfix.checked import FloorChoice, check_method, check_type, checked_floor, checked_list
-from rag_posfix.contracts.answer_form import FormFault, find_form_fault
 from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, ScoredToken, Usage
-from rag_posfix.contracts.spent_usage import Collected
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question
+
+T = TypeVar("T")
+
+
+class Collected(Generic[T]):
+    """The values of one kind that are collected for the current question."""
+
+    def __init__(self, name: str) -> None:
+        self._values: ContextVar[list[T] | None] = ContextVar(name, default=None)
+
+    @contextmanager
+    def during(self) -> Iterator[list[T]]:
+        """Yield the list to which ``add`` adds during the block."""
+        values: list[T] = []
+        token = self._values.set(values)
+        try:
+            yield values
+        finally:
+            self._values.reset(token)
+
+    def add(self, value: T) -> None:
+        """Add a value to those of the current question; no-op outside of a question."""
+        values = self._values.get()
+        if values is not None:
+            values.append(value)
+
+
+_SPENT = Collected[Usage]("rag_posfix_spent_usage")
+collected_usage, spend = _SPENT.during, _SPENT.add
+
+
+def sum_usage(usages: Sequence[Usage]) -> Usage:
+    """Return the sum of each count."""
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+    )
+
+
+FormFault = Literal["empty", "repetition", "fragment", "endless"]
+
+WORDS = re.compile(r"\w+")
+LONGEST_RUN = 100
+"""Words of the longest run whose repetition is looked for."""
+ENDLESS_WORDS = 60
+"""A first sentence of more words than this does not end."""
+
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[\u3002\uff01\uff1f\n]")
+_UNFINISHED = re.compile(r"(?:[:,;]|\b(?:the|a|an|of|is|are|was|were|and|or|to|in|by|with))\s*$", re.IGNORECASE)
+# "1/2", "1." and "2)": the number of a page or of a list's item, without the item.
+_BARE_MARKER = re.compile(r"\s*(?:\d+\s*/\s*\d+|\(?\d+[.)])\s*$")
+
+
+def repeats(text: str) -> bool:
+    """Return whether a run of words occurs in succession: a word three times, or 2 to 100 words twice.
+
+    Cost: at most ``LONGEST_RUN`` comparisons for each word.
+    """
+    words = WORDS.findall(text.lower())
+    for length in range(1, min(LONGEST_RUN, len(words) // 2) + 1):
+        wanted = 2 if length == 1 else length  # equal pairs in succession, each ``length`` words apart
+        equal = 0
+        for word, later in zip(words, words[length:], strict=False):
+            equal = equal + 1 if word == later else 0
+            if equal == wanted:
+                return True
+    return False
+
+
+def _is_json(text: str) -> bool:
+    if not text.startswith("{"):
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def find_form_fault(text: str, is_cut: bool = False) -> FormFault | None:
+    """Return what is wrong with the form of an answer, the first of these, or None; a JSON object has no fault.
+
+    - ``empty``: no letter and no digit.
+    - ``repetition``: ``repeats``.
+    - ``fragment``: a bare list or page number ("1/2", "1."), or an end without the word that must follow ("The answer
+      is:", "It is in the"). An answer that ``max_tokens`` cut (``is_cut``) may end anywhere.
+    - ``endless``: the first sentence has more than ``ENDLESS_WORDS`` words.
+    """
+    if _is_json(text):
+        return None
+    if not WORDS.search(text):
+        return "empty"
+    if repeats(text):
+        return "repetition"
+    if _BARE_MARKER.match(text) or (not is_cut and _UNFINISHED.search(text)):
+        return "fragment"
+    end = _SENTENCE_END.search(text.lstrip())
+    first = text.lstrip()[: end.start() if end else None]
+    return "endless" if len(WORDS.findall(first)) > ENDLESS_WORDS else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 """Requests to a generator and their results. Plain data, without torch.
 
-Code below this interface has token spans only; code above it has only these types.
+Code below this interface has token spans only; code above it has only these types. The salt of the cache keys of the
+running call is in a ``ContextVar``: langchain's interface calls a reranker with documents and a question only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal
@@ -262,3 +266,31 @@ def whole_answer(chunks: Iterable[Chunk]) -> Generation:
         if chunk.generation is not None:
             return chunk.generation
     raise GenerationError("the stream ended without its generation; please report this")
+
+
+_SALT: ContextVar[str] = ContextVar("rag_posfix_salt", default="")
+
+
+def current_salt() -> str:
+    """Return the salt of the running call; "" without one."""
+    return _SALT.get()
+
+
+@contextmanager
+def salted(salt: str) -> Iterator[None]:
+    """Run the block with the salt ``salt``."""
+    token = _SALT.set(salt)
+    try:
+        yield
+    finally:
+        _SALT.reset(token)
+
+
+def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
+    """Return the tags by which one tenant drops its entries alone: no other salt gives the same ones.
+
+    An empty salt has no tenant tags. ``tags`` drop entries over all salts.
+    """
+    if not salt:
+        return ()
+    return tuple(hashlib.blake2b(repr((salt, tag)).encode(), digest_size=16).hexdigest() for tag in tags)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rag_posfix.contracts.generator import FirstTokenReader, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.engine import mitigation_info
 from rag_posfix.generation.load import ModelMetadata, read_metadata
 from rag_posfix.plan.layout import Layout

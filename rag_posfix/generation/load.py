@@ -16,7 +16,7 @@ from rag_posfix.checked import check_type
 from rag_posfix.checkpoints import check_tensors, folder_of, quiet_loading, refuse_adapter
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError, RagPosfixError, UnsupportedModelError, missing_extra
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.encode_texts import cpu_has_bfloat16
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.batch_invariance import BatchInvariance, rows_for
@@ -40,7 +40,7 @@ from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.families import FAMILIES, family_of, shape_of
 from rag_posfix.patching.prepare import plain_shape, prepare
 from rag_posfix.patching.spec import Ranks
-from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import ModelShape
 from rag_posfix.process import allowed_threads
 
 __all__ = ["load_engine"]

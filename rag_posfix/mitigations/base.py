@@ -15,8 +15,7 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.parameters import old_spelling
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan
+from rag_posfix.plan.plan import Capability, ModelShape, Plan
 from rag_posfix.registry import Registry
 
 

@@ -10,8 +10,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Blend, Plan
+from rag_posfix.plan.plan import Blend, Capability, ModelShape, Plan
 
 
 @MITIGATIONS.register("blended", aliases=("cacheblend",))

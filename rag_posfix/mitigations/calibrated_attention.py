@@ -15,8 +15,15 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.bias_profile import BIAS_PROFILE, bias_profile_from, scaled, with_dummy
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, CalibrationPass, Plan, RowPlan
+from rag_posfix.plan.plan import (
+    AttentionInput,
+    AttentionOverride,
+    CalibrationPass,
+    Capability,
+    ModelShape,
+    Plan,
+    RowPlan,
+)
 
 EQUAL = 1e-5
 """Differences below this share of the measured attention are rounding."""

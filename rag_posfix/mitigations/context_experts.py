@@ -14,10 +14,8 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Combine, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule
-from rag_posfix.plan.question_copies import without_copies
+from rag_posfix.plan.plan import Combine, ModelShape, Plan, RowPlan, RowScores
+from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
 
 
 def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:

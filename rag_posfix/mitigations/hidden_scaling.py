@@ -11,8 +11,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.bias_profile import read_channel_profile
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
+from rag_posfix.plan.plan import Capability, HiddenScale, ModelShape, Plan, RowPlan
 
 
 def default_layers(n_layers: int) -> range:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rag_posfix.attention.pine import ImportanceOrderedAttention
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan
 
 
 @MITIGATIONS.register("inter_document", aliases=("pine",))

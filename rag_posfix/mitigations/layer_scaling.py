@@ -13,8 +13,7 @@ import torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import NumberList
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan
 
 
 def bezier(points: Sequence[float], t: float) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import NumberList
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan, RowScores
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan, RowScores
 
 
 def weigh_by_confidence(scores: RowScores) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,7 @@ from rag_posfix.attention.masks import window_positions, windows_mask, windows_o
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Capability, ModelShape, Plan, RowPlan
 
 
 class TwoGroupAttention(AttentionOverride):

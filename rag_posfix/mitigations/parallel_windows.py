@@ -9,8 +9,7 @@ from rag_posfix.attention.masks import Indentation, WindowedAttention, window_po
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan
 
 
 @MITIGATIONS.register("parallel_windows", aliases=("pcw",))

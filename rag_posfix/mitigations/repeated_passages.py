@@ -7,8 +7,7 @@ from typing import Literal
 
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import ModelShape, Plan, RowPlan
 
 
 @MITIGATIONS.register("repeated_passages")

@@ -15,8 +15,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Capability, ModelShape, Plan, RowPlan
 
 
 def attend_band(

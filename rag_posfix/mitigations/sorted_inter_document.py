@@ -10,15 +10,13 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_with_lse, merge
-from rag_posfix.attention.causal import attend_causal
+from rag_posfix.attention.blockwise import attend_causal, attend_with_lse, merge
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan, RowScores
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Capability, ModelShape, Plan, RowPlan, RowScores
 
 
 class CircularAttention(AttentionOverride):

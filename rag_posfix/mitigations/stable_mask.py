@@ -14,8 +14,7 @@ from rag_posfix.attention.masks import pseudo_log_mass
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Plan, RowPlan
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Capability, ModelShape, Plan, RowPlan
 
 
 class _PseudoScores(AttentionOverride):

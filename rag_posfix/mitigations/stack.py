@@ -14,8 +14,7 @@ from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
 from rag_posfix.parameters import recorded_parameters, shown
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan
 
 EITHER = ("independent_passages", "score_question", "tracks_sentence", "fits_windows")
 """Fields of a plan that are true if either plan sets them."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from rag_posfix.attention.causal import attend_causal_rows
+from rag_posfix.attention.blockwise import attend_causal_rows
 from rag_posfix.attention.masks import causal_rows
 from rag_posfix.attention.weights import head_attention, last_query_attention
 from rag_posfix.errors import GenerationError, UnsupportedModelError

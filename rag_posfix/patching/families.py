@@ -10,7 +10,7 @@ import torch
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.spec import Family
-from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Capability, ModelShape
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -20,7 +20,7 @@ from rag_posfix.patching.plain import KeptKeys, PlainCache, PlainForward
 from rag_posfix.patching.spec import Family, ModelSpec, Ranks
 from rag_posfix.patching.structure import read_structure
 from rag_posfix.patching.verify import Verification, verify
-from rag_posfix.plan.model_shape import Capability, ModelShape
+from rag_posfix.plan.plan import Capability, ModelShape
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.patching.plain import PlainForward
-from rag_posfix.plan.model_shape import ModelShape
+from rag_posfix.plan.plan import ModelShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from rag_posfix.patching.forward_context import ForwardContext, Overrides, activ
 from rag_posfix.patching.install import copy_over_weights, stock_copy
 from rag_posfix.patching.rotation import rerotate
 from rag_posfix.patching.spec import ModelSpec
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 
 
 def check_computed(model: Any) -> None:

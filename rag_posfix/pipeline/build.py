@@ -47,20 +47,23 @@ from rag_posfix.pipeline.defaults import (
     large_model_profile,
     read_measured,
 )
-from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
-from rag_posfix.pipeline.method_checks import check_loads_no_model
-from rag_posfix.pipeline.open_retrievers import open_retrievers
+from rag_posfix.pipeline.method_checks import check_loads_no_model, order_with_values, with_file_parameters
 from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute
-from rag_posfix.pipeline.servers import connect_with, open_remote_generator, remote_settings_of
+from rag_posfix.pipeline.retrievers_and_servers import (
+    connect_with,
+    open_remote_generator,
+    open_retrievers,
+    remote_settings_of,
+)
 from rag_posfix.pipeline.stores import invalidate
 from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.reranking.deadline import GuardedReranker
-from rag_posfix.reranking.passage_judge import PassageJudge
+from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.settings import Settings, TorchrunSettings
 

@@ -9,7 +9,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.checked import FloorChoice
-from rag_posfix.contracts.cache_salt import salted
+from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.pipeline.run import QuestionRun
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_passage, tokenize_prompt
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice

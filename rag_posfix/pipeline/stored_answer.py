@@ -10,7 +10,7 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rag_posfix.assembly.assembler import Assembled
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.answers.keys import AnswerKey
 from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation, Question
 from rag_posfix.contracts.filters import filter_key

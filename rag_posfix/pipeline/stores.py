@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key, document_id
-from rag_posfix.contracts.cache_salt import own_tags
+from rag_posfix.contracts.request import own_tags
 
 
 class AnswerCache(Protocol):

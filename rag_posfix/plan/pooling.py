@@ -1,15 +1,17 @@
-"""Methods with several rows: the relevance of passages as log weights, and the mixture of rows."""
+"""Methods with several rows: the relevance of passages as log weights, the mixture of rows, copies of the question."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median_low
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rag_posfix.plan.layout import Layout
+from rag_posfix.plan.layout import Layout, Span
 
 Relevance = Literal["question", "score", "both"]
 """What a passage is weighed by: the likelihood of the question after it, the score that came with it, or both."""
@@ -57,3 +59,59 @@ def mixture(log_probs: Tensor, log_weights: Tensor) -> Tensor:
 def per_device(tensor: Tensor) -> Callable[[torch.device], Tensor]:
     """Return a function that gives ``tensor`` on a device. It is copied to each device once, not at every token."""
     return functools.cache(lambda device: tensor.to(device))
+
+
+NGRAM_TOKENS = 3
+LETTER_NGRAM_TOKENS = 9
+DISTINCT_SHARE = 2 / 3
+COPIED_SHARE = 0.6
+LEAST_NGRAMS = 4
+
+
+def without_copies(layout: Layout) -> Layout | None:
+    """Return the layout in which a copy of the question is no evidence for a passage; None without copies.
+
+    A passage is a copy if |G(question) & G(passage)| > ``COPIED_SHARE`` |G(question)|, where G is the set of runs of
+    ``NGRAM_TOKENS`` tokens; of ``LETTER_NGRAM_TOKENS`` if less than ``DISTINCT_SHARE`` of the question's tokens are
+    distinct, because then tokens are letters or bytes, and passages share three of them by chance. The tokens of the
+    shared runs are cut out of it, so that it is read by what else it says, and its relevance, which the copy has
+    raised, is at most the median of the other passages. A question with fewer
+    than ``LEAST_NGRAMS`` runs has no copies: passages share the words of a short query because they are about it. The
+    heading belongs to the passage: the title of a forum thread is the question.
+    """
+    question = layout.tokens(layout.question)
+    size = NGRAM_TOKENS if len(set(question)) >= DISTINCT_SHARE * len(question) else LETTER_NGRAM_TOKENS
+    wanted = set(_ngrams(question, size))
+    if len(wanted) < LEAST_NGRAMS:
+        return None
+    copied = {
+        index: spans
+        for index, passage in enumerate(layout.passages)
+        if (spans := _copied(layout, passage, wanted, size))
+    }
+    if not copied:
+        return None
+    cut = layout.cut([span for spans in copied.values() for span in spans])
+    originals = [score for index, score in enumerate(layout.relevance or ()) if index not in copied]
+    if not originals or layout.relevance is None:
+        return cut if layout.relevance is None else replace(cut, relevance=(1.0,) * layout.n_passages)
+    limit = median_low(originals)
+    scores = tuple(min(score, limit) if index in copied else score for index, score in enumerate(layout.relevance))
+    return replace(cut, relevance=scores)
+
+
+def _copied(layout: Layout, passage: Span, wanted: set[tuple[int, ...]], size: int) -> list[Span]:
+    """Return the tokens of a passage that copy the question, as spans; none unless it shares enough runs with it."""
+    ngrams = _ngrams(layout.tokens(passage), size)
+    if len(wanted.intersection(ngrams)) <= COPIED_SHARE * len(wanted):
+        return []
+    spans: list[Span] = []
+    for start, ngram in enumerate(ngrams, passage.start):
+        if ngram in wanted:
+            first = spans.pop().start if spans and spans[-1].stop >= start else start
+            spans.append(Span(first, start + size))
+    return spans
+
+
+def _ngrams(tokens: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return list(zip(*(tokens[start:] for start in range(size)), strict=False))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.assembly.documents import checked_document
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples

@@ -19,8 +19,7 @@ from rag_posfix.evaluation.record import model_facts
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.patching.forward_context import ForwardContext, Overrides, active
-from rag_posfix.plan.model_shape import Capability
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, MaskFunction
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Capability, MaskFunction
 from rag_posfix.settings import Settings
 
 ByLayer = Callable[[int, Tensor], None]

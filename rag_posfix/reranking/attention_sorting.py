@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
-from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.contracts.request import current_salt
 from rag_posfix.reranking.base import RERANKERS, sum_normalized
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker

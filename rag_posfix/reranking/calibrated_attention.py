@@ -10,7 +10,7 @@ from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
-from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.contracts.request import current_salt
 from rag_posfix.plan.bias_profile import BIAS_PROFILE, FileReader, bias_profile_from, scaled, with_dummy
 from rag_posfix.reranking.base import RERANKERS, sigmoid_of_z_scores
 from rag_posfix.reranking.deadline import check_deadline

@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
-from rag_posfix.contracts.cache_salt import current_salt
+from rag_posfix.contracts.request import current_salt
 from rag_posfix.plan.bias_profile import FileReader, read_head_list
 from rag_posfix.reranking.base import RERANKERS, sigmoid_of_z_scores
 from rag_posfix.reranking.deadline import check_deadline

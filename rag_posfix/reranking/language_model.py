@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
 from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.errors import PromptTooLongError

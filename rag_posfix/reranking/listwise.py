@@ -9,10 +9,9 @@ from typing import ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, label_passage, tokenize_prompt
-from rag_posfix.contracts.cache_salt import current_salt
-from rag_posfix.contracts.request import GenerationRequest, Sampling
+from rag_posfix.contracts.request import GenerationRequest, Sampling, current_salt
 from rag_posfix.reranking.base import RERANKERS
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import WindowedReranker

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.documents import CheckedDocument
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt
-from rag_posfix.contracts.cache_salt import current_salt
 from rag_posfix.contracts.generator import FirstTokenReader, OddsReader
+from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.statistics import mean
+from rag_posfix.files import replace_durably
 from rag_posfix.mitigations.base import Mitigation
 from rag_posfix.training.data.sample import Sample
 from rag_posfix.training.objectives import Objective, place_at

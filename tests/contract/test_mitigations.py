@@ -20,7 +20,7 @@ from rag_posfix.generation.prefill.prefill import prefill_calibrated
 from rag_posfix.generation.prefill.rows import resolve
 from rag_posfix.generation.prefill.segments import copy_kv
 from rag_posfix.mitigations import MITIGATIONS, create
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
 
 METHODS = MITIGATIONS.names()

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from deployments.ci.image_steps import DOCKERFILE, read_steps, stages_of
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.support.helm_chart import merged, one_of, values_of
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 from tests.support.redis_server import free_port
 from tests.support.subprocesses import wait_until_ready
 from tests.support.upstream import first_passage, streamed, upstream

@@ -19,13 +19,13 @@ import httpx2
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.answer import collected_usage, sum_usage
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.evaluation import evaluate_permutations
 from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.checkpoint import PACKAGED
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote

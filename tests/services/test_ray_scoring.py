@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.contracts.cache_salt import own_tags
-from rag_posfix.contracts.request import GenerationRequest
+from rag_posfix.contracts.request import GenerationRequest, own_tags
 from rag_posfix.errors import ConfigError
 from rag_posfix_api.ray_serve.routing import (
     ReadPassages,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.cli import main as cli
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 
 
 def command_line(captured) -> Callable[..., tuple[int, str, str]]:

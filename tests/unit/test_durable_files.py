@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rag_posfix.durable_files import flush, replace_durably
+from rag_posfix.files import flush, replace_durably
 
 
 def test_a_file_is_replaced_with_the_permissions_asked_for(tmp_path: Path):
@@ -24,7 +24,7 @@ def test_after_a_full_disk_the_former_file_is_still_there(tmp_path: Path, monkey
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rag_posfix.durable_files.os.fsync", full)
+    monkeypatch.setattr("rag_posfix.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         replace_durably(path, b"new")
     assert path.read_bytes() == b"old"
@@ -33,8 +33,8 @@ def test_after_a_full_disk_the_former_file_is_still_there(tmp_path: Path, monkey
 
 def test_the_content_is_on_the_disk_before_the_name_and_then_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     done: list[str] = []
-    monkeypatch.setattr("rag_posfix.durable_files.os.fsync", lambda descriptor: done.append("fsync"))
-    monkeypatch.setattr("rag_posfix.durable_files.os.replace", lambda old, new: done.append("replace"))
+    monkeypatch.setattr("rag_posfix.files.os.fsync", lambda descriptor: done.append("fsync"))
+    monkeypatch.setattr("rag_posfix.files.os.replace", lambda old, new: done.append("replace"))
     replace_durably(tmp_path / "log", b"")
     assert done == ["fsync", "replace", "fsync"]
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.folders import default_cache_dir
+from rag_posfix.files import default_cache_dir
 from rag_posfix.process import allowed_threads, keep_freed_buffers, limit_openmp_spinning
 from rag_posfix.settings import (
     CacheSettings,

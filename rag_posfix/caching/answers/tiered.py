@@ -22,7 +22,7 @@ from rag_posfix.caching.redis import RedisTier
 from rag_posfix.caching.tier import Tier, TieredCache
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import CacheError
-from rag_posfix.folders import ANSWERS_FOLDER
+from rag_posfix.files import ANSWERS_FOLDER
 from rag_posfix.settings import CacheSettings
 from rag_posfix.text import content_hash
 

@@ -14,7 +14,7 @@ from rag_posfix.caching.kv.write_behind import WriteBehind
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.caching.tier import Tier, TieredCache
-from rag_posfix.folders import PASSAGES_FOLDER
+from rag_posfix.files import PASSAGES_FOLDER
 
 if TYPE_CHECKING:
     import torch

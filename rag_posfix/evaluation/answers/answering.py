@@ -26,8 +26,8 @@ from torch import Tensor
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import checked_document, content_key
-from rag_posfix.assembly.prompt import PromptTemplate
-from rag_posfix.contracts.answer_form import WORDS, repeats
+from rag_posfix.assembly.templates import PromptTemplate
+from rag_posfix.contracts.answer import WORDS, repeats
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.contracts.retrieval import Reranker

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.assembly.orders import ORDERS, create_order
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import GIVEN_ORDER, MethodSpec, parse_method, read_arrangement
 from rag_posfix.contracts.retrieval import Reranker
@@ -126,7 +126,7 @@ def arrangement_rerankers(
 ) -> dict[str, Reranker]:
     """Return the rerankers that ``arrangements`` name, by label; ``settings`` name their embeddings."""
     from rag_posfix.pipeline.build import build_embeddings, model_loader
-    from rag_posfix.pipeline.servers import connect_with
+    from rag_posfix.pipeline.retrievers_and_servers import connect_with
     from rag_posfix.reranking.build import RerankerModels, build_reranker
 
     specs = {choice.reranker.label: choice.reranker for choice in arrangements if choice.reranker is not None}

@@ -40,8 +40,7 @@ from rag_posfix.evaluation.answers.experiment import (
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.hostile import with_hostile_passage
-from rag_posfix.evaluation.data.joined import with_joined_passages
-from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples
+from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples, with_joined_passages
 from rag_posfix.evaluation.figures import draw_positions, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.generation.engine import Engine

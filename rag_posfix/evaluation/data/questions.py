@@ -1,4 +1,4 @@
-"""Questions with gold passages and distractors: Lost in the Middle, HotpotQA and SQuAD rows from files on disk."""
+"""Questions with gold passages and distractors, from Lost in the Middle, HotpotQA and SQuAD files; joined passages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +341,40 @@ def _squad_example(
     other_articles = [documents[(article + step) % len(documents)] for step in range(1, len(documents))]
     far = [document for turn in itertools.zip_longest(*other_articles) for document in turn if document is not None]
     return PositionExample(str(name), question, answers, (documents[article][paragraph],), (*near, *far))
+
+
+def with_joined_passages(examples: Sequence[PositionExample], count: int) -> list[PositionExample]:
+    """Return the questions with passages of ``count`` passages each, their titles above them.
+
+    A gold passage stands in the middle of ``count - 1`` distractors, the later of two middles. The other distractors
+    are joined in their order; those that are left over at the end are left out.
+
+    Raises:
+        EvaluationError: ``count`` is below 2, or a question has too few distractors for one joined distractor.
+    """
+    if count < 2:
+        raise EvaluationError(f"joined={count} must be at least 2 passages; leave it out for passages as they are")
+    result = []
+    for example in examples:
+        taken = (count - 1) * len(example.gold)
+        if len(example.distractors) < taken + count:
+            raise EvaluationError(
+                f"question {example.id} has {len(example.distractors)} distractors; passages of joined={count} need "
+                f"{taken + count} or more"
+            )
+        distractors = [example.distractors[start : start + count - 1] for start in range(0, taken, count - 1)]
+        gold = []
+        for passage, around in zip(example.gold, distractors, strict=True):
+            middle = count // 2
+            gold.append(_joined((*around[:middle], passage, *around[middle:]), str(passage.id)))
+        rest = example.distractors[taken : taken + (len(example.distractors) - taken) // count * count]
+        groups = [rest[start : start + count] for start in range(0, len(rest), count)]
+        joined = tuple(_joined(group, "+".join(str(document.id) for document in group)) for group in groups)
+        result.append(replace(example, gold=tuple(gold), distractors=joined))
+    return result
+
+
+def _joined(documents: Sequence[Document], identity: str) -> Document:
+    titled = [(document.metadata.get("title", ""), document.page_content) for document in documents]
+    text = "\n\n".join(f"{title}\n{content}" if title else content for title, content in titled)
+    return Document(page_content=text, id=identity)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_prompt
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice

@@ -13,8 +13,7 @@ from rag_posfix.generation.prefill.prefill import prefill, prefill_context
 from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.model_shape import ModelShape
-from rag_posfix.plan.plan import Plan, RowPlan, RowScores
+from rag_posfix.plan.plan import ModelShape, Plan, RowPlan, RowScores
 
 
 @torch.inference_mode()

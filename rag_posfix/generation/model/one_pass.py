@@ -15,8 +15,7 @@ from rag_posfix.attention.masks import block_diagonal_mask, causal_mask
 from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, position_ids, run_model
 from rag_posfix.patching.forward_context import Overrides, active, current
-from rag_posfix.plan.model_shape import Capability
-from rag_posfix.plan.plan import MaskFunction
+from rag_posfix.plan.plan import Capability, MaskFunction
 
 TRAINABLE = "train under none, or under a method that changes only masks and positions"
 """What an error advises for a plan without a training forward."""

@@ -26,7 +26,7 @@ from rag_posfix.patching.forward_context import (
 )
 from rag_posfix.patching.plain import KeptKeys, PlainCache
 from rag_posfix.patching.spec import ModelSpec
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 
 
 @dataclass(frozen=True, slots=True, eq=False)

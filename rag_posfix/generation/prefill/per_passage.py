@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import window_positions, windows_of
-from rag_posfix.caching.kv.keys import EncodingKey
+from rag_posfix.caching.kv.entry import EncodingKey
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, run_model

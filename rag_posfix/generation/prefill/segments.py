@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rag_posfix.caching.kv.entry import EntryShape, PassageKV
-from rag_posfix.caching.kv.keys import EncodingKey, passage_key
-from rag_posfix.contracts.cache_salt import own_tags
+from rag_posfix.caching.kv.entry import EncodingKey, EntryShape, PassageKV, passage_key
+from rag_posfix.contracts.request import own_tags
 from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
 from rag_posfix.patching.forward_context import Overrides

@@ -13,8 +13,7 @@ from rag_posfix.contracts.request import MitigationChoice, MitigationInfo
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.mitigations import Mitigation, create
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.model_shape import Capability, ModelShape
-from rag_posfix.plan.plan import Plan, RowScores
+from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowScores
 
 _ON_SERVER = dict.fromkeys(Capability, "its weights are on a server")
 SERVER_SHAPE = ModelShape(1, 1, 1, 1, 1, 1 << 31, frozenset(), _ON_SERVER)

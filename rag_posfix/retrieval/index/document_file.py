@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 
 from langchain_core.documents import Document
 
-from rag_posfix.durable_files import flush
 from rag_posfix.errors import IndexBusyError, RetrievalError
+from rag_posfix.files import flush
 from rag_posfix.retrieval.index.documents import IndexEntry, document_json
 from rag_posfix.text import parse_json
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rag_posfix.contracts.retrieval import SimilarityRange
-from rag_posfix.durable_files import flush, replace_durably
 from rag_posfix.errors import RetrievalError
+from rag_posfix.files import flush, replace_durably
 from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import IndexEntry
 from rag_posfix.retrieval.index.file_formats import (

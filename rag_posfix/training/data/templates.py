@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.training.data.pair import Pair, PairSource, Segment
+from rag_posfix.training.data.pairs import Pair, PairSource, Segment
 
 _NAMES = (
     "amber", "birch", "cedar", "delta", "ember", "fjord", "garnet", "harbour", "indigo", "juniper", "kestrel",

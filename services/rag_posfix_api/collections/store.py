@@ -17,8 +17,8 @@ from typing import Any, Final
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.durable_files import flush
 from rag_posfix.errors import IndexBusyError, RagPosfixError, RetrievalError
+from rag_posfix.files import flush
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile

@@ -12,8 +12,7 @@ from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.answer_form import FormFault
+from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import MOST_ALTERNATIVES
 from rag_posfix.parameters import shown

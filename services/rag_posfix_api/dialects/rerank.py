@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from rag_posfix.caching.answers.keys import tenant_salt
-from rag_posfix.contracts.cache_salt import salted
+from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, rerank_indexed
 from rag_posfix.errors import PromptTooLongError, RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rag_posfix.contracts.answer_form import FormFault
+from rag_posfix.contracts.answer import FormFault
 from rag_posfix.contracts.retrieval import RerankerHealth
 
 ANSWER, SCORE = "answer", "score"

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rag_posfix.contracts.filters import parse_filter
-from rag_posfix.durable_files import replace_durably
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
+from rag_posfix.files import replace_durably
 from rag_posfix.parameters import shown
 
 _log = logging.getLogger(__name__)

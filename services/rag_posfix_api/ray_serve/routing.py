@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rag_posfix.contracts.cache_salt import own_tags
-from rag_posfix.contracts.request import GenerationRequest
+from rag_posfix.contracts.request import GenerationRequest, own_tags
 from rag_posfix.errors import ConfigError
 
 MAX_MARKS = 4096

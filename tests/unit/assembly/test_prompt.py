@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
+from rag_posfix.assembly.templates import PromptTemplate, merge_messages
 from rag_posfix.errors import ConfigError
 
 

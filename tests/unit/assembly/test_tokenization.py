@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from rag_posfix.assembly.prompt import PromptTemplate, merge_messages
+from rag_posfix.assembly.templates import PromptTemplate, merge_messages
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
 from tests.support.toy_encoder import ToyEncoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rag_posfix.contracts.answer_form import find_form_fault, repeats
+from rag_posfix.contracts.answer import find_form_fault, repeats
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from rag_posfix.generation.model.sequence_batch import forward_batches
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.install import install
-from rag_posfix.plan.model_shape import Capability
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
 from tests.support.together import generate_together

@@ -10,8 +10,7 @@ from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.plan.model_shape import Capability
-from rag_posfix.plan.plan import HiddenScale, Plan, RowPlan
+from rag_posfix.plan.plan import Capability, HiddenScale, Plan, RowPlan
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
 
 LINEAR = [name for name in FAMILIES if Capability.HIDDEN_CHANNEL in loaded_model(name).spec.shape.capabilities]

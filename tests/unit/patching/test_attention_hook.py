@@ -17,8 +17,7 @@ from rag_posfix.patching.families import keeps_all_keys
 from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.patching.verify import verify
-from rag_posfix.plan.model_shape import Capability
-from rag_posfix.plan.plan import Plan, RowPlan
+from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
 

@@ -16,7 +16,7 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import ForwardContext, Observer, Overrides, active
 from rag_posfix.patching.prepare import check_again, prepare
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 from tests.support.attention_hook import attention_of
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder

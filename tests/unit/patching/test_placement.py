@@ -9,7 +9,7 @@ from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.patching.families import devices_of, main_device
 from rag_posfix.patching.install import install
 from rag_posfix.patching.verify import verify
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 from tests.support.tiny import loaded_model, stock_model, toy_layout
 
 

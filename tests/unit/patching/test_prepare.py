@@ -17,7 +17,7 @@ from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.patching.install import install
 from rag_posfix.patching.prepare import check_again, prepare
 from rag_posfix.patching.structure import read_structure
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder

@@ -12,7 +12,7 @@ from rag_posfix.patching import verify as verification
 from rag_posfix.patching.forward_context import current
 from rag_posfix.patching.spec import Ranks
 from rag_posfix.patching.verify import verify
-from rag_posfix.plan.model_shape import Capability
+from rag_posfix.plan.plan import Capability
 from tests.support.tiny import FAMILIES, loaded_model
 
 CHECKS = {"idle", "rotation", "prompt", "decode", "long_prompt", "batch", "threads"}

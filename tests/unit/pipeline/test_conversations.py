@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore

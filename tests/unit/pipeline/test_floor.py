@@ -12,7 +12,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking.deadline import GuardedReranker
-from rag_posfix.reranking.passage_judge import PassageJudge
+from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.settings import Settings
 from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.reader import ScriptedReader

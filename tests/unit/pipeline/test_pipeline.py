@@ -12,8 +12,7 @@ from langchain_core.runnables import RunnableLambda
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import AnswerDocument, Citation
-from rag_posfix.contracts.cache_salt import current_salt
-from rag_posfix.contracts.request import MitigationChoice, Usage
+from rag_posfix.contracts.request import MitigationChoice, Usage, current_salt
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
-from rag_posfix.pipeline.prompt_memory import MOST_CHARACTERS, SECONDS, PromptMemory, RememberedPrompt
+from rag_posfix.pipeline.run import MOST_CHARACTERS, SECONDS, PromptMemory, RememberedPrompt
 from tests.support.pipelines import BREAD, QUESTION, ROME, memory_cache, pipeline
 from tests.support.serving import DictCache
 from tests.support.threads import in_threads

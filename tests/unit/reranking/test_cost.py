@@ -3,7 +3,7 @@
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.attention import weights
 from rag_posfix.caching.kv.store import PassageStore

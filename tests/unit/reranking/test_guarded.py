@@ -9,7 +9,7 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.contracts.answer import collected_warnings
-from rag_posfix.contracts.cache_salt import current_salt, salted
+from rag_posfix.contracts.request import current_salt, salted
 from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker

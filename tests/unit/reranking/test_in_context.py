@@ -4,7 +4,7 @@ import statistics
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.cache_salt import salted
+from rag_posfix.contracts.request import salted
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking import InContextReranker
 from rag_posfix.reranking.in_context import calibrated_score

@@ -5,7 +5,7 @@ import math
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.reranking.passage_judge import PassageJudge
+from rag_posfix.reranking.likelihood import PassageJudge
 from tests.support.reader import ScriptedReader, order, raw, scores
 
 

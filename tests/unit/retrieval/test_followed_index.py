@@ -15,7 +15,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.contracts.retrieval import SearchQuery, current_of, retrieve_query
 from rag_posfix.errors import RetrievalError
-from rag_posfix.pipeline.open_retrievers import open_retriever
+from rag_posfix.pipeline.retrievers_and_servers import open_retriever
 from rag_posfix.retrieval import followed_index
 from rag_posfix.retrieval.bm25 import BM25Index
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -265,7 +265,7 @@ MEMORY = """
     from pathlib import Path
     from langchain_core.embeddings import DeterministicFakeEmbedding
     from rag_posfix.contracts.retrieval import current_of
-    from rag_posfix.pipeline.open_retrievers import open_retriever
+    from rag_posfix.pipeline.retrievers_and_servers import open_retriever
     from rag_posfix.settings import Settings
 
     def anonymous():

@@ -18,13 +18,13 @@ from rag_posfix.errors import ConfigError, EvaluationError, GenerationError
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
-from rag_posfix.training import tune as module
+from rag_posfix.training import loop as module
 from rag_posfix.training.data.sample import read_samples
+from rag_posfix.training.loop import tune
 from rag_posfix.training.objectives import Block, add_gradients
 from rag_posfix.training.prompts import PromptMaker, end_of_answer
 from rag_posfix.training.run_files import RunFiles, RunState, best_share, shares, worst_of
 from rag_posfix.training.settings import TrainSettings
-from rag_posfix.training.tune import tune
 from rag_posfix.training.tuned_model import prepare
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune
 from tests.support.toy_encoder import ToyEncoder

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.caching.kv import keys
-from rag_posfix.caching.kv.keys import passage_key
+from rag_posfix.caching.kv import entry as keys
+from rag_posfix.caching.kv.entry import passage_key
 from rag_posfix.errors import CacheError
 
 texts = st.text(max_size=6)

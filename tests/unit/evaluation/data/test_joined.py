@@ -4,8 +4,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.joined import with_joined_passages
-from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample, with_joined_passages
 
 
 def example(n_distractors, n_gold=1):

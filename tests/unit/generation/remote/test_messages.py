@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.prompt import PromptTemplate
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.generation.remote.generator import PieceEncoder, messages_of
 from rag_posfix.text import clean_text
 

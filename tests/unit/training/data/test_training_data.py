@@ -10,13 +10,26 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.request import Generation
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples
-from rag_posfix.training.data.file_pairs import FilePairs, demo_examples
-from rag_posfix.training.data.make_data import DataSources, chi_square, make_training_data, place_counts
-from rag_posfix.training.data.pair import Contamination, Pair, Segment, read_segments, seeded_random
+from rag_posfix.training.data.make_data import (
+    DataSources,
+    TeacherPairs,
+    chi_square,
+    make_training_data,
+    place_counts,
+    read_answer,
+)
+from rag_posfix.training.data.pairs import (
+    Contamination,
+    FilePairs,
+    Pair,
+    Segment,
+    demo_examples,
+    read_segments,
+    seeded_random,
+)
 from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
-from rag_posfix.training.data.settings import DataSettings
-from rag_posfix.training.data.teacher import TeacherPairs, read_answer
 from rag_posfix.training.data.templates import TEMPLATES, template_sources
+from rag_posfix.training.settings import DataSettings
 from tests.support.toy_encoder import ToyEncoder
 
 SETTINGS = DataSettings(samples=24, min_tokens=60, max_tokens=180, length_bins=3, multi=0.25)
