@@ -230,7 +230,7 @@ def rerank_positions(
 def _reranker_choices(text: str, at_least: int = 0) -> list[RerankerChoice]:
     """Parse rerankers, separated by commas, each ``name`` or ``name:parameter=value``."""
     from rag_posfix.evaluation import RerankerChoice
-    from rag_posfix.pipeline.method_checks import with_file_parameters
+    from rag_posfix.pipeline.file_parameters import with_file_parameters
     from rag_posfix.reranking import RERANKERS
 
     rerankers = split_outside(text, ",") if text.strip() else []

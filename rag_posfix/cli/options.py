@@ -197,7 +197,7 @@ def _checked(texts: Sequence[str]) -> list[MitigationChoice]:
     for text in texts:
         check_method("mitigation", text)  # without torch
     from rag_posfix.mitigations import MITIGATIONS
-    from rag_posfix.pipeline.method_checks import with_file_parameters
+    from rag_posfix.pipeline.file_parameters import with_file_parameters
 
     choices = [with_file_parameters(parse_method(text, "mitigation", "experts=5"), MITIGATIONS) for text in texts]
     for choice in choices:
@@ -224,7 +224,7 @@ def checked_choices_and_arrangements(mitigation: str | None, arrangement: str | 
     choices = checked_choices(mitigation or ("none" if arrangement else BASIC_METHODS))
     from rag_posfix.evaluation.answers.experiment import Arrangement, check_arrangements, parse_arrangement
     from rag_posfix.mitigations import MITIGATIONS
-    from rag_posfix.pipeline.method_checks import order_with_values, with_file_parameters
+    from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
     from rag_posfix.reranking import RERANKERS
 
     arrangements = [Arrangement(choice) for choice in choices]

@@ -20,7 +20,8 @@ from rag_posfix.cli.options import (
 from rag_posfix.cli.output import emit, experiment_step, out, say, say_files, status, table
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
-from rag_posfix.training.settings import DataSettings, TrainSettings
+from rag_posfix.training.data.settings import DataSettings
+from rag_posfix.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator

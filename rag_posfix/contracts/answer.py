@@ -1,17 +1,12 @@
-"""A question to a pipeline and its answer, as plain data: form, warnings, and what its tokens cost.
-
-langchain's interface of a reranker returns documents alone: anything else is in a ``ContextVar``.
-"""
+"""A question to a pipeline and its answer, as plain data: its form, and the warnings of the question."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from langchain_core.documents import Document
 
@@ -20,47 +15,9 @@ from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.prompt_template import PromptTemplate
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, ScoredToken, Usage
+from rag_posfix.contracts.spent_usage import Collected
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question
-
-T = TypeVar("T")
-
-
-class Collected(Generic[T]):
-    """The values of one kind that are collected for the current question."""
-
-    def __init__(self, name: str) -> None:
-        self._values: ContextVar[list[T] | None] = ContextVar(name, default=None)
-
-    @contextmanager
-    def during(self) -> Iterator[list[T]]:
-        """Yield the list to which ``add`` adds during the block."""
-        values: list[T] = []
-        token = self._values.set(values)
-        try:
-            yield values
-        finally:
-            self._values.reset(token)
-
-    def add(self, value: T) -> None:
-        """Add a value to those of the current question; no-op outside of a question."""
-        values = self._values.get()
-        if values is not None:
-            values.append(value)
-
-
-_SPENT = Collected[Usage]("rag_posfix_spent_usage")
-collected_usage, spend = _SPENT.during, _SPENT.add
-
-
-def sum_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the sum of each count."""
-    return Usage(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.completion_tokens for usage in usages),
-        sum(usage.cached_tokens for usage in usages),
-    )
-
 
 FormFault = Literal["empty", "repetition", "fragment", "endless"]
 

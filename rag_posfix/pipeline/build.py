@@ -47,7 +47,8 @@ from rag_posfix.pipeline.defaults import (
     large_model_profile,
     read_measured,
 )
-from rag_posfix.pipeline.method_checks import check_loads_no_model, order_with_values, with_file_parameters
+from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
+from rag_posfix.pipeline.method_checks import check_loads_no_model
 from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute

@@ -18,20 +18,13 @@ from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.assembly.templates import read_template
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.checked import check_type, checked_list
-from rag_posfix.contracts.answer import (
-    Answer,
-    AnswerChunk,
-    Question,
-    as_question,
-    collected_usage,
-    collected_warnings,
-    sum_usage,
-)
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
 from rag_posfix.contracts.filters import combine_filters, filter_key, parse_filter
 from rag_posfix.contracts.generator import CachingGenerator, Generator, check_json_schema, gives_scores, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationInfo, Sampling, own_tags, salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, current_of, rerank_indexed, retrieve_query
+from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches

@@ -12,7 +12,6 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Literal
 
-from rag_posfix.contracts.answer import sum_usage
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.contracts.request import (
     Chunk,
@@ -24,6 +23,7 @@ from rag_posfix.contracts.request import (
     Sampling,
     Usage,
 )
+from rag_posfix.contracts.spent_usage import sum_usage
 from rag_posfix.errors import (
     ConfigError,
     GenerationError,

@@ -23,8 +23,8 @@ from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment
 from rag_posfix.text import content_hash
 from rag_posfix.training.data.pairs import Contamination, FilePairs, Pair, PairSource, Segment
 from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
+from rag_posfix.training.data.settings import DataSettings
 from rag_posfix.training.data.templates import template_sources
-from rag_posfix.training.settings import DataSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

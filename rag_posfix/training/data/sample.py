@@ -17,7 +17,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import malformed, question_and_answers, visible
 from rag_posfix.training.data.pairs import Contamination, Pair, PairSource, Segment, seeded_random
-from rag_posfix.training.settings import DataSettings
+from rag_posfix.training.data.settings import DataSettings
 
 MOST_DRAWS = 200
 """Draws of a pair, or of a segment around it, in a row that may be rejected."""

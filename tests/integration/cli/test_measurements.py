@@ -11,7 +11,7 @@ import transformers
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.pipeline.method_checks import with_file_parameters
+from rag_posfix.pipeline.file_parameters import with_file_parameters
 from tests.support.capital_rows import write_capitals
 from tests.support.tiny import VOCABULARY, save_tiny
 

@@ -7,7 +7,7 @@ from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS, create
-from rag_posfix.pipeline.method_checks import order_with_values, with_file_parameters
+from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.plan.bias_profile import FILE_BYTES
 from rag_posfix.reranking import RERANKERS
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.decode import token_scores as token_trace
+from rag_posfix.generation.decode import token_attribution as token_trace
 from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.decode.token_scores import AttributionTracker, attribution_layers
+from rag_posfix.generation.decode.token_attribution import AttributionTracker, attribution_layers
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.forward_context import Observer

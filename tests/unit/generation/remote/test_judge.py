@@ -12,8 +12,8 @@ import pytest
 
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
-from rag_posfix.contracts.answer import collected_usage, sum_usage
 from rag_posfix.contracts.generator import LikelihoodReader, OddsReader, PassageReader
+from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import PieceEncoder, RemoteGenerator, open_remote

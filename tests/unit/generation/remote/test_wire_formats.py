@@ -18,8 +18,8 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.answer import collected_usage, sum_usage
 from rag_posfix.contracts.request import GenerationRequest, Sampling
+from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import OverloadedError, UpstreamError
 from rag_posfix.generation.remote.connection import ServerLimits, error_message
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote

@@ -28,8 +28,8 @@ from rag_posfix.training.data.pairs import (
     seeded_random,
 )
 from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
+from rag_posfix.training.data.settings import DataSettings
 from rag_posfix.training.data.templates import TEMPLATES, template_sources
-from rag_posfix.training.settings import DataSettings
 from tests.support.toy_encoder import ToyEncoder
 
 SETTINGS = DataSettings(samples=24, min_tokens=60, max_tokens=180, length_bins=3, multi=0.25)
