@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rag_posfix.errors import RagPosfixError
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
     from rag_posfix.generation.load import load_engine
-    from rag_posfix.integrations.langchain.byte_store import RagPosfixStore
-    from rag_posfix.integrations.langchain.cache import RagPosfixCache
+    from rag_posfix.integrations.langchain.cache import RagPosfixCache, RagPosfixStore
     from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
     from rag_posfix.integrations.langchain.content_blocks import document_block
     from rag_posfix.integrations.langchain.rag import PosfixRAG
@@ -79,7 +78,7 @@ _EXPORTS = {
     "RagPosfixCache": "rag_posfix.integrations.langchain.cache",
     "RagPosfixChatModel": "rag_posfix.integrations.langchain.chat_model",
     "RagPosfixError": "rag_posfix.errors",
-    "RagPosfixStore": "rag_posfix.integrations.langchain.byte_store",
+    "RagPosfixStore": "rag_posfix.integrations.langchain.cache",
     "read_documents": "rag_posfix.retrieval.ingest.ingest",
     "Sampling": "rag_posfix.contracts.request",
     "SentenceEmbeddings": "rag_posfix.retrieval.embeddings",

@@ -18,8 +18,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.contracts.answer import Question

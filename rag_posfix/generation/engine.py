@@ -23,8 +23,12 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter
-from rag_posfix.generation.decode.candidate_answers import AnswerText
-from rag_posfix.generation.decode.question_scores import first_token_log_probs, question_attention, question_likelihood
+from rag_posfix.generation.decode.question_scores import (
+    AnswerText,
+    first_token_log_probs,
+    question_attention,
+    question_likelihood,
+)
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.sequence_batch import LoadedModel

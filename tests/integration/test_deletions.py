@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks.faults.deletions import Process, after_eviction, after_failover
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore

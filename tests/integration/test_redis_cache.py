@@ -6,8 +6,7 @@ from contextlib import closing
 import orjson
 import pytest
 
-from rag_posfix.caching.answers.blob import Blob, BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import CacheError

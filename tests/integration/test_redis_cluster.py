@@ -6,8 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 from redis.crc import key_slot
 
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.redis import RedisTier
 from tests.support.certificates import make_certificate

@@ -7,8 +7,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.guard import CircuitBreaker
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.settings import CacheSettings

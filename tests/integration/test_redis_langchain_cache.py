@@ -5,8 +5,7 @@ from contextlib import closing
 import pytest
 from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
 
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.integrations.langchain.cache import RagPosfixCache
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 import torch
 
-from rag_posfix.caching.answers.blob import BlobCodec
+from rag_posfix.caching.answers.tiered import BlobCodec
 from rag_posfix.caching.kv.entry import KVCodec, PassageKV, serialize
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import CacheError

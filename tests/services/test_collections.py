@@ -13,8 +13,7 @@ from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 from prometheus_client import generate_latest
 
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import RetrievalError

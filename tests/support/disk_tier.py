@@ -6,7 +6,7 @@ import dataclasses
 import sqlite3
 from contextlib import closing, contextmanager
 
-from rag_posfix.caching.answers.blob import Blob, BlobCodec
+from rag_posfix.caching.answers.tiered import Blob, BlobCodec
 from rag_posfix.caching.disk import DiskTier
 from tests.support.passages import SHAPE
 

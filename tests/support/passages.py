@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rag_posfix.caching.answers.blob import Blob
+from rag_posfix.caching.answers.tiered import Blob
 from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
 from rag_posfix.caching.redis import RedisTier
 

@@ -1,19 +1,23 @@
-"""The answer cache: answers as JSON in tiers of bytes, fastest first. A failing tier never fails a request."""
+"""The answer cache: answers as JSON in tiers of bytes, fastest first. A failing tier never fails a request.
+
+Bytes are stored behind a checksum over key and value.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from rag_posfix.caching.answers.blob import Blob, BlobCodec
 from rag_posfix.caching.deletions import EVERYTHING
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.guard import Counters
@@ -25,6 +29,78 @@ from rag_posfix.errors import CacheError
 from rag_posfix.files import ANSWERS_FOLDER
 from rag_posfix.settings import CacheSettings
 from rag_posfix.text import content_hash
+
+_MAGIC = b"RPX1"
+_DIGEST_BYTES = 16
+SEAL_BYTES = len(_MAGIC) + _DIGEST_BYTES
+"""What a seal adds to a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes that can be deleted by each of ``tags`` and expire at ``expires_at`` (seconds since 1970).
+
+    ``position`` is how far the log of deletions was read before they were computed. A tier may return the bytes alone,
+    without tags, expiry and position.
+    """
+
+    data: bytes
+    tags: tuple[str, ...] = ()
+    expires_at: float = math.inf
+    position: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.data)
+
+    def fits(self, expected: Any) -> bool:
+        return True
+
+
+class BlobCodec:
+    """Stores answers and other bytes."""
+
+    cache = "answer cache"
+    file_name = "answers-v1.sqlite3"
+    redis_prefix = "rag_posfix:answer:"
+    redis_tag_prefix = "rag_posfix:tag:"
+    redis_index: str | None = None
+    redis_deletions = "rag_posfix:answer-deletions"
+
+    def encode(self, key: str, entry: Blob) -> list[bytes | memoryview]:
+        return [seal(key, entry.data)]
+
+    def decode(self, key: str, data: object, expected: Any) -> Blob | None:
+        value = unseal(key, bytes(data) if isinstance(data, memoryview) else data)
+        return None if value is None else Blob(value)
+
+    def allocate(self, n_bytes: int) -> memoryview:
+        return memoryview(bytearray(n_bytes))
+
+
+def seal(key: str, value: bytes) -> bytes:
+    """Return ``value`` with a checksum over it and its key.
+
+    The key is part of the checksum, so that the value of another key, as a store that mixes up its replies would
+    return it, does not open.
+    """
+    return _MAGIC + _checksum(key, value) + value
+
+
+def unseal(key: str, sealed: object) -> bytes | None:
+    """Return the value that was sealed, or None if ``sealed`` is damaged or belongs to another key."""
+    if not isinstance(sealed, bytes) or len(sealed) < SEAL_BYTES or not sealed.startswith(_MAGIC):
+        return None
+    value = sealed[SEAL_BYTES:]
+    return value if sealed[len(_MAGIC) : SEAL_BYTES] == _checksum(key, value) else None
+
+
+def _checksum(key: str, value: bytes) -> bytes:
+    name = key.encode()
+    digest = hashlib.blake2b(len(name).to_bytes(8, "big") + name, digest_size=_DIGEST_BYTES)
+    digest.update(value)
+    return digest.digest()
+
 
 _MEMORY_BYTES = 64 * 1024**2
 _ENVELOPE_VERSION = 1

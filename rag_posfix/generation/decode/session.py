@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.candidate_answers import AnswerText, write_candidates
+from rag_posfix.generation.decode.question_scores import AnswerText, write_candidates
 from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute, holds_one_each
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.generation.prefill.prefill import prefill_calibrated

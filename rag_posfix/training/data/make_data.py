@@ -21,10 +21,9 @@ from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
 from rag_posfix.text import content_hash
-from rag_posfix.training.data.pairs import Contamination, FilePairs, Pair, PairSource, Segment
+from rag_posfix.training.data.pairs import Contamination, FilePairs, Pair, PairSource, Segment, template_sources
 from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
 from rag_posfix.training.data.settings import DataSettings
-from rag_posfix.training.data.templates import template_sources
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

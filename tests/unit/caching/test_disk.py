@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from rag_posfix.caching.answers.blob import BlobCodec
+from rag_posfix.caching.answers.tiered import BlobCodec
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.sqlite_file import SqliteFile

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from rag_posfix.caching.answers.blob import seal
+from rag_posfix.caching.answers.tiered import seal
 from rag_posfix.caching.guard import CircuitBreaker
 from rag_posfix.caching.kv.entry import KVCodec, serialize
 from tests.support.clock import Clock
@@ -314,7 +314,7 @@ def test_a_file_that_the_system_does_not_let_grow_is_a_miss(tmp_path, value_byte
     script = """
         import resource, signal, sys
         from pathlib import Path
-        from rag_posfix.caching.answers.blob import Blob, BlobCodec
+        from rag_posfix.caching.answers.tiered import Blob, BlobCodec
         from rag_posfix.caching.disk import DiskTier
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         tier = DiskTier(Path(sys.argv[1]), BlobCodec())
@@ -335,7 +335,7 @@ def test_a_folder_that_becomes_read_only_serves_what_it_holds(tmp_path_factory):
     script = """
         import os, sys
         from pathlib import Path
-        from rag_posfix.caching.answers.blob import Blob, BlobCodec
+        from rag_posfix.caching.answers.tiered import Blob, BlobCodec
         from rag_posfix.caching.disk import DiskTier
         folder = Path(sys.argv[1])
         tier = DiskTier(folder, BlobCodec())

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from rag_posfix.caching.answers.blob import Blob
+from rag_posfix.caching.answers.tiered import Blob
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.caching.answers.blob import SEAL_BYTES, seal, unseal
+from rag_posfix.caching.answers.tiered import SEAL_BYTES, seal, unseal
 
 
 @given(key=st.text(st.characters(exclude_categories=["Cs"])), value=st.binary())

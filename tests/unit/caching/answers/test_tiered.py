@@ -5,8 +5,7 @@ from contextlib import closing
 import orjson
 import pytest
 
-from rag_posfix.caching.answers.blob import Blob, BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache
+from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache, build_answer_cache
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import CacheError, ConfigError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.errors import PlanConflictError
-from rag_posfix.generation.decode.candidate_answers import AnswerText, write_candidates
+from rag_posfix.generation.decode.question_scores import AnswerText, write_candidates
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill

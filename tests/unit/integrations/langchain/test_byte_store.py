@@ -6,7 +6,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_tests.integration_tests.base_store import BaseStoreAsyncTests, BaseStoreSyncTests
 
 from rag_posfix import RagPosfixStore
-from rag_posfix.caching.answers.blob import BlobCodec
+from rag_posfix.caching.answers.tiered import BlobCodec
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
@@ -60,7 +60,7 @@ def test_what_is_on_disk_survives_the_process(tmp_path):
 
 def test_values_expire_and_are_listed_no_more(tmp_path, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("rag_posfix.integrations.langchain.byte_store.time", SimpleNamespace(time=clock))
+    monkeypatch.setattr("rag_posfix.integrations.langchain.cache.time", SimpleNamespace(time=clock))
     for tier in (MemoryTier(clock=clock), DiskTier(tmp_path, BlobCodec(), clock=clock)):
         store = RagPosfixStore(tier, ttl_seconds=10)
         store.mset([("key", b"value")])

@@ -7,8 +7,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation, GenerationChunk
 from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
 
-from rag_posfix.caching.answers.blob import BlobCodec
-from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.integrations.langchain.cache import RagPosfixCache

@@ -19,6 +19,7 @@ from rag_posfix.training.data.make_data import (
     read_answer,
 )
 from rag_posfix.training.data.pairs import (
+    TEMPLATES,
     Contamination,
     FilePairs,
     Pair,
@@ -26,10 +27,10 @@ from rag_posfix.training.data.pairs import (
     demo_examples,
     read_segments,
     seeded_random,
+    template_sources,
 )
 from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
 from rag_posfix.training.data.settings import DataSettings
-from rag_posfix.training.data.templates import TEMPLATES, template_sources
 from tests.support.toy_encoder import ToyEncoder
 
 SETTINGS = DataSettings(samples=24, min_tokens=60, max_tokens=180, length_bins=3, multi=0.25)
