@@ -18,10 +18,10 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationInfo, Usag
 from rag_posfix.contracts.retrieval import SearchQuery
 from rag_posfix.pipeline.tracing import QuestionTrace, Stage, StageWatcher
 
-MOST_CHARACTERS = 1_000_000
+REMEMBERED_CHARACTERS = 1_000_000
 """Of all texts that are remembered; with tokens and objects this takes about 15 MB."""
 
-SECONDS = 300.0
+REMEMBERED_SECONDS = 300.0
 """How long a prompt is remembered."""
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -80,12 +80,12 @@ class PromptMemory:
     def put(self, origin: Hashable, prompt: RememberedPrompt, texts: Sequence[str]) -> None:
         """Remember a prompt that was made of ``origin``, with these texts."""
         size = sum(map(len, texts))
-        if size > MOST_CHARACTERS // 4:
+        if size > REMEMBERED_CHARACTERS // 4:
             return
         current_time = self._clock()
         with self._lock:
             self._forget(origin)
-            prompt.texts, prompt.until = tuple(texts), current_time + SECONDS
+            prompt.texts, prompt.until = tuple(texts), current_time + REMEMBERED_SECONDS
             self._prompts[origin] = prompt
             self.characters += size
             self._forget_until(current_time)
@@ -100,7 +100,7 @@ class PromptMemory:
     def _forget_until(self, current_time: float) -> None:
         while self._prompts:
             origin, prompt = next(iter(self._prompts.items()))
-            if prompt.until > current_time and self.characters <= MOST_CHARACTERS:
+            if prompt.until > current_time and self.characters <= REMEMBERED_CHARACTERS:
                 return
             self._forget(origin)
 

@@ -13,7 +13,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
-from rag_posfix.pipeline.run import MOST_CHARACTERS, SECONDS, PromptMemory, RememberedPrompt
+from rag_posfix.pipeline.run import REMEMBERED_CHARACTERS, REMEMBERED_SECONDS, PromptMemory, RememberedPrompt
 from tests.support.pipelines import BREAD, QUESTION, ROME, memory_cache, pipeline
 from tests.support.serving import DictCache
 from tests.support.threads import in_threads
@@ -148,14 +148,14 @@ def _prompt() -> RememberedPrompt:
 def test_memory_is_bounded_by_characters_and_time() -> None:
     seconds = [0.0]
     memory = PromptMemory(lambda: seconds[0])
-    text = "x" * (MOST_CHARACTERS // 5)
+    text = "x" * (REMEMBERED_CHARACTERS // 5)
     for number in range(12):
         memory.put(number, _prompt(), [text])
-        assert memory.characters <= MOST_CHARACTERS
+        assert memory.characters <= REMEMBERED_CHARACTERS
     assert [memory.get(number) is not None for number in range(12)] == [False] * 7 + [True] * 5
     memory.put("long", _prompt(), [text * 3])
     assert memory.get("long") is None
-    seconds[0] = SECONDS + 1
+    seconds[0] = REMEMBERED_SECONDS + 1
     assert memory.get(11) is None
     assert memory.characters == 0
 
