@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ def distances(importance: Tensor, lengths: Tensor) -> Tensor:
 SPARE_POSITIONS = 256
 """The table of rotations grows by so many positions at a time."""
 
+MOST_PADDED = 2
+"""Prefix and documents are padded to one length where that makes them at most so many times as many tokens."""
+
 ROWS = 64
 """Tokens after the documents that are computed at a time: each has arrangements of its own."""
 
@@ -76,6 +79,8 @@ class ImportanceOrderedAttention(AttentionOverride):
         segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
         offsets: (T,) position of each token inside of its segment, or among the tokens after the documents.
         members: (S, N) float32, 1 where a token belongs to document j and 0 elsewhere.
+        padding: ((1 + N) n,) the token of each place where prefix and documents are padded to the longest, n tokens.
+        columns: (P + S,) the place of each token there.
     """
 
     rotated: ClassVar[Rotated] = Rotated.NEITHER
@@ -85,6 +90,8 @@ class ImportanceOrderedAttention(AttentionOverride):
     segments: Tensor
     offsets: Tensor
     members: Tensor
+    padding: Tensor
+    columns: Tensor
 
     @classmethod
     def over(cls, layout: Layout) -> ImportanceOrderedAttention:
@@ -92,23 +99,40 @@ class ImportanceOrderedAttention(AttentionOverride):
         spans = (layout.prefix, *layout.passages)
         lengths = torch.tensor([len(span) for span in layout.passages])
         documents = torch.arange(len(lengths))
+        segments = torch.repeat_interleave(torch.tensor([len(span) for span in spans]))
+        offsets = torch.cat([torch.arange(len(span)) for span in (*spans, layout.suffix)])
+        longest = max(map(len, spans))
+        columns = segments * longest + offsets[: len(segments)]
+        padding = torch.zeros(len(spans) * longest, dtype=torch.int64).scatter_(0, columns, torch.arange(len(columns)))
         return cls(
             spans=tuple(span.slice for span in spans),
             lengths=lengths,
-            segments=torch.repeat_interleave(torch.tensor([len(span) for span in spans])),
-            offsets=torch.cat([torch.arange(len(span)) for span in (*spans, layout.suffix)]),
+            segments=segments,
+            offsets=offsets,
             members=(documents.repeat_interleave(lengths)[:, None] == documents).float(),
+            padding=padding,
+            columns=columns,
         )
 
+    @property
+    def segment_lengths(self) -> list[int]:
+        """Tokens of the prefix and of each document."""
+        return [span.stop - span.start for span in self.spans]
+
+    def by_segment(self, states: Tensor) -> Tensor:
+        """Return (Hkv, P + S, D) as (Hkv, 1 + N, n, D), n the longest segment; as it is if most would be padding."""
+        lengths = self.segment_lengths
+        if len(lengths) * max(lengths) > MOST_PADDED * states.shape[1]:
+            return states.contiguous()
+        return torch.unflatten(states.index_select(1, self.padding), 1, (len(lengths), -1))
+
     def on(self, device: torch.device) -> ImportanceOrderedAttention:
-        """Return the same with its tensors on a device."""
-        return replace(
-            self,
-            lengths=self.lengths.to(device),
-            segments=self.segments.to(device),
-            offsets=self.offsets.to(device),
-            members=self.members.to(device),
-        )
+        """Return the same with its tensors on a device; the indices are uploaded together."""
+        names = ("lengths", "segments", "offsets", "padding", "columns")
+        indices = [getattr(self, name) for name in names]
+        moved = torch.split(torch.cat(indices).to(device), [len(index) for index in indices])
+        on_device: dict[str, Any] = dict(zip(names, moved, strict=True))
+        return replace(self, members=self.members.to(device), **on_device)
 
     def visible(self, n_tokens: int) -> Tensor:
         """Return which token sees which: causal, and documents see each other."""
@@ -183,7 +207,7 @@ class _Pass:
     ``relative_...``: rotated to the position of the token in its segment.
 
     The keys of prefix and documents, rotated in their segments, are kept for the tokens that follow, in the dtype of
-    the cache: half as much memory again as the cache takes.
+    the cache: half as much memory again as the cache takes, and at most as much with padding.
     """
 
     def __init__(self, plan: ImportanceOrderedAttention, inputs: AttentionInput) -> None:
@@ -198,15 +222,16 @@ class _Pass:
         self.n_still = inputs.key.shape[3] - self.n_rotated
         if inputs.start == 0 or inputs.layer not in inputs.kept:
             at = self.scaled[:, plan.offsets]  # (1 | Hkv, T, 2, rotated)
-            relative_key = _rotated(inputs.key[0, :, : len(plan.offsets)].to(self.dtype), at[:, : inputs.key.shape[2]])
-            inputs.kept[inputs.layer] = relative_key[:, : self.end].contiguous()
-        self.kept_key = inputs.kept[inputs.layer]  # (Hkv, P + S, D)
+            keys = _rotated(inputs.key[0, :, : len(plan.offsets)].to(self.dtype), at[:, : inputs.key.shape[2]])
+            self.relative_key = keys[:, : self.end]
+            inputs.kept[inputs.layer] = plan.by_segment(self.relative_key)
+        self.kept_key = inputs.kept[inputs.layer]
         if inputs.start == 0:
-            self.after_key = relative_key[:, self.end :]
+            self.after_key = keys[:, self.end :]
             at = at[:, : self.end]
             at = at if len(at) == 1 else at.repeat_interleave(self.groups, dim=0)
             self.relative_query = _rotated(inputs.query[0, :, : self.end], at)
-            most = max(1, most_numbers(inputs.query.device) // (self.groups * self.end * self.kept_key.shape[2]))
+            most = max(1, most_numbers(inputs.query.device) // (self.groups * self.end * inputs.key.shape[3]))
             self.batches = list(batches(self.spans[1:], max(1, most // n_key_heads)))
             self.key_heads = [slice(head, min(head + most, n_key_heads)) for head in range(0, n_key_heads, most)]
         else:
@@ -254,7 +279,7 @@ class _Pass:
         inputs, span = self.inputs, self.spans[0]
         out = torch.empty_like(self.relative_query)
         if span.start < span.stop:
-            prefix = self.relative_query[None, :, span], self.kept_key[None, :, span], inputs.value[:, :, span]
+            prefix = self.relative_query[None, :, span], self.relative_key[None, :, span], inputs.value[:, :, span]
             out[:, span] = attend_with_lse(*prefix, inputs.scaling, causal=True)[0][0]
         # Moved keys differ between the heads of a group, and the kernels need as many heads of values.
         values = repeat_twice(inputs.value[0, :, : self.end].repeat_interleave(self.groups, dim=0))
@@ -277,10 +302,10 @@ class _Pass:
         """
         turns = self._moves()  # (Hq, N (1 + N), 2, D)
         if self.n_still:
-            turned = functional.pad(quarter_turn(self.kept_key[..., : self.n_rotated]), (0, self.n_still))
+            turned = functional.pad(quarter_turn(self.relative_key[..., : self.n_rotated]), (0, self.n_still))
         else:
-            turned = quarter_turn(self.kept_key)
-        keys = repeat_twice(torch.stack((self.kept_key, turned)))  # (2, Hkv, 2 (P + S), D)
+            turned = quarter_turn(self.relative_key)
+        keys = repeat_twice(torch.stack((self.relative_key, turned)))  # (2, Hkv, 2 (P + S), D)
         for batch, key_heads in itertools.product(self.batches, self.key_heads):
             heads = slice(key_heads.start * self.groups, key_heads.stop * self.groups)
             of_tokens = turns[heads].index_select(1, self._rows_of_moves(batch))
@@ -342,7 +367,7 @@ class _Pass:
         Keys keep their position in the segment; queries are moved to their positions relative to each segment's
         beginning.
         """
-        inputs, n_key_heads = self.inputs, self.kept_key.shape[0]
+        inputs, n_key_heads = self.inputs, self.inputs.key.shape[1]
         query = inputs.query[:, :, first - inputs.start : last - inputs.start]
         versions = _rotated(query, self._turns_after(query, first))  # (N + 2, Hq, m, D)
         versions = versions.reshape(len(self.spans) + 1, n_key_heads, -1, query.shape[3])  # (N + 2, Hkv, G m, D)
@@ -357,25 +382,19 @@ class _Pass:
         return out.view(*scores.shape[:2], -1), weights[:, -1].mean(dim=0)[None]
 
     def _scores_of_segments(self, versions: Tensor) -> Tensor:
-        """Return the scores of prefix and documents, (Hkv, G m, P + S).
+        """Return the scores of prefix and documents, (Hkv, G m, P + S), each by its own version of the queries.
 
-        A few queries are multiplied with all keys in each version, and the scores of a segment's own version are
-        taken: one product. That is more arithmetic, and less work, than a product or a fused call for each segment.
+        One product for all segments, which are padded to the longest; where that is mostly padding a product for each.
 
         Shapes:
             versions: (1 + N, Hkv, G m, D), the queries as each segment needs them.
         """
-        n_scores = versions[..., 0].numel() * self.end
-        several = versions.shape[2] > self.groups  # tokens: the suffix of the prompt
-        if n_scores > 4 * most_numbers(versions.device) or (several and versions.device.type == "cpu"):
-            keys = torch.split(self.kept_key, [span.stop - span.start for span in self.spans], dim=1)
+        if self.kept_key.dim() == 3:
+            keys = torch.split(self.kept_key, self.plan.segment_lengths, dim=1)
             pieces = [states @ key.transpose(1, 2) for states, key in zip(versions, keys, strict=True)]
             return torch.cat(pieces, dim=-1)
-        n_versions, n_key_heads, n_queries, _ = versions.shape
-        every = versions.transpose(0, 1).flatten(1, 2) @ self.kept_key.transpose(1, 2)  # (Hkv, (1 + N) G m, P + S)
-        every = every.view(n_key_heads, n_versions, n_queries, self.end)
-        own_version = self.plan.segments.expand(n_key_heads, 1, n_queries, -1)
-        return every.gather(1, own_version)[:, 0]
+        padded = versions.transpose(0, 1) @ self.kept_key.transpose(2, 3)  # (Hkv, 1 + N, G m, n)
+        return padded.transpose(1, 2).flatten(2).index_select(2, self.plan.columns)
 
     def _turns_after(self, query: Tensor, first: int) -> Tensor:
         """Return cos and sin of the positions of the queries from ``first`` on, (N + 2, Hq, m, 2, rotated).

@@ -20,7 +20,7 @@ BOUNDS = {
     "context_experts": (1222, 0, 9, 253),
     "head_scaling": (453, 0, 2, 346),
     "hidden_scaling": (542, 0, 2, 374),
-    "inter_document": (880, 0, 6, 416),
+    "inter_document": (871, 0, 4, 407),
     "layer_scaling": (331, 0, 2, 245),
     "multi_base": (963, 0, 6, 409),
     "parallel_encoding": (1042, 0, 8, 257),
