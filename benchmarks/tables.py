@@ -52,8 +52,10 @@ def label(name: str) -> str:
     return f"`{HEADS.sub('heads=HEADS', PROFILE.sub('profile=PROFILE', name))}`"
 
 
-def scores(log_probability: float, accuracy: float) -> str:
-    """Return a log-probability and an accuracy: -3.21 (.20)."""
+def scores(log_probability: float | None, accuracy: float) -> str:
+    """Return a log-probability and an accuracy: -3.21 (.20); the accuracy alone of a server that scores no answer."""
+    if log_probability is None:
+        return short(f"{accuracy:.2f}")
     return f"{log_probability:.2f} ({accuracy:.2f})".replace("(0.", "(.").replace("(1.00", "(1.0")
 
 

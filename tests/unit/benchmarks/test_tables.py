@@ -56,6 +56,12 @@ def test_positions_have_a_column_each_and_an_order_free_method_says_same():
     ]
 
 
+def test_of_a_server_that_scores_no_answer_the_accuracy_is_shown_alone():
+    remote = {**method({4: (None, 0.45)}, (None, 0.45), (None, 0.0), 0.0), "planted": 0.025}
+    lines = table([head({"none": remote})], "capture").splitlines()
+    assert lines[2] == "| `none` | .45; planted 2 % |"
+
+
 def test_another_layout_has_other_columns():
     lines = table([head({"none": NONE})], "stability").splitlines()
     assert lines[0] == "| method | gold at 0 | gold at 9 | worst | spread | answers that change |"
