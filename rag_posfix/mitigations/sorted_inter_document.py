@@ -126,8 +126,8 @@ class SortedInterDocument(Mitigation):
         Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
     Hurts: passages whose order carries meaning, such as the parts of one text; models that attend mostly to the last
         passage lose the advantage of a gold passage in the last position.
-    Cost: attention over T x T instead of its lower half at prefill, 1.5 to 2 times the time at 3,000 tokens in bfloat16
-        on a CPU; decoding is that of the unmodified model. With routing the unmodified prompt is read too.
+    Cost: attention over T x T instead of its lower half at prefill, 1.5 to 2 times the time at 3,000 tokens in
+        bfloat16 on a CPU; decoding is that of the unmodified model. With routing the unmodified prompt is read too.
     Limits: models whose rotary encoding is supported and in which every layer has all keys.
 
     Args:
