@@ -79,7 +79,8 @@ class ImportanceOrderedAttention(AttentionOverride):
         segments: (P + S,) the segment of each token: 0 prefix, 1..N documents.
         offsets: (T,) position of each token inside of its segment, or among the tokens after the documents.
         members: (S, N) float32, 1 where a token belongs to document j and 0 elsewhere.
-        padding: ((1 + N) n,) the token of each place where prefix and documents are padded to the longest, n tokens.
+        padding: ((1 + N) n,) the token of each place where prefix and documents are padded to the longest, n tokens;
+            empty where most would be padding.
         columns: (P + S,) the place of each token there.
     """
 
@@ -103,7 +104,10 @@ class ImportanceOrderedAttention(AttentionOverride):
         offsets = torch.cat([torch.arange(len(span)) for span in (*spans, layout.suffix)])
         longest = max(map(len, spans))
         columns = segments * longest + offsets[: len(segments)]
-        padding = torch.zeros(len(spans) * longest, dtype=torch.int64).scatter_(0, columns, torch.arange(len(columns)))
+        n_padded = len(spans) * longest if len(spans) * longest <= MOST_PADDED * len(columns) else 0
+        padding = torch.zeros(n_padded, dtype=torch.int64)
+        if n_padded:
+            padding[columns] = torch.arange(len(columns))
         return cls(
             spans=tuple(span.slice for span in spans),
             lengths=lengths,
@@ -114,17 +118,11 @@ class ImportanceOrderedAttention(AttentionOverride):
             columns=columns,
         )
 
-    @property
-    def segment_lengths(self) -> list[int]:
-        """Tokens of the prefix and of each document."""
-        return [span.stop - span.start for span in self.spans]
-
     def by_segment(self, states: Tensor) -> Tensor:
-        """Return (Hkv, P + S, D) as (Hkv, 1 + N, n, D), n the longest segment; as it is if most would be padding."""
-        lengths = self.segment_lengths
-        if len(lengths) * max(lengths) > MOST_PADDED * states.shape[1]:
+        """Return (Hkv, P + S, D) as (Hkv, 1 + N, n, D), n the longest segment; as it is without padding."""
+        if not len(self.padding):
             return states.contiguous()
-        return torch.unflatten(states.index_select(1, self.padding), 1, (len(lengths), -1))
+        return torch.unflatten(states.index_select(1, self.padding), 1, (len(self.spans), -1))
 
     def on(self, device: torch.device) -> ImportanceOrderedAttention:
         """Return the same with its tensors on a device; the indices are uploaded together."""
@@ -225,7 +223,7 @@ class _Pass:
             keys = _rotated(inputs.key[0, :, : len(plan.offsets)].to(self.dtype), at[:, : inputs.key.shape[2]])
             self.relative_key = keys[:, : self.end]
             inputs.kept[inputs.layer] = plan.by_segment(self.relative_key)
-        self.kept_key = inputs.kept[inputs.layer]
+        self.kept_key = inputs.kept[inputs.layer]  # (Hkv, 1 + N, n, D), or (Hkv, P + S, D) without padding
         if inputs.start == 0:
             self.after_key = keys[:, self.end :]
             at = at[:, : self.end]
@@ -390,7 +388,7 @@ class _Pass:
             versions: (1 + N, Hkv, G m, D), the queries as each segment needs them.
         """
         if self.kept_key.dim() == 3:
-            keys = torch.split(self.kept_key, self.plan.segment_lengths, dim=1)
+            keys = torch.split(self.kept_key, [span.stop - span.start for span in self.spans], dim=1)
             pieces = [states @ key.transpose(1, 2) for states, key in zip(versions, keys, strict=True)]
             return torch.cat(pieces, dim=-1)
         padded = versions.transpose(0, 1) @ self.kept_key.transpose(2, 3)  # (Hkv, 1 + N, G m, n)
