@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rag_posfix.attention.blockwise import attend_with_lse
+from rag_posfix.attention.blockwise import attend_whole, attend_with_lse, merge
 from rag_posfix.attention.rope import quarter_turn, rotate_half_split
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated
@@ -33,7 +33,7 @@ def document_importance(query: Tensor, key: Tensor, members: Tensor, scaling: fl
         a document, N' a multiple of D. returns: (B, Hq, R, N') in the dtype of ``query``.
     """
     pieces = [
-        attend_with_lse(query, key, members[..., first : first + key.shape[3]], scaling)[0]
+        attend_whole(query, key, members[..., first : first + key.shape[3]], scaling)[0]
         for first in range(0, members.shape[3], key.shape[3])
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3)
@@ -284,8 +284,11 @@ class _Pass:
         for batch, heads, key in self._moved_keys():
             query = self._of_each(self.relative_query[heads], batch)
             value = windows(values[heads], batch.stop, batch, self.end).transpose(0, 1)
-            read, _ = attend_with_lse(query, key, value, inputs.scaling, causal=True)
-            self._of_each(out[heads], batch).copy_(read)
+            others = self.end - batch.length
+            pieces = [attend_whole(query, key[:, :, :others], value[:, :, :others], inputs.scaling)] if others else []
+            itself = query, key[:, :, others:], value[:, :, others:]
+            pieces.append(attend_with_lse(*itself, inputs.scaling, causal=True))
+            self._of_each(out[heads], batch).copy_(merge(pieces)[0])
         return out
 
     def _of_each(self, states: Tensor, batch: _Batch) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_causal, attend_with_lse, merge
+from rag_posfix.attention.blockwise import attend_causal, attend_whole, attend_with_lse, merge
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -53,7 +53,7 @@ class CircularAttention(AttentionOverride):
         query, key, value, scaling, first = inputs.query, inputs.key, inputs.value, inputs.scaling, self._prefix
         passage_query, passage_key, passage_value = (states[:, :, first:] for states in (query, key, value))
         out, lse = attend_with_lse(passage_query, passage_key, passage_value, scaling, causal=True)
-        moved = [attend_with_lse(*run, scaling) for run in self._moved_runs(inputs)]
+        moved = [attend_whole(*run, scaling) for run in self._moved_runs(inputs)]
         if first and query.shape[2] > self._end:
             moved.append(attend_with_lse(query[:, :, self._end :], key[:, :, :first], value[:, :, :first], scaling))
         moved_out, moved_lse = (torch.cat(states, dim=2) for states in zip(*moved, strict=True))

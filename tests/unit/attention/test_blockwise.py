@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.attention import blockwise
-from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
+from rag_posfix.attention.blockwise import attend_segments, attend_whole, attend_with_lse, last_row, merge
 from rag_posfix.attention.rope import rotate_half_split
 from tests.support.attending import (
     FREQUENCIES,
@@ -42,6 +42,64 @@ def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_
     scores = spelled_out(query, key, causal)
     assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
     assert torch.allclose(out, scores.softmax(-1) @ value.repeat_interleave(HEADS // KV_HEADS, 1), atol=1e-5)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Products of any size, whatever the processor."""
+    monkeypatch.setattr(blockwise, "PRODUCTS_FROM", 1)
+    monkeypatch.setattr(blockwise, "multiplies_without_matrix_units", lambda: True)
+
+
+def bfloat16_states(size=64, n_query=48, n_key=200, scale=3.0):
+    torch.manual_seed(11)
+    query = torch.randn(2, 6, n_query, size) * scale
+    return query.bfloat16(), torch.randn(2, 2, n_key, size).bfloat16(), torch.randn(2, 2, n_key, size).bfloat16()
+
+
+def exact(query, key, value, scaling):
+    scores = query.double() @ key.repeat_interleave(3, 1).double().transpose(-1, -2) * scaling
+    return scores.softmax(-1) @ value.repeat_interleave(3, 1).double(), scores.logsumexp(-1)
+
+
+def error(out, expected):
+    return float((out - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("most", [2**21, 1000])  # all rows in one product; five at a time
+@torch.inference_mode()
+def test_products_round_less_than_scores_in_bfloat16_do(most, products, monkeypatch):
+    monkeypatch.setattr(blockwise, "MOST_SCORES", most)
+    query, key, value = bfloat16_states()
+    expected, lse = exact(query, key, value, 0.125)
+    out, found = attend_whole(query, key, value, 0.125)
+    fused = attend_with_lse(query, key, value, 0.125)[0]
+    rounded = (query @ key.repeat_interleave(3, 1).transpose(-1, -2) * 0.125).float().softmax(-1).bfloat16()
+    assert out.dtype == torch.bfloat16
+    assert (found - lse).abs().max() < 0.03
+    assert (
+        error(fused, expected) < error(out, expected) < 0.5 * error(rounded @ value.repeat_interleave(3, 1), expected)
+    )
+
+
+@torch.inference_mode()
+def test_products_are_exact_where_all_scores_are_high(products):
+    # All keys share a number whose scores are 100: rounded to bfloat16 as they are, they would be wrong by .25.
+    query, key, value = bfloat16_states(scale=1.0)
+    query[..., 0], key[..., 0] = 10.0, 80.0
+    expected, lse = exact(query, key, value, 0.125)
+    out, found = attend_whole(query, key, value, 0.125)
+    assert (found - lse).abs().max() < 0.05
+    assert error(out, expected) < 0.01
+
+
+@torch.inference_mode()
+def test_a_score_far_above_the_sample_is_left_to_the_fused_kernel(products):
+    # Every sixth key is in the sample, and the score of the second is 300 above all: its exponential overflows.
+    query, key, value = bfloat16_states(scale=1.0)
+    query[..., 0], key[:, :, 1, 0] = 10.0, 240.0
+    fused = attend_with_lse(query, key, value, 0.125)
+    assert all(map(torch.equal, attend_whole(query, key, value, 0.125), fused))
 
 
 def test_two_stretches_merge_by_their_mass():
