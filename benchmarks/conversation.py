@@ -34,8 +34,8 @@ from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.pipeline.query import DECAY, QueryChoice, search_query
+from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.settings import Settings

@@ -193,7 +193,7 @@ def _serve(folder: Path) -> None:
     from rag_posfix.pipeline.build import build_embeddings, build_tokenizer
     from rag_posfix.pipeline.pipeline import Pipeline
     from rag_posfix.reranking.embedding import EmbeddingReranker
-    from rag_posfix.retrieval.dense import PassageRetriever
+    from rag_posfix.retrieval.base import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.settings import Settings
     from tests.support.serving import serving

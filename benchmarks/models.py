@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.chat_models import CHAT_MODELS
+from benchmarks.chat_models import CHAT_MODELS, decoder_types, tiny_config, tiny_model
 from benchmarks.keep_record import RESULTS
-from benchmarks.tiny_decoders import decoder_types, tiny_config, tiny_model
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.record import environment, read_head, save_record
 from rag_posfix.mitigations import MITIGATIONS

@@ -19,7 +19,7 @@ from rag_posfix.evaluation.record import read_head
 from rag_posfix.laboratory.contextual_maps import draw_maps
 from rag_posfix.laboratory.experiment import draw_laboratory
 from rag_posfix.probing import PROBES, Probe
-from rag_posfix.probing.intervals import whiskers
+from rag_posfix.probing.base import whiskers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

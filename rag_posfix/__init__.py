@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rag_posfix.integrations.langchain.retriever import PosfixRetriever
     from rag_posfix.pipeline.build import build_pipeline
     from rag_posfix.pipeline.pipeline import Answer, Pipeline, Question
+    from rag_posfix.retrieval.base import PassageRetriever
     from rag_posfix.retrieval.bm25 import BM25Retriever
-    from rag_posfix.retrieval.dense import PassageRetriever
     from rag_posfix.retrieval.embeddings import SentenceEmbeddings
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.hybrid import HybridRetriever
@@ -70,7 +70,7 @@ _EXPORTS = {
     "HybridRetriever": "rag_posfix.retrieval.hybrid",
     "load_engine": "rag_posfix.generation.load",
     "MitigationChoice": "rag_posfix.contracts.request",
-    "PassageRetriever": "rag_posfix.retrieval.dense",
+    "PassageRetriever": "rag_posfix.retrieval.base",
     "Pipeline": "rag_posfix.pipeline.pipeline",
     "PosfixRAG": "rag_posfix.integrations.langchain.rag",
     "PosfixRetriever": "rag_posfix.integrations.langchain.retriever",

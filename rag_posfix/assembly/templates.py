@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.prompt_template import BLANK_LINE as BLANK_LINE
-from rag_posfix.contracts.prompt_template import PromptTemplate as PromptTemplate
+from rag_posfix.contracts.request import BLANK_LINE as BLANK_LINE
+from rag_posfix.contracts.request import PromptTemplate as PromptTemplate
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.parameters import shown
 from rag_posfix.registry import check_names

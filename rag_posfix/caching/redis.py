@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
-from rag_posfix.caching.redis_deletions import RedisDeletions
+from rag_posfix.caching.redis_client import RedisDeletions
 from rag_posfix.caching.redis_servers import RedisServers
 from rag_posfix.caching.tier import Codec, TierStats, V, map_in
 from rag_posfix.errors import CacheError

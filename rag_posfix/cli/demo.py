@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.demo_data import DemoQuestion
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.retrieval.dense import PassageRetriever
+    from rag_posfix.retrieval.base import PassageRetriever
 
 PASSAGES = 10
 GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
@@ -84,7 +84,7 @@ def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
     """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
     from rag_posfix.demo_data import load_passages
     from rag_posfix.pipeline.build import build_embeddings
-    from rag_posfix.retrieval.dense import PassageRetriever
+    from rag_posfix.retrieval.base import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     passages = load_passages()

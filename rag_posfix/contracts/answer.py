@@ -13,8 +13,7 @@ from langchain_core.documents import Document
 from rag_posfix.checked import FloorChoice, check_method, check_type, checked_floor, checked_list
 from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
-from rag_posfix.contracts.prompt_template import PromptTemplate
-from rag_posfix.contracts.request import FinishReason, MitigationChoice, Sampling, ScoredToken, Usage
+from rag_posfix.contracts.request import FinishReason, MitigationChoice, PromptTemplate, Sampling, ScoredToken, Usage
 from rag_posfix.contracts.spent_usage import Collected
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question

@@ -1,4 +1,4 @@
-"""Requests to a generator and their results. Plain data, without torch.
+"""Requests to a generator, their results and the text of a prompt. Plain data, without torch.
 
 Code below this interface has token spans only; code above it has only these types. The salt of the cache keys of the
 running call is in a ``ContextVar``: langchain's interface calls a reranker with documents and a question only.
@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Literal
 
@@ -20,6 +21,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.parameters import shown
 from rag_posfix.plan.layout import Layout
+from rag_posfix.text import content_hash
 
 __all__ = ["MitigationChoice", "Sampling"]
 
@@ -294,3 +296,69 @@ def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
     if not salt:
         return ()
     return tuple(hashlib.blake2b(repr((salt, tag)).encode(), digest_size=16).hexdigest() for tag in tags)
+
+
+BLANK_LINE = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """The text of a prompt, apart from question and passages.
+
+    The user's turn is: instruction, blank line, passages, question prefix, question, answer cue. Passages have no
+    numbers, because a number would reveal the position. Without passages the turn is the question alone.
+
+    Attributes:
+        instruction: Text before the passages; may be empty.
+        heading: Text before a passage that has a title; ``{title}`` is replaced. May be empty.
+        separator: Text after every passage.
+        question_prefix: Text before the question.
+        answer_cue: Text after the question.
+        system: A system message before all others; none if empty.
+        history_first: Whether the passages are in the user's last turn, after system message and history of the
+            caller, so that they are encoded anew in every turn and for every user. By default they are in the first
+            turn, after constant text only.
+        no_passage: The answer, in the language of the template, to a question without a passage, where the settings
+            have the default text. It is no part of the prompt.
+    """
+
+    instruction: str = (
+        "Answer the question using only the passages below. Some of them may be irrelevant. Give a short answer."
+    )
+    heading: str = "{title}\n"
+    separator: str = BLANK_LINE
+    question_prefix: str = "Question: "
+    answer_cue: str = "\nAnswer:"
+    system: str = ""
+    history_first: bool = False
+    no_passage: str = ""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value, is_text = getattr(self, setting.name), isinstance(setting.default, str)
+            if not isinstance(value, str if is_text else bool):
+                kind = "a string" if is_text else "true or false"
+                raise ConfigError(f"prompt template: {setting.name} is {type(value).__name__}, must be {kind}")
+        if self.heading and "{title}" not in self.heading:
+            raise ConfigError(
+                f"prompt template: heading={self.heading!r} must contain '{{title}}'; leave it empty for no headings"
+            )
+
+    @property
+    def opening(self) -> str:
+        """The text before the first passage in the user's turn."""
+        return self.instruction + BLANK_LINE if self.instruction else ""
+
+    def heading_for(self, title: str) -> str:
+        """Return the heading of a passage; empty without a title."""
+        return self.heading.replace("{title}", title) if title else ""
+
+    def fingerprint(self) -> str:
+        """Return a hash of the fields that the prompt depends on; part of every cache key."""
+        return _fingerprint(self)
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(template: PromptTemplate) -> str:
+    *texts, history_first, _ = astuple(template)
+    return content_hash("prompt-template", *texts, *(["history-first"] if history_first else []))

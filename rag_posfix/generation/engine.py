@@ -22,7 +22,7 @@ from rag_posfix.contracts.request import (
     whole_answer,
 )
 from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
-from rag_posfix.generation.decode.answer_writer import AnswerWriter
+from rag_posfix.generation.decode.answer_writer import AnswerWriter, open_scored
 from rag_posfix.generation.decode.question_scores import (
     AnswerText,
     first_token_log_probs,
@@ -30,7 +30,6 @@ from rag_posfix.generation.decode.question_scores import (
     question_likelihood,
 )
 from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.decode.token_scores import open_scored
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.prefill.per_passage import can_share_batch

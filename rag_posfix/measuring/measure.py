@@ -29,14 +29,17 @@ from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.generation.engine import Engine
 from rag_posfix.measuring.choice import (
+    Budget,
     Choice,
     Scores,
     choose,
     default_arrangement,
     measured,
+    plan_text,
     scores_with_labels,
     scores_without_labels,
     supported_candidates,
+    tokens_text,
     usual_answers,
     verdict_of,
 )
@@ -51,7 +54,6 @@ from rag_posfix.measuring.flips import (
     summarize_flips,
     time_first_tokens,
 )
-from rag_posfix.measuring.plan import Budget, plan_text, tokens_text
 from rag_posfix.pipeline.defaults import PROFILE_KIND
 from rag_posfix.pipeline.pipeline import Pipeline
 

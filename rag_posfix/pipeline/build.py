@@ -26,8 +26,7 @@ from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.checked import check_type, checked_floor
 from rag_posfix.contracts.generator import Generator, PassageReader
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
-from rag_posfix.contracts.prompt_template import PromptTemplate
-from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched, unbatched
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
@@ -44,21 +43,20 @@ from rag_posfix.pipeline.defaults import (
     LARGE_HIDDEN_SIZE,
     Defaults,
     MeasuredProfile,
+    PassageFloor,
     large_model_profile,
     read_measured,
 )
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.method_checks import check_loads_no_model
-from rag_posfix.pipeline.passage_floor import PassageFloor
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix.pipeline.precompute import precompute
+from rag_posfix.pipeline.precompute import invalidate, precompute
 from rag_posfix.pipeline.retrievers_and_servers import (
     connect_with,
     open_remote_generator,
     open_retrievers,
     remote_settings_of,
 )
-from rag_posfix.pipeline.stores import invalidate
 from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS

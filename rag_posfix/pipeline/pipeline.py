@@ -28,9 +28,9 @@ from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
-from rag_posfix.pipeline.defaults import Defaults
+from rag_posfix.pipeline.defaults import Defaults, PassageFloor
 from rag_posfix.pipeline.language import language_of
-from rag_posfix.pipeline.passage_floor import PassageFloor
+from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.query import checked_query, search_query
 from rag_posfix.pipeline.run import PreparedQuestion, PromptMemory, QuestionRun, RememberedPrompt, document_values
@@ -42,7 +42,6 @@ from rag_posfix.pipeline.stored_answer import (
     readable,
     to_store,
 )
-from rag_posfix.pipeline.stores import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
 

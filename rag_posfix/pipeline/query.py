@@ -8,8 +8,7 @@ from typing import Literal, get_args
 
 from rag_posfix.assembly.tokenization import tokenize_prompt
 from rag_posfix.contracts.generator import ChatMessage, Generator
-from rag_posfix.contracts.prompt_template import PromptTemplate
-from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, PromptTemplate, Sampling
 from rag_posfix.contracts.retrieval import SearchQuery
 from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError, OverloadedError
 from rag_posfix.pipeline.language import same_language

@@ -14,9 +14,8 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.connection import Connection, ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
-from rag_posfix.retrieval.base import UNDECIDED, as_retriever
+from rag_posfix.retrieval.base import UNDECIDED, PassageRetriever, as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.external_stores import is_external, open_external
 from rag_posfix.retrieval.faiss_store import FaissVectorStore

@@ -16,8 +16,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.intervals import draw_estimates, estimate, shown
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, estimate, shown
 from rag_posfix.probing.positional_channels import FEWEST_TOKENS, find_channels, mean_hidden_states
 from rag_posfix.probing.prompts import KeyValuePrompt, answer_loss, check_length, key_value_prompts, random_strings
 from rag_posfix.probing.subject import Change, LanguageModel, Subject, Watch, language_model

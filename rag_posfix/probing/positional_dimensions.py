@@ -16,8 +16,7 @@ from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.mitigations import create
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.plan import Capability
-from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
-from rag_posfix.probing.intervals import draw_estimates, shown
+from rag_posfix.probing.base import PROBES, Probe, ProfileRecord, draw_estimates, shown
 from rag_posfix.probing.positional_channels import (
     FEWEST_TOKENS,
     PositionalChannel,

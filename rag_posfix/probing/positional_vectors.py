@@ -13,9 +13,17 @@ from torch import Tensor
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_map
+from rag_posfix.probing.base import (
+    PROBES,
+    Found,
+    MeasuredProbe,
+    StateSums,
+    draw_map,
+    intervals_by_group,
+    shown,
+    sums_by_group,
+)
 from rag_posfix.probing.hidden_geometry import decompose
-from rag_posfix.probing.intervals import StateSums, intervals_by_group, shown, sums_by_group
 from rag_posfix.probing.prompts import check_length, states_of
 from rag_posfix.probing.subject import Subject
 

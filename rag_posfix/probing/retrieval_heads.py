@@ -24,8 +24,7 @@ from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, en
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
-from rag_posfix.probing.intervals import estimate, shown, whiskers
+from rag_posfix.probing.base import PROBES, Probe, ProfileRecord, estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
 

@@ -18,7 +18,7 @@ from rag_posfix.patching.families import decoder_of
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.rotation import layer_rotation
 from rag_posfix.plan.plan import HiddenScale
-from rag_posfix.probing.intervals import estimate
+from rag_posfix.probing.base import estimate
 from rag_posfix.probing.prompts import KeyValuePrompt, States, after_context, answer_loss
 from rag_posfix.probing.subject import LanguageModel, Watch
 

@@ -24,8 +24,7 @@ from rag_posfix.generation.prefill.prefill import passage_attention
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.layout import Layout
-from rag_posfix.probing.base import PROBES, Probe, ProfileRecord
-from rag_posfix.probing.intervals import estimate, shown, whiskers
+from rag_posfix.probing.base import PROBES, Probe, ProfileRecord, estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import torch
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer
-from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
-from rag_posfix.probing.intervals import estimate, shown, whiskers
+from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, estimate, shown, whiskers
 from rag_posfix.probing.subject import LanguageModel, Subject, language_model
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.reranking.language_model import SeparatePassageReranker
-from rag_posfix.reranking.question_copies import document_without_copies
+from rag_posfix.reranking.language_model import SeparatePassageReranker, document_without_copies
 from rag_posfix.text import content_hash
 
 RESTRICTION = " We can get the answer to this question in the given documents."

@@ -24,8 +24,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker
-from rag_posfix.reranking.question_copies import document_without_copies
+from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker, document_without_copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,13 @@ from rag_posfix.contracts.filters import AllOf, Condition, conjuncts, parse_filt
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.contracts.retrieval import Retriever, first_matching
 from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError, VectorStoreError, missing_extra
-from rag_posfix.retrieval.base import QuestionRetriever, as_retriever, packaged_similarity, scored_documents
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.base import (
+    PassageRetriever,
+    QuestionRetriever,
+    as_retriever,
+    packaged_similarity,
+    scored_documents,
+)
 from rag_posfix.retrieval.external_filters import (
     UntranslatableError,
     elasticsearch_filter,

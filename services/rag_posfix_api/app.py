@@ -110,7 +110,7 @@ def create_app(
         generate_unique_id_function=lambda route: route.name,
         docs_url=None,  # FastAPI's pages load from a CDN; page/routes.py replaces them
         redoc_url=None,
-        # Its spans would record the clients' text; http/tracing.py writes spans without it.
+        # Its spans would record the clients' text; http/middleware.py writes spans without it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = state

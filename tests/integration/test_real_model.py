@@ -8,7 +8,7 @@ import torch
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.generation.batching.session_batch import generate_batch
+from rag_posfix.generation.batching.requests import generate_batch
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import ATTENTION_NAME
 from rag_posfix.patching.verify import verify

@@ -14,7 +14,7 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.generation.batching.session_batch import generate_batch
+from rag_posfix.generation.batching.requests import generate_batch
 from rag_posfix.generation.engine import Engine
 
 pytestmark = pytest.mark.weights

@@ -148,7 +148,7 @@ TOPICS = [Topic(f"q{number}", f"{text(number * 3)} {WORDS[number % 5]}", {"d1": 
 ]
 IN_THIS_PROCESS = (
     "rag_posfix.retrieval.bm25.BM25Retriever._search",
-    "rag_posfix.retrieval.dense.PassageRetriever._search",
+    "rag_posfix.retrieval.base.PassageRetriever._search",
     "rag_posfix.retrieval.hybrid.HybridRetriever._search",
     "rag_posfix.retrieval.index.bm25_index.BM25Index.build",
     "rag_posfix.retrieval.faiss_store.FaissVectorStore.embed_texts",

@@ -35,7 +35,7 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.strict_reranking import rerank_or_raise
-from rag_posfix.generation.batching.session_batch import generate_batch, in_batches, score_batch
+from rag_posfix.generation.batching.requests import generate_batch, in_batches, score_batch
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.plan.layout import Layout

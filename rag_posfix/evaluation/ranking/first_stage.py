@@ -154,7 +154,7 @@ def open_first_stage(
     name, identity = FIRST_STAGES.resolve(spec.name), None
     retrievers: list[Retriever] = []
     if name != "bm25":
-        from rag_posfix.retrieval.dense import PassageRetriever
+        from rag_posfix.retrieval.base import PassageRetriever
         from rag_posfix.retrieval.embeddings import embedding_identity
 
         model = embeddings()
@@ -295,7 +295,7 @@ def open_vectors(
 
 def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embeddings: Embeddings) -> Retriever:
     """Return a retriever over unit vectors from a store; its documents have no text."""
-    from rag_posfix.retrieval.dense import PassageRetriever
+    from rag_posfix.retrieval.base import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.index.documents import IndexEntry
     from rag_posfix.retrieval.index.vector_index import DocumentVectors

@@ -19,7 +19,7 @@ from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import EvaluationError
-from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.batching.requests import advance_batch
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import stock_copy
 from rag_posfix.plan.layout import Layout, Span

@@ -29,8 +29,7 @@ from torch import distributed
 from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, missing_extra
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import DEMO_MODEL, load_engine, read_shape, source_of, usable_device
-from rag_posfix.generation.tensor_parallel.leader import Channel, TensorParallelGenerator, run_worker
-from rag_posfix.generation.tensor_parallel.processes import Processes
+from rag_posfix.generation.tensor_parallel.leader import Channel, Processes, TensorParallelGenerator, run_worker
 from rag_posfix.patching.spec import Ranks
 
 TIMEOUT_SECONDS = 600.0

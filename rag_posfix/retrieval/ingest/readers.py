@@ -1,7 +1,11 @@
-"""Reads the text of a file by its suffix, with its blocks and headings. Knows nothing of passages or indexes."""
+"""Reads the text of a file by its suffix, with its blocks and headings. Knows nothing of passages or indexes.
+
+Bytes are decoded by their mark, by what they state, as UTF-8, or in an encoding that is guessed and then reported.
+"""
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections import Counter
@@ -11,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rag_posfix.errors import RetrievalError, missing_extra
+from rag_posfix.errors import NotTextError, RetrievalError, missing_extra
 from rag_posfix.retrieval.ingest.html import read_html
 from rag_posfix.retrieval.ingest.structure import (
     Block,
@@ -24,13 +28,114 @@ from rag_posfix.retrieval.ingest.structure import (
     read_plain,
     stated_title,
 )
-from rag_posfix.retrieval.ingest.text_encoding import decode_html, decode_text
 from rag_posfix.text import clean_text
 
 if TYPE_CHECKING:
     import pypdf
     from docx.table import Table
     from docx.text.paragraph import Paragraph
+
+_SAMPLE_BYTES = 8192
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
+
+# Encodings of files of the last decades. Without this list short texts are taken for those of mainframes.
+_GUESSED = (
+    "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "cp1257", "koi8_r", "cp932", "euc_jp",
+    "gb18030", "big5", "cp949",
+)  # fmt: skip
+_THAI = ("cp874",)  # takes much other text for Thai, so it is tried last
+
+# Letters of Western European languages and typographic marks, as far as UTF-8 would not be ASCII.
+_WESTERN = frozenset(
+    "àáâãäåæçèéêëìíîïñòóôõöøùúûüýÿßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛÜŸŒ‘’‚“”„–—…‹›«»€£§°·¿¡²³½¼®©™\xa0"  # noqa: RUF001
+)
+_MARK_IN_WORD = re.compile(r"[^\W\d_][²³½¼¿¡£®©][^\W\d_]")
+_MAX_WESTERN_SHARE = 0.3
+
+
+def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
+    """Return the text of a file without its byte order mark, and what is said about its encoding if that is a guess.
+
+    Raises:
+        NotTextError: there is a NUL byte in the first 8 KiB, or no encoding gives text.
+    """
+    if data.startswith(_UTF16_MARKS):
+        return clean_text(data.decode("utf-16", "replace")), None
+    if b"\0" in data[:_SAMPLE_BYTES]:
+        raise NotTextError(f"{source!r} is binary, not text; leave it out, or give the file its own suffix")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return clean_text(data.decode("utf-8")), None
+    except UnicodeDecodeError:
+        encoding = guess_encoding(data, source)
+    note = f"not UTF-8, read as {encoding}: a guess; check its accents, or save it in UTF-8"
+    if encoding == "utf-8":
+        note = "damaged UTF-8; undecodable bytes were replaced"
+    return clean_text(data.decode(encoding, "replace")), note
+
+
+def guess_encoding(data: bytes, source: str) -> str:
+    """Return the most likely encoding of bytes that are not UTF-8.
+
+    UTF-8 with a few damaged characters counts as UTF-8. Text that windows-1252 (a superset of Latin-1) turns into
+    letters of Western European languages counts as that; charset-normalizer decides about other text.
+
+    Raises:
+        NotTextError: no encoding gives text.
+    """
+    lenient = data.decode("utf-8", "replace")
+    damaged = lenient.count("\ufffd")
+    if sum(character > "\x7f" for character in lenient) > 3 * damaged:
+        return "utf-8"
+    if _is_western(data):
+        return "cp1252"
+    from charset_normalizer import from_bytes
+
+    for encodings in (_GUESSED, _THAI):
+        best = from_bytes(data, cp_isolation=list(encodings)).best()
+        if best is not None:
+            return best.encoding
+    raise NotTextError(f"{source!r} is not text in a known encoding; save it in UTF-8")
+
+
+def _is_western(data: bytes) -> bool:
+    text = data.decode("cp1252", "replace")
+    foreign = [character for character in text if character > "\x7f"]
+    letters = sum(character.isalpha() for character in text)
+    return (
+        _WESTERN.issuperset(foreign)
+        and sum(map(str.isalpha, foreign)) <= _MAX_WESTERN_SHARE * letters
+        and not _MARK_IN_WORD.search(text)
+        and not any(character < " " and character not in "\t\n\r\f\x0b\x1b" for character in text)
+    )
+
+
+def decode_html(data: bytes, source: str = "the page") -> tuple[str, str | None]:
+    """Return the text of an HTML file, and what is said about its encoding if that is a guess or wrong.
+
+    The encoding is given by a byte order mark, else by the ``charset`` declared in the first 1024 bytes; else it is
+    UTF-8, or guessed. Undecodable bytes are replaced.
+    """
+    declared = None if data.startswith((*_UTF16_MARKS, codecs.BOM_UTF8)) else _CHARSET.search(data[:1024])
+    if declared is None:
+        return decode_text(data, source)
+    name = declared.group(1).decode("ascii", "replace").lower()
+    if name in ("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"):
+        name = "windows-1252"  # browsers decode these labels as windows-1252
+    elif name.startswith(("utf-16", "utf-32")):
+        name = "utf-8"  # the declaration itself is readable as ASCII, so the file is not UTF-16 or UTF-32
+    try:
+        b"a".decode(name)
+    except (LookupError, ValueError):
+        text, note = decode_text(data, source)
+        return text, f"unknown charset {name!r}" + (f"; {note}" if note else "")
+    try:
+        return clean_text(data.decode(name)), None
+    except UnicodeError as error:
+        note = f"not {name} ({str(error).splitlines()[0]}); undecodable bytes were replaced"
+        return clean_text(data.decode(name, "replace")), note
+
 
 OFFICE_SUFFIXES = (".epub", ".ipynb", ".pptx", ".xlsx")
 """Suffixes of files that markitdown turns into Markdown."""

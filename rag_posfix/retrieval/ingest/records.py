@@ -19,7 +19,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.ingest.text_encoding import decode_text
+from rag_posfix.retrieval.ingest.readers import decode_text
 from rag_posfix.text import clean_text, content_hash, parse_json
 
 JSON_SUFFIXES = (".json", ".jsonl", ".jsonl.gz")

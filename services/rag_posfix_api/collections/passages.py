@@ -8,8 +8,7 @@ from typing import Protocol
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.base import PassageRetriever, QuestionRetriever
 from rag_posfix.retrieval.faiss_store import DeleteListener, FaissVectorStore
 from rag_posfix.retrieval.index.document_file import StoredRow
 from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, searchable_text

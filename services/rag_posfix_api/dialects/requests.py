@@ -26,8 +26,7 @@ from pydantic import (
 from rag_posfix.assembly.templates import read_template, shipped_templates
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.method_spec import read_arrangement
-from rag_posfix.contracts.prompt_template import PromptTemplate
-from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.contracts.request import MitigationChoice, PromptTemplate
 from rag_posfix.parameters import shown
 from rag_posfix_api.collections.store import NAME_PATTERN
 from rag_posfix_api.http.errors import InvalidRequestError, TooManyDocumentsError, UnsupportedFeatureError

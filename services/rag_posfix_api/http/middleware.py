@@ -10,7 +10,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -41,10 +42,83 @@ from rag_posfix_api.http.json_bodies import SafeJSONResponse
 from rag_posfix_api.http.logs import REQUEST_ID, Identifiers, LogFields
 from rag_posfix_api.http.metrics import Metrics
 from rag_posfix_api.http.quotas import Quotas
-from rag_posfix_api.http.tracing import RequestSpan, request_span
 
 if TYPE_CHECKING:
-    from rag_posfix_api.http.tracing import Tracer
+    from opentelemetry.trace import Span
+    from opentelemetry.trace import Tracer as Tracer
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+_CLOSED = 499
+"""The client left before there was a response: this status was never sent."""
+
+
+class RequestSpan:
+    """The server span of one request; without a span a no-op."""
+
+    def __init__(self, span: Span | None = None, method: str = "") -> None:
+        self._span = span
+        self._method = method
+
+    def finish(self, route: str | None, status: int, code: str, tenant: str) -> None:
+        """Set name, status and error of the span.
+
+        Args:
+            route: The template of the path, or None if no route was reached.
+            code: ``ok``, or the code of the error.
+        """
+        if self._span is None:
+            return
+        from opentelemetry.trace import StatusCode
+
+        if route is not None:
+            self._span.update_name(f"{self._method} {route}")
+            self._span.set_attribute("http.route", route)
+        if status != _CLOSED:
+            self._span.set_attribute("http.response.status_code", status)
+        if tenant:
+            self._span.set_attribute("rag_posfix.tenant", tenant)
+        if code != "ok":
+            self._span.set_attribute("error.type", code)
+        # A stream that failed has the status 200. Errors and disconnects of clients are no failures here.
+        if status >= 500 or (status < 400 and code not in ("ok", "client_closed_request")):
+            self._span.set_status(StatusCode.ERROR)
+
+    def ids(self) -> Mapping[str, str]:
+        """Return the ids of trace and span for the log, in hexadecimal, as other programs show them."""
+        if self._span is None:
+            return {}
+        context = self._span.get_span_context()
+        return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
+@contextmanager
+def request_span(tracer: Tracer | None, scope: Scope, request_id: str) -> Iterator[RequestSpan]:
+    """Make the span of a request the current one during the block, in worker threads too; none without a tracer.
+
+    Its parent is the span of the header ``traceparent``; other formats are read if ``OTEL_PROPAGATORS`` names them.
+    """
+    if tracer is None:
+        yield RequestSpan()
+        return
+    from opentelemetry import propagate, trace
+
+    carrier: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        carrier.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+    span = tracer.start_span(
+        method if method in _METHODS else "HTTP",
+        propagate.extract(carrier),
+        trace.SpanKind.SERVER,
+        {
+            "http.request.method": method,
+            "url.scheme": scope.get("scheme", "http"),
+            "rag_posfix.request_id": request_id,
+        },
+    )
+    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        yield RequestSpan(span, method)
+
 
 _access = logging.getLogger("rag_posfix_api.access")
 
@@ -59,7 +133,7 @@ OPEN_FOLDERS = ("/page/", "/docs/")
 
 _RETRY_SECONDS = 1
 _MAX_RETRY_SECONDS = 600
-_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+_ROUTED_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 # Goes into logs and headers unchanged, so only plain ids.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _NO_DIALECT = "none"
@@ -106,7 +180,7 @@ def install_handlers(app: FastAPI, form_of: FormOf) -> None:
 
 def _allowed_methods(request: Request) -> list[str]:
     """Return the methods that the path of ``request`` takes. The router itself names the methods of one route."""
-    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    scopes = {method: {**request.scope, "method": method} for method in _ROUTED_METHODS}
     routes = request.app.routes
     return [m for m, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 

@@ -17,7 +17,7 @@ from typing import Any
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest
 from rag_posfix.generation.delegating import DelegatingGenerator
-from rag_posfix.pipeline.stores import AnswerCache
+from rag_posfix.pipeline.precompute import AnswerCache
 from rag_posfix_api.http.metrics import ANSWER, Metrics
 from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
 

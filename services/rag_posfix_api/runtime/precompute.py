@@ -15,8 +15,7 @@ from typing import Literal
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import GenerationCancelled, OverloadedError, RagPosfixError
-from rag_posfix.pipeline.precompute import PassagePrecomputer
-from rag_posfix.pipeline.stores import PassageKVStore
+from rag_posfix.pipeline.precompute import PassageKVStore, PassagePrecomputer
 from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.errors import ConflictError, kind_of, log_failure
 from rag_posfix_api.runtime.admission import Admission

@@ -8,7 +8,7 @@ from langchain_core.prompts import PromptTemplate as TextPrompt
 
 from rag_posfix.assembly.templates import read_template, shipped_templates
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
-from rag_posfix.contracts.prompt_template import PromptTemplate
+from rag_posfix.contracts.request import PromptTemplate
 from rag_posfix.errors import ConfigError
 from tests.support.toy_encoder import ToyEncoder
 

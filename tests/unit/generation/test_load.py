@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks.tiny_decoders import tiny_config, tiny_model
+from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine

@@ -10,12 +10,12 @@ import torch
 
 from rag_posfix.encodings import create_encoding, load_decoder
 from rag_posfix.errors import ConfigError
+from rag_posfix.laboratory.experiment import RunConfig, new_decoder, train
 from rag_posfix.laboratory.measuring import TrainingSettings, measure
 from rag_posfix.laboratory.run_files import RunFiles
 from rag_posfix.laboratory.tasks.flip_flop import FlipFlop
 from rag_posfix.laboratory.tasks.key_value import KeyValue
 from rag_posfix.laboratory.tasks.language import Language
-from rag_posfix.laboratory.training import RunConfig, new_decoder, train
 
 CPU = torch.device("cpu")
 TINY = TrainingSettings(
@@ -104,7 +104,7 @@ def test_training_stops_after_evaluations_without_error_and_not_before(monkeypat
     def measured(*arguments):
         return dataclasses.replace(measure(*arguments), value=next(values))
 
-    monkeypatch.setattr("rag_posfix.laboratory.training.measure", measured)
+    monkeypatch.setattr("rag_posfix.laboratory.experiment.measure", measured)
     settings = dataclasses.replace(TINY, steps=100, patience=2)
     run = train(config(settings=settings), CPU, RunFiles(None))
     assert run.snapshot.step == 3 * 4
@@ -116,7 +116,7 @@ def test_perplexity_stops_after_evaluations_without_a_new_best(monkeypatch):
     def measured(*arguments):
         return dataclasses.replace(measure(*arguments), value=next(values))
 
-    monkeypatch.setattr("rag_posfix.laboratory.training.measure", measured)
+    monkeypatch.setattr("rag_posfix.laboratory.experiment.measure", measured)
     settings = dataclasses.replace(TINY, steps=100, patience=2)
     run = train(config(Language(length=8), settings=settings), CPU, RunFiles(None))
     assert run.snapshot.step == 6 * 4
@@ -124,7 +124,7 @@ def test_perplexity_stops_after_evaluations_without_a_new_best(monkeypatch):
 
 def test_without_patience_all_steps_are_taken(monkeypatch):
     monkeypatch.setattr(
-        "rag_posfix.laboratory.training.measure",
+        "rag_posfix.laboratory.experiment.measure",
         lambda *arguments: dataclasses.replace(measure(*arguments), value=0.0),
     )
     run = train(config(settings=dataclasses.replace(TINY, patience=0)), CPU, RunFiles(None))

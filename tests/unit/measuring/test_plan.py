@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rag_posfix.measuring.plan import Budget
+from rag_posfix.measuring.choice import Budget
 
 
 def test_how_many_questions_fit_is_told_by_the_pace():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.tiny_decoders import tiny_config, tiny_model
+from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.attention.masks import causal_rows
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import UnsupportedModelError

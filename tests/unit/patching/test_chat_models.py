@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 
-from benchmarks.chat_models import CHAT_MODELS
+from benchmarks.chat_models import CHAT_MODELS, tiny_model
 from benchmarks.keep_record import RESULTS
 from benchmarks.models import examine
-from benchmarks.tiny_decoders import tiny_model
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.generation.engine import Engine

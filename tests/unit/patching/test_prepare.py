@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.tiny_decoders import tiny_config, tiny_model
+from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.engine import Engine

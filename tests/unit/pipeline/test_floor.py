@@ -9,7 +9,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline.passage_floor import PassageFloor
+from rag_posfix.pipeline.defaults import PassageFloor
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.likelihood import PassageJudge

@@ -11,8 +11,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.contracts.prompt_template import PromptTemplate
-from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.request import PromptTemplate, Sampling
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rag_posfix.probing.base import StateSums, sums_by_group
 from rag_posfix.probing.hidden_geometry import HiddenGeometry, decompose, low_frequency_share, mean_cosine, rank_of
-from rag_posfix.probing.intervals import StateSums, sums_by_group
 from tests.support.probed import FromStates, small_decoder
 
 LENGTH, WIDTH = 64, 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.probing.intervals import estimate, jackknife, shown, whiskers
+from rag_posfix.probing.base import estimate, jackknife, shown, whiskers
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_law():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rag_posfix.probing.base import StateSums, sums_by_group
 from rag_posfix.probing.hidden_geometry import decompose
-from rag_posfix.probing.intervals import StateSums, sums_by_group
 from rag_posfix.probing.positional_vectors import PositionalVectors, similarities
 from tests.support.probed import FromStates, small_decoder
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rag_posfix.reranking.question_copies import without_copies
+from rag_posfix.reranking.language_model import without_copies
 
 
 @pytest.mark.parametrize(

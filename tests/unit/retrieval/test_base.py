@@ -5,9 +5,8 @@ from langchain_core.runnables import RunnableLambda
 
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.base import as_retriever
+from rag_posfix.retrieval.base import PassageRetriever, as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.hybrid import HybridRetriever
 
 DOCUMENTS = [Document(page_content=text, id=text) for text in ("one", "two", "three")]

@@ -11,8 +11,7 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.base import PACKAGED_SIMILARITY
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.base import PACKAGED_SIMILARITY, PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import FOREIGN_QUESTIONS, calibrate_index, update_index
 

@@ -4,7 +4,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
 

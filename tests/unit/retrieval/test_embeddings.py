@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.dense import PassageRetriever
+from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index

@@ -11,9 +11,8 @@ from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.contracts.retrieval import retrieve_matching
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever
-from rag_posfix.retrieval.base import as_retriever, cosine_relevance
+from rag_posfix.retrieval.base import PassageRetriever, as_retriever, cosine_relevance
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from tests.support.letter_embeddings import LetterEmbeddings

@@ -9,7 +9,7 @@ from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import CacheError, ConfigError
-from rag_posfix.pipeline.stores import AnswerCache
+from rag_posfix.pipeline.precompute import AnswerCache
 from rag_posfix.settings import CacheSettings
 from tests.support.clock import Clock
 

@@ -1,7 +1,7 @@
 import threading
 import time
 
-from rag_posfix.caching.kv.write_behind import WriteBehind
+from rag_posfix.caching.kv.store import WriteBehind
 from tests.support.passages import SHAPE, entry
 
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well

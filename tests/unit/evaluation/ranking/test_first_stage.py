@@ -22,8 +22,8 @@ from rag_posfix.evaluation.ranking.first_stage import (
 )
 from rag_posfix.evaluation.ranking.rankings import RankedTopics, Ranking, RankJournal
 from rag_posfix.evaluation.record import silent
+from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from rag_posfix.retrieval.dense import PassageRetriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from tests.support.letter_embeddings import LetterEmbeddings

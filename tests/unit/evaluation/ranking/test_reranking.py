@@ -12,8 +12,7 @@ from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.data.trec import read_run
 from rag_posfix.evaluation.ranking.first_stage import open_first_stage
 from rag_posfix.evaluation.ranking.rankings import RerankerChoice, local_ranker, open_reranker
-from rag_posfix.evaluation.ranking.report import render_page
-from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
+from rag_posfix.evaluation.ranking.reranking import evaluate_reranking, render_page
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.pipeline.build import build_reranker_models
 from rag_posfix.settings import Settings

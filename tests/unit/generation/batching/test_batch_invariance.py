@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.generation.batching.session_batch import advance_batch
+from rag_posfix.generation.batching.requests import advance_batch
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.batch_invariance import ROW_COUNTS, least_rows, rows_for
 from rag_posfix.generation.prefill.segments import Segment, encode_segments

@@ -5,7 +5,7 @@ import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError
-from rag_posfix.generation.batching.session_batch import (
+from rag_posfix.generation.batching.requests import (
     MAX_ROWS,
     advance_batch,
     generate_batch,

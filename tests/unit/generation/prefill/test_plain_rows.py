@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.tiny_decoders import tiny_config, tiny_model
+from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling

@@ -10,7 +10,7 @@ import pytest
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.tensor_parallel import launch as parallel
 from rag_posfix.generation.tensor_parallel.launch import load_parallel, run_torchrun_worker
-from rag_posfix.generation.tensor_parallel.processes import Processes
+from rag_posfix.generation.tensor_parallel.leader import Processes
 from rag_posfix.pipeline.build import launch_environment
 from rag_posfix.process import environment_with
 from rag_posfix.settings import Settings
@@ -157,7 +157,7 @@ class TestProcesses:
         """The pipe that they read is closed then."""
         code = f"""
 import os, pathlib, time
-from rag_posfix.generation.tensor_parallel.processes import Processes
+from rag_posfix.generation.tensor_parallel.leader import Processes
 processes = Processes([{WAIT!r}], pathlib.Path({str(tmp_path)!r}), dict(os.environ))
 print("started", flush=True)
 time.sleep(60)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.retrieval.ingest.html import parse_page
-from rag_posfix.retrieval.ingest.text_encoding import decode_html
+from rag_posfix.retrieval.ingest.readers import decode_html
 
 
 def html_text(source):
