@@ -12,7 +12,8 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK = 256
-"""Queries per block where no fused kernel returns the log-sum-exp: bounds the score tensor."""
+"""Queries per block where no fused kernel returns the log-sum-exp, which bounds the score tensor, and where the keys
+before a block are read by products."""
 
 
 SAMPLED_KEYS = 32
@@ -77,8 +78,7 @@ def attend_whole(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> t
     Cost: a bfloat16 tensor of at most 2 million scores at a time.
     """
     rows, n_key = query.shape[1] // key.shape[1] * query.shape[2], key.shape[2]
-    fits = query.dtype == torch.bfloat16 and query.device.type == "cpu" and not torch.is_grad_enabled()
-    if not fits or rows * n_key < PRODUCTS_FROM or not multiplies_without_matrix_units():
+    if not _products_are_faster(query, rows * n_key):
         return attend_with_lse(query, key, value, scaling)
     queries = query.reshape(-1, rows, query.shape[3])  # (B Hkv, G Tq, D)
     keys, values = (states.to(query.dtype).flatten(0, 1) for states in (key, value))
@@ -97,6 +97,33 @@ def attend_whole(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> t
     if not lse.isfinite().all():
         return attend_with_lse(query, key, value, scaling)
     return out.div_(total).reshape(query.shape), lse.add_(near).reshape(query.shape[:3])
+
+
+def attend_prompt_with_lse(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return the same as ``attend_with_lse`` with its causal mask, for as many queries as keys.
+
+    Where products are faster, a block of queries reads all keys before it by ``attend_whole``.
+    """
+    n_query = query.shape[2]
+    if not _products_are_faster(query, n_query * n_query):
+        return attend_with_lse(query, key, value, scaling, causal=True)
+    blocks = []
+    for first in range(0, n_query, QUERY_BLOCK):
+        block = slice(first, first + QUERY_BLOCK)
+        rows = query[:, :, block]
+        pieces = [attend_with_lse(rows, key[:, :, block], value[:, :, block], scaling, causal=True)]
+        if first:
+            pieces.append(attend_whole(rows, key[:, :, :first], value[:, :, :first], scaling))
+        blocks.append(merge(pieces))
+    out, lse = (torch.cat(states, dim=2) for states in zip(*blocks, strict=True))
+    return out, lse
+
+
+def _products_are_faster(query: Tensor, n_scores: int) -> bool:
+    """Return whether ``attend_whole`` takes less time by products for so many scores of a key head."""
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu" or torch.is_grad_enabled():
+        return False
+    return n_scores >= PRODUCTS_FROM and multiplies_without_matrix_units()
 
 
 @functools.cache

@@ -10,7 +10,13 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_causal, attend_whole, attend_with_lse, merge
+from rag_posfix.attention.blockwise import (
+    attend_causal,
+    attend_prompt_with_lse,
+    attend_whole,
+    attend_with_lse,
+    merge,
+)
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
@@ -52,7 +58,7 @@ class CircularAttention(AttentionOverride):
         """
         query, key, value, scaling, first = inputs.query, inputs.key, inputs.value, inputs.scaling, self._prefix
         passage_query, passage_key, passage_value = (states[:, :, first:] for states in (query, key, value))
-        out, lse = attend_with_lse(passage_query, passage_key, passage_value, scaling, causal=True)
+        out, lse = attend_prompt_with_lse(passage_query, passage_key, passage_value, scaling)
         moved = [attend_whole(*run, scaling) for run in self._moved_runs(inputs)]
         if first and query.shape[2] > self._end:
             moved.append(attend_with_lse(query[:, :, self._end :], key[:, :, :first], value[:, :, :first], scaling))

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from rag_posfix.attention import blockwise
-from rag_posfix.attention.blockwise import attend_segments, attend_whole, attend_with_lse, last_row, merge
+from rag_posfix.attention.blockwise import (
+    attend_prompt_with_lse,
+    attend_segments,
+    attend_whole,
+    attend_with_lse,
+    last_row,
+    merge,
+)
 from rag_posfix.attention.rope import rotate_half_split
 from tests.support.attending import (
     FREQUENCIES,
@@ -23,7 +30,7 @@ from tests.support.attending import (
 
 
 def spelled_out(query, key, causal):
-    scores = query.float() @ key.repeat_interleave(HEADS // KV_HEADS, 1).float().transpose(-1, -2)
+    scores = query.float() @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).float().transpose(-1, -2)
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
         scores = scores.masked_fill(~seen, float("-inf"))
@@ -80,6 +87,18 @@ def test_products_round_less_than_scores_in_bfloat16_do(most, products, monkeypa
     assert (
         error(fused, expected) < error(out, expected) < 0.5 * error(rounded @ value.repeat_interleave(3, 1), expected)
     )
+
+
+@torch.inference_mode()
+def test_blocks_of_a_prompt_are_causal_attention(products, monkeypatch):
+    monkeypatch.setattr(blockwise, "QUERY_BLOCK", 20)  # two whole blocks and one of eight
+    query, key, value = (states[:, :, :48] for states in bfloat16_states())
+    scores = spelled_out(query * 0.125, key, causal=True).double()
+    out, lse = attend_prompt_with_lse(query, key, value, 0.125)
+    expected = scores.softmax(-1) @ value.repeat_interleave(3, 1).double()
+    assert (lse - scores.logsumexp(-1)).abs().max() < 0.03
+    assert error(out, expected) < 0.01
+    assert not torch.equal(out, attend_with_lse(query, key, value, 0.125, causal=True)[0])
 
 
 @torch.inference_mode()
