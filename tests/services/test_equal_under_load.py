@@ -17,6 +17,7 @@ from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.batch_invariance import rows_for
 from rag_posfix.pipeline.pipeline import Pipeline
+from tests.support.attending import use_products
 from tests.support.serving import serving
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
@@ -26,8 +27,9 @@ QUESTIONS = {torch.bfloat16: 100, torch.float32: 12}
 
 
 @pytest.fixture(params=QUESTIONS, ids=str)
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """The address of a service whose random model writes bytes, and how many questions it is asked."""
+    use_products(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     encoder: Any = ToyEncoder()

@@ -26,6 +26,7 @@ from tests.support.attending import (
     reference_attention,
     reference_scores,
     rotate,
+    use_products,
 )
 
 
@@ -53,9 +54,7 @@ def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_
 
 @pytest.fixture
 def products(monkeypatch):
-    """Products of any size, whatever the processor."""
-    monkeypatch.setattr(blockwise, "PRODUCTS_FROM", 1)
-    monkeypatch.setattr(blockwise, "multiplies_without_matrix_units", lambda: True)
+    use_products(monkeypatch)
 
 
 def bfloat16_states(size=64, n_query=48, n_key=200, scale=3.0):

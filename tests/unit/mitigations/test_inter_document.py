@@ -19,7 +19,7 @@ from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.plan import AttentionInput, Plan, RowPlan
-from tests.support.attending import reference_attention, reference_scores
+from tests.support.attending import reference_attention, reference_scores, use_products
 from tests.support.tiny import loaded_model, toy_layout
 
 SCALING = 0.3
@@ -288,8 +288,12 @@ def double():
 
 
 @pytest.mark.parametrize("layout", [anagrams(), double(), toy_layout()], ids=["anagrams", "double", "distinct"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ties_never_let_the_callers_order_through(layout, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "products"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_ties_never_let_the_callers_order_through(layout, dtype, products, monkeypatch):
+    if products:
+        use_products(monkeypatch)
     loaded = loaded_model()
     loaded.model.to(dtype)
 

@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 
+from rag_posfix.attention import blockwise
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
 from rag_posfix.plan.plan import RowScores
-from tests.support.attending import Rotation, random_states, reference, run
+from tests.support.attending import Rotation, random_states, reference, run, use_products
 from tests.support.tiny import loaded_model, toy_layout
 
 
@@ -51,8 +52,13 @@ def test_the_arrangement_of_three_passages_by_hand():
     assert visible[1].tolist() == [True, True, False, True, True, False]
 
 
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("prefix", [0, 3])
-def test_in_bfloat16_it_is_the_paper_spelled_out(prefix):
+@torch.inference_mode()
+def test_in_bfloat16_it_is_the_paper_spelled_out(prefix, products, monkeypatch):
+    if products:
+        use_products(monkeypatch)
+        monkeypatch.setattr(blockwise, "QUERY_BLOCK", 4)
     layout = toy_layout((4, 2, 5), prefix=prefix, suffix=3)
     query, key, value = (part.bfloat16() for part in random_states(len(layout.token_ids)))
     positions = torch.arange(len(layout.token_ids)).float()[None]
