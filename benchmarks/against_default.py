@@ -1,13 +1,15 @@
 """The default method against the others of kept records, paired by question.
 
-python -m benchmarks.against_default OUT.json "NAME=RECORD,RECORD" ...
+python -m benchmarks.against_default [--default ARRANGEMENT] OUT.json "NAME=RECORD,RECORD" ...
 
-Each NAME is a data set, each RECORD the name of a position experiment in benchmarks/results. A question counts once:
-its scores are means over the gold positions. Records of several models are refused.
+``--default`` is the default of the records' model where it is not that of small models. Each NAME is a data set, each
+RECORD the name of a position experiment in benchmarks/results. A question counts once: its scores are means over the
+gold positions. Records of several models are refused.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +42,7 @@ def scores_by_question(records: Sequence[ExperimentRecord]) -> dict[str, Scores]
     }
 
 
-def compare(sets: Mapping[str, Sequence[ExperimentRecord]]) -> dict[str, Any]:
+def compare(sets: Mapping[str, Sequence[ExperimentRecord]], default: str = DEFAULT) -> dict[str, Any]:
     """Return for each method and data set, and over all, the default's accuracy minus the method's, with intervals."""
     # By the fingerprint: a file and a folder with the same weights have different names.
     if len({str(record.head["model_fingerprint"]) for records in sets.values() for record in records}) != 1:
@@ -48,9 +50,9 @@ def compare(sets: Mapping[str, Sequence[ExperimentRecord]]) -> dict[str, Any]:
     differences: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name, records in sets.items():
         scores = scores_by_question(records)
-        default = scores.pop(DEFAULT)
+        own = scores.pop(default)
         for method, others in scores.items():
-            pairs = [(default[key], other) for key, other in others.items() if key in default]
+            pairs = [(own[key], other) for key, other in others.items() if key in own]
             differences.setdefault(method, {})[name] = [(a[0] - b[0], a[1] - b[1]) for a, b in pairs]
     return {
         method: {
@@ -73,12 +75,16 @@ def _difference(values: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     """Write the record; each of its data sets names the records that it is of."""
-    out, *named = arguments
-    names = {name: records.split(",") for name, _, records in (text.partition("=") for text in named)}
+    parser = argparse.ArgumentParser(prog="benchmarks.against_default")
+    parser.add_argument("--default", default=DEFAULT)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("sets", nargs="+")
+    options = parser.parse_args(arguments)
+    names = {name: records.split(",") for name, _, records in (text.partition("=") for text in options.sets)}
     sets = {name: [read_record(RESULTS / f"{r}.json") for r in records] for name, records in names.items()}
     model = next(iter(sets.values()))[0].head["model"]
-    head = {"kind": "against-default", "model": model, "records": names, "summary": compare(sets)}
-    save_record(Path(out), head)
+    head = {"kind": "against-default", "model": model, "records": names, "default": options.default}
+    save_record(options.out, {**head, "summary": compare(sets, options.default)})
 
 
 if __name__ == "__main__":

@@ -45,6 +45,12 @@ def test_a_question_counts_once_and_of_each_record():
     assert "gold_only" not in summary
 
 
+def test_another_default_can_be_named():
+    summary = compare({"set": [FIRST]}, default="none")
+    assert set(summary) == {DEFAULT, "committee"}
+    assert summary[DEFAULT]["set"]["accuracy"] == pytest.approx(-1 / 4)
+
+
 def test_the_table_has_the_methods_of_every_data_set():
     summary = compare({"one": [FIRST], "two": [SECOND]})
     header, *rows = against_default([{"records": {"one": [], "two": []}, "summary": summary}])
