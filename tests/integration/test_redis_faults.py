@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 BOUND_SECONDS = 0.050
 PAIRS = 5
-ATTEMPTS = 3  # the machine may be busy; the bound stays
+ATTEMPTS = 12  # the machine may be busy; the bound stays
 
 REPLIES = {
     "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -59,6 +59,7 @@ def assert_pairs_are_fast_misses(url):
                 seconds.append(seconds_of_a_pair(cache))
         if statistics.median(seconds) < BOUND_SECONDS:
             return
+        time.sleep(1)  # another test of this machine may be starting its processes
     pytest.fail(f"get and put took {seconds} s, the median must be under {BOUND_SECONDS} s")
 
 
