@@ -109,12 +109,8 @@ def attend_prompt_with_lse(query: Tensor, key: Tensor, value: Tensor, scaling: f
         return attend_with_lse(query, key, value, scaling, causal=True)
     blocks = []
     for first in range(0, n_query, QUERY_BLOCK):
-        block = slice(first, first + QUERY_BLOCK)
-        rows = query[:, :, block]
-        pieces = [attend_with_lse(rows, key[:, :, block], value[:, :, block], scaling, causal=True)]
-        if first:
-            pieces.append(attend_whole(rows, key[:, :, :first], value[:, :, :first], scaling))
-        blocks.append(merge(pieces))
+        rows = query[:, :, first : first + QUERY_BLOCK]
+        blocks.append(attend_segments(rows, key, value, scaling, first, [(0, first)]))
     out, lse = (torch.cat(states, dim=2) for states in zip(*blocks, strict=True))
     return out, lse
 
@@ -229,7 +225,7 @@ def attend_segments(
     """
     stop = start + query.shape[2]
     outs = [
-        attend_with_lse(query, key[:, :, first:last], value[:, :, first:last], scaling)
+        attend_whole(query, key[:, :, first:last], value[:, :, first:last], scaling)
         for first, last in segments
         if first < last
     ]

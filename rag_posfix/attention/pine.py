@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rag_posfix.attention.blockwise import attend_whole, attend_with_lse, merge
+from rag_posfix.attention.blockwise import attend_segments, attend_whole, attend_with_lse
 from rag_posfix.attention.rope import quarter_turn, rotate_half_split
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated
@@ -285,10 +285,8 @@ class _Pass:
             query = self._of_each(self.relative_query[heads], batch)
             value = windows(values[heads], batch.stop, batch, self.end).transpose(0, 1)
             others = self.end - batch.length
-            pieces = [attend_whole(query, key[:, :, :others], value[:, :, :others], inputs.scaling)] if others else []
-            itself = query, key[:, :, others:], value[:, :, others:]
-            pieces.append(attend_with_lse(*itself, inputs.scaling, causal=True))
-            self._of_each(out[heads], batch).copy_(merge(pieces)[0])
+            read, _ = attend_segments(query, key, value, inputs.scaling, others, [(0, others)])
+            self._of_each(out[heads], batch).copy_(read)
         return out
 
     def _of_each(self, states: Tensor, batch: _Batch) -> Tensor:
