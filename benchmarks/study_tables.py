@@ -20,6 +20,7 @@ FAULT_COLUMNS = {
     "added_ms": "added, ms",
     "worst_ms": "longest, ms",
     "recovered_s": "recovered after, s",
+    "served": "deleted and served",
 }
 
 
@@ -119,12 +120,13 @@ def service_load(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def faults(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per fault: requests; failed, wrong and lost answers; and the cost, each if a row has it."""
+    """Yield a row per fault: requests; failed, wrong, lost and deleted answers; and the cost, each if a row has it."""
     rows = heads[0]["summary"]
     columns = {name: title for name, title in FAULT_COLUMNS.items() if any(name in row for row in rows.values())}
     yield ["fault", *columns.values()]
     for name, row in rows.items():
-        yield [name, *(_cell(row.get(column)) for column in columns)]
+        if any(column in row for column in columns):
+            yield [name, *(_cell(row.get(column)) for column in columns)]
 
 
 def _cell(value: Any) -> str:
