@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.study_tables import STUDY_LAYOUTS, Head, Row, percent, short
 from benchmarks.verdict_tables import VERDICT_LAYOUTS
+from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
@@ -158,7 +159,10 @@ def floor_and_ceiling(heads: Sequence[Head]) -> str:
     alone, none = (
         scores(summary[name]["log_probability"], summary[name]["accuracy"]) for name in ("gold_only", "closed_book")
     )
-    return f"{summary['n']} questions. The gold passage alone: {alone}; no passages: {none}."
+    text = f"{summary['n']} questions. The gold passage alone: {alone}; no passages: {none}."
+    if heads[0]["prompt_version"] < PROMPT_VERSION:
+        text += " Prompts of an earlier version: passages and question were tokenised apart."
+    return text
 
 
 def permutations(heads: Sequence[Head]) -> Iterator[Row]:

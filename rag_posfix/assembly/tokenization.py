@@ -22,6 +22,9 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.text import clean_text, content_hash
 
+PROMPT_VERSION = 2
+"""Raised with a change of the token ids of prompts. 2: those of the stock model; 1: passages and question apart."""
+
 RELEVANCE_FLOOR = 0.01
 """Scores are clipped to [this, 1] in a layout, because methods divide by them. A missing score becomes this."""
 

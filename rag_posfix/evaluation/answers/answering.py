@@ -27,6 +27,7 @@ from torch import Tensor
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import checked_document, content_key
 from rag_posfix.assembly.templates import PromptTemplate
+from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.contracts.answer import WORDS, repeats
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
@@ -43,9 +44,6 @@ from rag_posfix.text import content_hash
 
 QUESTIONS_TOGETHER = 8
 """Questions of one condition are answered together, so an answer has the same neighbours in every condition."""
-
-KEY_VERSION = 2
-"""2: prompts have the tokens of the stock model."""
 
 MAX_WORDS = 30
 """A short answer has at most this many words in its first line."""
@@ -260,7 +258,7 @@ def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_orde
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
     passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
     fields = {
-        "version": KEY_VERSION,
+        "version": PROMPT_VERSION,
         "model": engine.fingerprint,
         "device": engine.loaded.device.type if isinstance(engine, Engine) else "remote",
         "method": engine.describe(trial.choice).fingerprint,

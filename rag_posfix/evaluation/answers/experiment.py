@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.assembly.templates import PromptTemplate
+from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import GIVEN_ORDER, MethodSpec, parse_method, read_arrangement
 from rag_posfix.contracts.retrieval import Reranker
@@ -196,12 +197,13 @@ def answers_head(
     settings: Mapping[str, Any],
     summary: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the head of the record: versions, model, data, settings and summary."""
+    """Return the head of the record: versions, model, data, prompts, settings and summary."""
     return {
         "kind": kind,
         **{name: value for name, value in facts.items() if name != "mitigations"},
         "data": data_facts(data),
         "template": PromptTemplate().fingerprint(),
+        "prompt_version": PROMPT_VERSION,
         "mitigations": facts["mitigations"],
         "settings": settings,
         "summary": summary,

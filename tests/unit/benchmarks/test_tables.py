@@ -33,6 +33,7 @@ def head(mitigations, **changes):
     return {
         "kind": "positions",
         "data": {"name": "rows", "sha256": "1"},
+        "prompt_version": 2,
         "settings": {"gold_positions": [0, 9]},
         "summary": {
             "n": 20,
@@ -54,6 +55,11 @@ def test_positions_have_a_column_each_and_an_order_free_method_says_same():
         "",
         "20 questions. The gold passage alone: -1.50 (.50); no passages: -4.00 (.00).",
     ]
+
+
+def test_prompts_of_an_earlier_version_are_named_below_the_table():
+    last = table([head({"none": NONE}, prompt_version=1)]).splitlines()[-1]
+    assert last.endswith(" Prompts of an earlier version: passages and question were tokenised apart.")
 
 
 def test_of_a_server_that_scores_no_answer_the_accuracy_is_shown_alone():
