@@ -124,9 +124,8 @@ def faults(heads: Sequence[Head]) -> Iterator[Row]:
     rows = heads[0]["summary"]
     columns = {name: title for name, title in FAULT_COLUMNS.items() if any(name in row for row in rows.values())}
     yield ["fault", *columns.values()]
-    for name, row in rows.items():
-        if any(column in row for column in columns):
-            yield [name, *(_cell(row.get(column)) for column in columns)]
+    measured = {name: row for name, row in rows.items() if row.keys() & columns}
+    yield from ([name, *(_cell(row.get(column)) for column in columns)] for name, row in measured.items())
 
 
 def _cell(value: Any) -> str:

@@ -160,9 +160,10 @@ def floor_and_ceiling(heads: Sequence[Head]) -> str:
         scores(summary[name]["log_probability"], summary[name]["accuracy"]) for name in ("gold_only", "closed_book")
     )
     text = f"{summary['n']} questions. The gold passage alone: {alone}; no passages: {none}."
-    if heads[0].get("prompt_version", 1) < PROMPT_VERSION:
-        text += " Prompts of an earlier version: passages and question were tokenised apart."
-    return text
+    version = heads[0].get("prompt_version", 1)
+    return (
+        text if version == PROMPT_VERSION else f"{text} Prompts of version {version}; today's are of {PROMPT_VERSION}."
+    )
 
 
 def permutations(heads: Sequence[Head]) -> Iterator[Row]:

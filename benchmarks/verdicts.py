@@ -40,19 +40,15 @@ LENGTHS = {
     "XQuAD, 10": "xquad-10",
     "HotpotQA, 10": "hotpotqa-10",
 }
-EARLIER = ("positions-litm-10", "positions-xquad-5", "positions-gemma-litm-10")
-"""Experiments whose record of every arrangement is that of earlier prompts."""
-
-
-def _record(experiment: str) -> str:
-    return f"{experiment}-earlier-prompts" if experiment in EARLIER else f"{experiment}-default"
-
-
 RECORDS = {
-    **{f"SmolLM2-135M: {name}": _record(f"positions-{data}") for name, data in LENGTHS.items()},
+    **{f"SmolLM2-135M: {name}": f"positions-{data}-default" for name, data in LENGTHS.items()},
     "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
     "Qwen2.5-Coder-1.5B: XQuAD, 5": "positions-qwen15-xquad-5",
-    **{f"gemma-3-270m: {name}": _record(f"positions-gemma-{data}") for name, data in LENGTHS.items()},
+    **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
+    # Every arrangement was run with earlier prompts alone.
+    "SmolLM2-135M: Lost in the Middle, 10": "positions-litm-10-earlier-prompts",
+    "SmolLM2-135M: XQuAD, 5": "positions-xquad-5-earlier-prompts",
+    "gemma-3-270m: Lost in the Middle, 10": "positions-gemma-litm-10-earlier-prompts",
 }
 DEFAULTS = ("yes_no:top_n=3/reverse/none", "context_experts:contrast=0.3:relevance=both")
 """The default of large models, and that of others, whose records lack the first."""

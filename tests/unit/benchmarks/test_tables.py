@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.tables import LAYOUTS, ratio_cell, seconds_cell, short, table, table_of
+from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import save_record
 
@@ -33,7 +34,7 @@ def head(mitigations, **changes):
     return {
         "kind": "positions",
         "data": {"name": "rows", "sha256": "1"},
-        "prompt_version": 2,
+        "prompt_version": PROMPT_VERSION,
         "settings": {"gold_positions": [0, 9]},
         "summary": {
             "n": 20,
@@ -59,7 +60,7 @@ def test_positions_have_a_column_each_and_an_order_free_method_says_same():
 
 def test_prompts_of_an_earlier_version_are_named_below_the_table():
     last = table([head({"none": NONE}, prompt_version=1)]).splitlines()[-1]
-    assert last.endswith(" Prompts of an earlier version: passages and question were tokenised apart.")
+    assert last.endswith(f" Prompts of version 1; today's are of {PROMPT_VERSION}.")
 
 
 def test_of_a_server_that_scores_no_answer_the_accuracy_is_shown_alone():
