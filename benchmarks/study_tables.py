@@ -124,8 +124,7 @@ def faults(heads: Sequence[Head]) -> Iterator[Row]:
     rows = heads[0]["summary"]
     columns = {name: title for name, title in FAULT_COLUMNS.items() if any(name in row for row in rows.values())}
     yield ["fault", *columns.values()]
-    measured = {name: row for name, row in rows.items() if row.keys() & columns}
-    yield from ([name, *(_cell(row.get(column)) for column in columns)] for name, row in measured.items())
+    yield from ([name, *(_cell(row.get(c)) for c in columns)] for name, row in rows.items() if row.keys() & columns)
 
 
 def _cell(value: Any) -> str:
