@@ -47,7 +47,7 @@ class PromptMaker:
 
     def make(self, sample: Sample) -> TrainingPrompt:
         """Return the prompt of a sample with its passages in their order."""
-        answer = (*self._encoder.encode_text(sample.answers[0]), self._end)
+        answer = (*self._encoder.encode_answer(sample.answers[0]), self._end)
         prompt = self._assembler.assemble(
             sample.question, sample.documents(), order="original", max_new_tokens=len(answer)
         )  # fmt: skip

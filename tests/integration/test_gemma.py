@@ -71,7 +71,7 @@ def test_methods_that_need_what_it_lacks_are_refused_with_the_reason(gemma):
 def test_none_answers_as_the_stock_generate_does_beyond_the_sliding_window(gemma):
     prompt = lay_out(gemma)
     assert len(prompt.token_ids) > 512
-    ours, _ = answer_and_score(gemma, prompt, MitigationChoice("none"), " Ilse Korvanth", NEW_TOKENS)
+    ours, _ = answer_and_score(gemma, prompt, MitigationChoice("none"), "Ilse Korvanth", NEW_TOKENS)
     ids = torch.tensor([prompt.token_ids])
     twin = stock_copy(gemma.loaded.model, gemma.loaded.spec)
     stock = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -80,7 +80,7 @@ def test_none_answers_as_the_stock_generate_does_beyond_the_sliding_window(gemma
 
 def test_context_experts_find_the_answer_in_both_orders(gemma):
     found = [
-        answer_and_score(gemma, lay_out(gemma, reverse), MitigationChoice("context_experts"), " Ilse Korvanth", 12)
+        answer_and_score(gemma, lay_out(gemma, reverse), MitigationChoice("context_experts"), "Ilse Korvanth", 12)
         for reverse in (False, True)
     ]
     assert "Ilse Korvanth" in found[0][0].text

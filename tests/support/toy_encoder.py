@@ -20,9 +20,13 @@ class ToyEncoder(TokenEncoder):
     vocab_size = 259
     eos_ids = frozenset({257})
     control_ids = frozenset(CONTROL_TOKENS.values())
+    has_chat_template = True
 
     def encode_text(self, text: str) -> list[int]:
         return list(clean_text(text).encode())
+
+    def encode_answer(self, text: str) -> list[int]:
+        return self.encode_text(text)
 
     def encode_template(self, text: str) -> list[int]:
         ids: list[int] = []

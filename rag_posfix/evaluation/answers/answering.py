@@ -136,7 +136,7 @@ def answer_and_score(
     engine: Engine, layout: Layout, choice: MitigationChoice, expected: str, max_new_tokens: int
 ) -> tuple[Generation, float]:
     """Return the greedy answer and the mean log-probability per token of ``expected``, from one prefill."""
-    tokens = engine.encoder.encode_text(expected)
+    tokens = engine.encoder.encode_answer(expected)
     session = engine.open(layout, choice, max(max_new_tokens, len(tokens)))
     scores = session.score(tokens)
     request = GenerationRequest(layout, choice, Sampling(max_tokens=max_new_tokens))
@@ -171,7 +171,7 @@ def answer_all(
     def prefill(
         trial: Trial, request: GenerationRequest
     ) -> tuple[PositionExample, GenerationRequest, list[int], Session]:
-        expected = engine.encoder.encode_text(trial.example.answers[0])
+        expected = engine.encoder.encode_answer(trial.example.answers[0])
         session = engine.open(request.layout, trial.choice, max(max_new_tokens, len(expected)))
         return trial.example, request, expected, session
 
@@ -268,6 +268,7 @@ def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_orde
         "passages": sorted(passages, key=str) if any_order else list(passages),
         "any_order": any_order,
         "max_new_tokens": max_new_tokens,
+        **({} if not isinstance(engine, Engine) or engine.encoder.has_chat_template else {"scored": "after a space"}),
         **({} if trial.order == "original" else {"order": trial.order}),
         **({"history": trial.example.history} if trial.example.history else {}),
     }

@@ -105,6 +105,17 @@ class Tokenizer:
         ids: list[int] = self._text.encode(self._writable(text), add_special_tokens=False).ids
         return ids
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Return the tokens of an answer as it continues a prompt.
+
+        Without a chat template the prompt ends in "Answer:", which a space follows; a chat template ends its opening
+        of the answer itself.
+        """
+        if self.has_chat_template:
+            return self.encode_text(text)
+        opening, ids = self.encode_text(":"), self.encode_text(f": {text}")
+        return ids[len(opening) :] if ids[: len(opening)] == opening else self.encode_text(f" {text}")
+
     def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[Span]]:
         """Return the tokens of the joined text, as the model's own tokenizer encodes it, and the span of each part.
 

@@ -273,10 +273,13 @@ class TestKey:
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):
         other = Engine(self.engine.loaded, self.engine.encoder, "tiny", "another print")
+        base = tiny_engine()
+        base.encoder.has_chat_template = False
         b, a = self.passages
         keys = [
             self.key(),
             self.key(engine=other),
+            self.key(engine=base),
             self.key(example=replace(self.example, question="How?")),
             self.key(example=replace(self.example, answers=("so", "thus"))),
             self.key(documents=()),

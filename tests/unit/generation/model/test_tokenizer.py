@@ -107,6 +107,24 @@ class TestSmall:
         assert made.layout.token_ids[0] == 258
         assert base.decode(made.layout.token_ids).endswith("Ann.\n\nQuestion: Who?\nAnswer:")
 
+    def test_an_answer_continues_the_prompt_after_a_space_where_no_template_opens_it(self, small):
+        base = Tokenizer(byte_level())
+        assert base.encode_answer("Ann") == base.encode_text(" Ann") != base.encode_text("Ann")
+        assert small.encode_answer("Ann") == small.encode_text("Ann")
+
+    @pytest.mark.parametrize("prefix", [True, False], ids=["space added", "no space added"])
+    def test_an_answer_has_the_tokens_that_it_has_in_the_whole_text(self, prefix):
+        names = ["\u2581", ":", "A", "n", "\u2581A"]
+        vocabulary = {name: number for number, name in enumerate(names)}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("\u2581", "A")]))
+        spaces = tokenizers.normalizers.Replace(" ", "\u2581")
+        added = [tokenizers.normalizers.Prepend("\u2581")] if prefix else []
+        backend.normalizer = tokenizers.normalizers.Sequence([*added, spaces])
+        backend.decoder = tokenizers.decoders.Replace("\u2581", " ")
+        base = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
+        assert base.encode_text("A:") + base.encode_answer("Ann") == base.encode_text("A: Ann")
+        assert base.encode_answer("Ann")[0] == 4
+
     def test_sizes(self, small):
         assert small.vocab_size == 261
 
