@@ -192,7 +192,7 @@ def test_an_outage_is_paid_once_not_per_request():
         start = time.perf_counter()
         for _ in range(200):
             seconds_of_a_pair(cache, answers)
-        assert time.perf_counter() - start < 0.2
+        assert time.perf_counter() - start < 2, "400 waits for Redis would take longer"
         assert cache.stats().errors == 1
 
 

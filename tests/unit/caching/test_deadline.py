@@ -29,7 +29,7 @@ def test_it_leaves_a_hanging_operation_behind(runner):
     start = time.perf_counter()
     with pytest.raises(TimeoutError):
         runner.run(over.wait, 0.01)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
     assert runner.running == 1
     assert runner.run(lambda: 42, 5) == 42
     over.set()
