@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.keep_record import RESULTS, position_row
+from benchmarks.tables import DEFAULT
 from rag_posfix.evaluation.answers.answering import is_sound
 from rag_posfix.evaluation.answers.position_summary import BASELINE, GOLD_ONLY, PositionRow
 from rag_posfix.evaluation.record import read_record, save_record
@@ -44,14 +45,18 @@ RECORDS = {
     **{f"SmolLM2-135M: {name}": f"positions-{data}-default" for name, data in LENGTHS.items()},
     "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
     "Qwen2.5-Coder-1.5B: XQuAD, 5": "positions-qwen15-xquad-5",
+    "Qwen2.5-Coder-1.5B: XQuAD, 10": "positions-qwen15-xquad-10",
+    "Qwen2.5-Coder-1.5B: HotpotQA, 10": "positions-qwen15-hotpotqa-10",
+    "Qwen2.5-Coder-0.5B: Lost in the Middle, 10": "positions-qwen05-litm-10",
+    "Qwen2.5-Coder-0.5B: XQuAD, 5": "positions-qwen05-xquad-5",
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
     # Every arrangement was run with earlier prompts alone.
     "SmolLM2-135M: Lost in the Middle, 10": "positions-litm-10-earlier-prompts",
     "SmolLM2-135M: XQuAD, 5": "positions-xquad-5-earlier-prompts",
     "gemma-3-270m: Lost in the Middle, 10": "positions-gemma-litm-10-earlier-prompts",
 }
-DEFAULTS = ("yes_no:top_n=3/reverse/none", "context_experts:contrast=0.3:relevance=both")
-"""The default of large models, and that of others, whose records lack the first."""
+LARGE_DEFAULTS = {"Qwen2.5-Coder-1.5B-Instruct.gguf": "yes_no:top_n=3/reverse/none"}
+"""The default of a model where it is not that of small models."""
 ALL, ANSWERED_ALONE, UNSEEN = "all", "answered alone", "unseen"
 FOLDS = 6
 COMPARED = ("none_worst", "none_mean", "none_best", "only_better_worst", "default_worst", "oracle_worst")
@@ -88,13 +93,14 @@ def score_tables(rows: Sequence[PositionRow]) -> tuple[dict[str, Scores], dict[s
     return with_labels, without_labels
 
 
-def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
+def compare(rows: Sequence[PositionRow], default: str = DEFAULT) -> dict[str, Any]:
     """Return both verdicts on the questions of the rows: rank correlations, choices, and what the choices reach."""
     with_labels, without_labels = score_tables(rows)
+    default = default if default in with_labels else BASELINE
     labelled, label_free = (_verdicts(table) for table in (with_labels, without_labels))
     stable = [name for name, verdict in label_free.items() if verdict[0] == 1]
     choice_with, choice_without = (
-        choose(table, default=default_of(table), labels=labels, order_matters=changes(without_labels[BASELINE]))
+        choose(table, default=default, labels=labels, order_matters=changes(without_labels[BASELINE]))
         for table, labels in ((with_labels, True), (without_labels, False))
     )
     best, chosen = choice_with.best, choice_without.name
@@ -119,11 +125,6 @@ def compare(rows: Sequence[PositionRow]) -> dict[str, Any]:
     }
 
 
-def default_of(table: Mapping[str, Scores]) -> str:
-    """Return the default among the arrangements of a record; ``none`` where the record lacks it."""
-    return next((name for name in DEFAULTS if name in table), BASELINE)
-
-
 def changes(stable: Scores) -> bool | None:
     """Return whether the position of the gold passage changes answers, from the scores without labels."""
     changed = [1 - values[0] for values in stable.values]
@@ -131,14 +132,15 @@ def changes(stable: Scores) -> bool | None:
     return order_matters({"p": randomisation_p(changed), "difference_interval": interval, "n": len(changed)})
 
 
-def unseen(rows: Sequence[PositionRow]) -> dict[str, Any]:
+def unseen(rows: Sequence[PositionRow], default: str = DEFAULT) -> dict[str, Any]:
     """Return what ``auto`` gives on unseen questions: six times, five sixths choose and the others are answered.
 
     The questions that choose also say which position is the worst and the best of each arrangement. ``oracle`` is the
     best arrangement on all questions; ``only_better`` is ``none`` where ``auto`` is not better beyond noise.
     """
     with_labels, without_labels = score_tables(rows)
-    default, chosen, better = default_of(with_labels), Counter[str](), 0
+    default = default if default in with_labels else BASELINE
+    chosen, better = Counter[str](), 0
     oracle = choose(with_labels, default=default, labels=True, order_matters=None).best
     questions = range(len(with_labels[BASELINE].values))
     values: dict[str, list[float]] = {}
@@ -246,9 +248,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = dict(text.split("=", 1) for text in options.records)
     summary: dict[str, Any] = {}
     for name, record in names.items():
-        rows = [position_row(row) for row in read_record(RESULTS / f"{record}.json").rows]
+        experiment = read_record(RESULTS / f"{record}.json")
+        rows = [position_row(row) for row in experiment.rows]
         alone = answered_alone(rows)
-        summary[name] = {ALL: compare(rows), ANSWERED_ALONE: compare(alone) if alone else None, UNSEEN: unseen(rows)}
+        default = LARGE_DEFAULTS.get(str(experiment.head["model"]), DEFAULT)
+        summary[name] = {
+            ALL: compare(rows, default),
+            ANSWERED_ALONE: compare(alone, default) if alone else None,
+            UNSEEN: unseen(rows, default),
+        }
     save_record(options.out, {"kind": "verdicts", "records": names, "summary": summary})
 
 
