@@ -53,6 +53,7 @@ RECORDS = {
     # Every arrangement was run with earlier prompts alone.
     "SmolLM2-135M: Lost in the Middle, 10": "positions-litm-10-earlier-prompts",
     "SmolLM2-135M: XQuAD, 5": "positions-xquad-5-earlier-prompts",
+    "SmolLM2-135M: XQuAD, 10": "positions-xquad-10-earlier-prompts",
     "gemma-3-270m: Lost in the Middle, 10": "positions-gemma-litm-10-earlier-prompts",
 }
 LARGE_DEFAULTS = {"Qwen2.5-Coder-1.5B-Instruct.gguf": "yes_no:top_n=3/reverse/none"}
