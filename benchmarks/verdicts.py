@@ -52,6 +52,7 @@ RECORDS = {
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
     # Every arrangement was run with earlier prompts alone.
     "SmolLM2-135M: Lost in the Middle, 10": "positions-litm-10-earlier-prompts",
+    "SmolLM2-135M: Lost in the Middle, 20": "positions-litm-20-earlier-prompts",
     "SmolLM2-135M: XQuAD, 5": "positions-xquad-5-earlier-prompts",
     "SmolLM2-135M: XQuAD, 10": "positions-xquad-10-earlier-prompts",
     "gemma-3-270m: Lost in the Middle, 10": "positions-gemma-litm-10-earlier-prompts",
