@@ -42,7 +42,8 @@ LENGTHS = {
     "HotpotQA, 10": "hotpotqa-10",
 }
 RECORDS = {
-    **{f"SmolLM2-135M: {name}": f"positions-{data}-default" for name, data in LENGTHS.items()},
+    # Every arrangement was run with earlier prompts alone.
+    **{f"SmolLM2-135M: {name}": f"positions-{data}-earlier-prompts" for name, data in LENGTHS.items()},
     "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
     "Qwen2.5-Coder-1.5B: XQuAD, 5": "positions-qwen15-xquad-5",
     "Qwen2.5-Coder-1.5B: XQuAD, 10": "positions-qwen15-xquad-10",
@@ -50,11 +51,6 @@ RECORDS = {
     "Qwen2.5-Coder-0.5B: Lost in the Middle, 10": "positions-qwen05-litm-10",
     "Qwen2.5-Coder-0.5B: XQuAD, 5": "positions-qwen05-xquad-5",
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
-    # Every arrangement was run with earlier prompts alone.
-    "SmolLM2-135M: Lost in the Middle, 10": "positions-litm-10-earlier-prompts",
-    "SmolLM2-135M: Lost in the Middle, 20": "positions-litm-20-earlier-prompts",
-    "SmolLM2-135M: XQuAD, 5": "positions-xquad-5-earlier-prompts",
-    "SmolLM2-135M: XQuAD, 10": "positions-xquad-10-earlier-prompts",
     "gemma-3-270m: Lost in the Middle, 10": "positions-gemma-litm-10-earlier-prompts",
 }
 LARGE_DEFAULTS = {"Qwen2.5-Coder-1.5B-Instruct.gguf": "yes_no:top_n=3/reverse/none"}
