@@ -24,6 +24,7 @@ from rag_posfix.evaluation.answers.position_summary import (
 )
 from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample
+from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.record import ExperimentRecord, environment, model_facts, save_record, write_whole
 from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
@@ -100,6 +101,7 @@ class Measurement:
     budget: Budget
     journal: StackJournal
     answers: AnswerJournal
+    rankings: RankJournal
     report: Report
     judge: Judge | None = None
 
@@ -126,6 +128,7 @@ class Measurement:
             n_documents=self.options.documents, reranker=_reranker(self.pipeline),
             rerankers={} if spec is None else {spec.label: _reranker(self.pipeline, spec)},
             max_new_tokens=self.pipeline.defaults.sampling.max_tokens, journal=self.answers,
+            rankings=self.rankings,
         )  # fmt: skip
 
 
@@ -178,7 +181,8 @@ def measure(
     scored = isinstance(unbatched(pipeline.generator), Engine)
     run = Measurement(
         pipeline, options, Budget(options.minutes), StackJournal(out and out / JOURNAL, fresh=options.fresh),
-        AnswerJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh, scored=scored), report, judge,
+        AnswerJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh, scored=scored),
+        RankJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh), report, judge,
     )  # fmt: skip
     if not scored:
         report(0, len(questions), f"{tokens_text(pipeline, questions, _prompts(run, examples), options.prices)}\n")

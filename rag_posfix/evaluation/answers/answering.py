@@ -35,11 +35,21 @@ from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
+from rag_posfix.evaluation.ranking.rankings import (
+    OpenedReranker,
+    QueryCandidates,
+    RankJournal,
+    local_ranker,
+    rerank,
+    reranker_identity,
+)
 from rag_posfix.evaluation.strict_reranking import rerank_or_raise
 from rag_posfix.generation.batching.requests import generate_batch, in_batches, score_batch
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.plan.layout import Layout
+from rag_posfix.reranking.base import RERANKERS, ScoringReranker
+from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.text import content_hash
 
 QUESTIONS_TOGETHER = 8
@@ -217,16 +227,31 @@ def _grade(
     )
 
 
-def score_passages(reranker: Reranker, example: PositionExample, count: int) -> dict[str, Document]:
+def score_passages(
+    reranker: Reranker, example: PositionExample, count: int, journal: RankJournal | None = None
+) -> dict[str, Document]:
     """Return the passages of a question with relevance, by id; a reranker with ``top_n`` returns fewer.
 
     The reranker sees the same passages in the same order whatever is asked afterwards: by content hash, so that the
     gold passage has no position of its own.
+
+    Args:
+        journal: Rankings of earlier runs, which are not computed again, and where new ones go.
     """
-    documents = sorted(example.documents(count), key=content_key)
+    documents = tuple(sorted(example.documents(count), key=content_key))
     name = getattr(reranker, "name", type(reranker).__name__)
-    ranked = rerank_or_raise(reranker, documents, example.query, label=name, query=example.id)
-    return {str(d.id): d for d in ranked}
+    scorer = reranker.reranker if isinstance(reranker, GuardedReranker) else reranker
+    if journal is None or not isinstance(scorer, ScoringReranker) or name not in RERANKERS.names():
+        ranked = rerank_or_raise(reranker, documents, example.query, label=name, query=example.id)
+        return {str(d.id): d for d in ranked}
+    ranker = local_ranker(OpenedReranker(name, reranker_identity(name, scorer), reranker))
+    candidates = QueryCandidates(example.id, example.query, documents)
+    ranking = rerank(ranker, [candidates], journal).rankings[example.id]
+    by_id = {str(d.id): d for d in documents}
+    return {
+        name: by_id[name].model_copy(update={"metadata": {**by_id[name].metadata, "relevance_score": score}})
+        for name, score in zip(ranking.ids, ranking.scores, strict=True)
+    }
 
 
 class AnswerJournal(LineJournal[GradedAnswer]):

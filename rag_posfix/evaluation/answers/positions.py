@@ -42,6 +42,7 @@ from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.hostile import with_hostile_passage
 from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples, with_joined_passages
 from rag_posfix.evaluation.figures import draw_positions, with_figure
+from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.generation.engine import Engine
 from rag_posfix.settings import Settings
@@ -79,8 +80,8 @@ def evaluate_positions(
     """Put the gold passage at each position and compare arrangements: accuracy, log-probability, worst, spread.
 
     The record has one row per question and condition (``PositionRow``); ``summarize_positions`` describes its summary.
-    With ``out``, every answer goes to ``positions-journal.jsonl`` there as soon as it is known: the same call, or one
-    with more questions, positions or methods, computes only what is missing.
+    With ``out``, every answer and ranking goes to ``positions-journal.jsonl`` there as soon as it is known: the same
+    call, or one with more questions, positions or methods, computes only what is missing.
 
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
@@ -128,12 +129,12 @@ def evaluate_positions(
                 rows = workers.rows(examples, answer, journal, report)
     else:
         engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
-        if reuse:
-            engine = with_passages_kept(engine, REUSE_BYTES)
+        engine = with_passages_kept(engine, REUSE_BYTES) if reuse else engine
         journal = AnswerJournal(journal_file, fresh=fresh, scored=isinstance(engine, Engine))
         with progress("answering") as report:
             rows = answer(
                 engine, examples, reranker=reranker, journal=journal, progress=report,
+                rankings=RankJournal(journal_file, fresh=fresh),
                 rerankers=arrangement_rerankers(arrangements, engine, settings),
             )  # fmt: skip
         facts = engine_facts(engine, arrangements)
@@ -179,6 +180,7 @@ def answer_at_positions(
     max_new_tokens: int = 24,
     progress: Callable[[int, int], None] | None = None,
     journal: AnswerJournal | None = None,
+    rankings: RankJournal | None = None,
     check_orders: bool = False,
 ) -> list[PositionRow]:
     """Answer every question under every condition: closed book, gold only, and each method at each gold position.
@@ -188,6 +190,7 @@ def answer_at_positions(
 
     Args:
         journal: Answers of earlier runs, which are not computed again, and where new ones go.
+        rankings: The same for relevance; None computes it for every question.
         check_orders: Compute the answer at every position, also of arrangements that do not depend on the order.
             Otherwise such an arrangement answers a question once, and the row is repeated for the other positions.
     """
@@ -208,7 +211,7 @@ def answer_at_positions(
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
             trial = Trial(example, passages, MitigationChoice("none"))
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
-        scored = {label: score_passages(scorers[label], example, n_documents) for label in labels}
+        scored = {label: score_passages(scorers[label], example, n_documents, rankings) for label in labels}
         gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
         for gold_position in gold_positions:
             names = [str(document.id) for document in example.documents(n_documents, gold_position)]

@@ -243,10 +243,11 @@ def check_rerankers(choices: Sequence[RerankerChoice]) -> None:
 def open_reranker(choice: RerankerChoice, models: RerankerModels) -> OpenedReranker:
     """Return a reranker with its loaded model."""
     reranker = build_reranker(choice, models)
-    return OpenedReranker(choice.label, _identity(choice.name, reranker), reranker)
+    return OpenedReranker(choice.label, reranker_identity(choice.name, reranker), reranker)
 
 
-def _identity(name: str, reranker: BaseDocumentCompressor) -> str:
+def reranker_identity(name: str, reranker: BaseDocumentCompressor) -> str:
+    """Return a digest of a reranker, its parameters and its weights."""
     values = reranker.model_dump(mode="json", include=set(RERANKERS.parameters(name)))
     models = {}
     for field in RerankerModels.__slots__:
