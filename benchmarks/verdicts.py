@@ -45,13 +45,13 @@ RECORDS = {
     # Every arrangement was run with earlier prompts alone.
     **{f"SmolLM2-135M: {name}": f"positions-{data}-earlier-prompts" for name, data in LENGTHS.items()},
     "Qwen2.5-Coder-1.5B: Lost in the Middle, 10": "positions-qwen15-litm-10",
+    "Qwen2.5-Coder-1.5B: Lost in the Middle, 20": "positions-qwen15-litm-20",
     "Qwen2.5-Coder-1.5B: XQuAD, 5": "positions-qwen15-xquad-5",
     "Qwen2.5-Coder-1.5B: XQuAD, 10": "positions-qwen15-xquad-10",
     "Qwen2.5-Coder-1.5B: HotpotQA, 10": "positions-qwen15-hotpotqa-10",
     "Qwen2.5-Coder-0.5B: Lost in the Middle, 10": "positions-qwen05-litm-10",
     "Qwen2.5-Coder-0.5B: XQuAD, 5": "positions-qwen05-xquad-5",
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
-    "gemma-3-270m: Lost in the Middle, 10": "positions-gemma-litm-10-earlier-prompts",
 }
 LARGE_DEFAULTS = {"Qwen2.5-Coder-1.5B-Instruct.gguf": "yes_no:top_n=3/reverse/none"}
 """The default of a model where it is not that of small models."""
