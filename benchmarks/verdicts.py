@@ -53,8 +53,8 @@ RECORDS = {
     "Qwen2.5-Coder-0.5B: XQuAD, 5": "positions-qwen05-xquad-5",
     **{f"gemma-3-270m: {name}": f"positions-gemma-{data}-default" for name, data in LENGTHS.items()},
 }
-LARGE_DEFAULTS = {"Qwen2.5-Coder-1.5B-Instruct.gguf": "yes_no:top_n=3/reverse/none"}
-"""The default of a model where it is not that of small models."""
+LARGE_DEFAULTS = {"Qwen2.5-Coder-1.5B-Instruct": "yes_no:top_n=3/reverse/none"}
+"""The default of a model where it is not that of small models; a file of it has the suffix of its format."""
 ALL, ANSWERED_ALONE, UNSEEN = "all", "answered alone", "unseen"
 FOLDS = 6
 COMPARED = ("none_worst", "none_mean", "none_best", "only_better_worst", "default_worst", "oracle_worst")
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         experiment = read_record(RESULTS / f"{record}.json")
         rows = [position_row(row) for row in experiment.rows]
         alone = answered_alone(rows)
-        default = LARGE_DEFAULTS.get(str(experiment.head["model"]), DEFAULT)
+        default = LARGE_DEFAULTS.get(str(experiment.head["model"]).removesuffix(".gguf"), DEFAULT)
         summary[name] = {
             ALL: compare(rows, default),
             ANSWERED_ALONE: compare(alone, default) if alone else None,
