@@ -89,12 +89,12 @@ def positions(
     log-probability, worst position and spread. An arrangement is reranker/order/method, each as name:parameter=value,
     for example likelihood+embedding/reverse/none; an empty reranker is the embedding.
 
-    Each answer is appended to OUT/positions-journal.jsonl. The same command, or one with more questions, positions or
-    methods, computes only missing answers; rows from the journal are marked "reused". The key of an answer in the
-    journal consists of weights, method, prompt, question and passages, not of the version of this program: after a
-    change to the code of a method, use --fresh. An order-invariant method runs once per question, and its row is
-    repeated for the other positions and marked "reused"; with --check-orders it runs at every position. With --reuse,
-    seconds come from a warm cache.
+    Each answer and ranking is appended to OUT/positions-journal.jsonl. The same command, or one with more questions,
+    positions or methods, computes only what is missing; rows from the journal are marked "reused". The key of an
+    answer in the journal consists of weights, method, prompt, question and passages, not of the version of this
+    program: after a change to the code of a method, use --fresh. An order-invariant method runs once per question,
+    and its row is repeated for the other positions and marked "reused"; with --check-orders it runs at every
+    position. With --reuse, seconds come from a warm cache.
     """
     choices = checked_choices_and_arrangements(mitigation, arrangement)
     from rag_posfix.evaluation import evaluate_positions

@@ -249,8 +249,8 @@ def score_passages(
     ranking = rerank(ranker, [candidates], journal).rankings[example.id]
     by_id = {str(d.id): d for d in documents}
     return {
-        name: by_id[name].model_copy(update={"metadata": {**by_id[name].metadata, "relevance_score": score}})
-        for name, score in zip(ranking.ids, ranking.scores, strict=True)
+        key: by_id[key].model_copy(update={"metadata": {**by_id[key].metadata, "relevance_score": score}})
+        for key, score in zip(ranking.ids, ranking.scores, strict=True)
     }
 
 

@@ -98,7 +98,8 @@ def evaluate_positions(
         fresh: Recompute what is in the journal.
         reuse: Keep keys and values of passages in memory (4 GiB) for the next condition: faster; ``seconds`` are then
             those of a warm store.
-        ray: Answer on a Ray cluster: eight questions are a task, as they are answered together without Ray.
+        ray: Answer on a Ray cluster: eight questions are a task, as they are answered together without Ray. Rankings
+            are computed there and not kept.
         ray_actors: Processes there that hold the model.
         engine: The model; loaded by ``settings`` if None. With ``ray``, processes load theirs by ``settings``.
         reranker: Scores the passages; if None, the embeddings of ``settings``.

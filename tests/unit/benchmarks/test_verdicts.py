@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.verdict_tables import VERDICT_LAYOUTS
-from benchmarks.verdicts import answered_alone, compare, rank_correlation, unseen
+from benchmarks.verdicts import LARGE_DEFAULTS, answered_alone, compare, main, rank_correlation, unseen
 from rag_posfix.evaluation.answers.position_summary import PositionRow
+from rag_posfix.evaluation.record import read_head
 
 EXPERTS = "context_experts:contrast=0.3:relevance=both"
 GOLD = (0, 4, 9)
@@ -134,3 +135,10 @@ def test_the_table_of_unseen_questions_names_what_was_chosen_and_how_often():
     cells = dict(zip(header, row_of_set, strict=True))
     assert cells["best on all questions"] == f"`{EXPERTS}` 1.00"
     assert cells["`none`: worst, mean, best"] == ".00, .50, 1.00"
+
+
+@pytest.mark.parametrize("record", ["positions-qwen15-litm-10", "positions-qwen15-litm-20"], ids=["name", "file"])
+def test_a_large_reader_has_its_own_default_however_its_weights_were_named(record, tmp_path):
+    main(["--out", str(tmp_path / "verdicts.json"), f"kept={record}"])
+    kept = read_head(tmp_path / "verdicts.json")["summary"]["kept"]
+    assert kept["all"]["chosen_without_labels"] == LARGE_DEFAULTS["Qwen2.5-Coder-1.5B-Instruct"]

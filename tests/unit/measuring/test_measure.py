@@ -34,6 +34,7 @@ from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import GuardedReranker
+from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.retrieval.base import as_retriever
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -251,6 +252,23 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert '{"level": "gold passage alone", "accuracy": 1.0}, {"level": "no passages", "accuracy": 0.0}' in page
     assert {"curve.svg", "curve.png", "cost.svg", "cost.png"} <= set(record.files)
+
+
+def test_a_later_run_scores_no_labelled_passage_again(tmp_path):
+    embeddings = LetterEmbeddings()
+    reranker = GuardedReranker(reranker=EmbeddingReranker(embeddings=embeddings))
+    examples, options = weights(8), MeasureOptions(documents=5)
+
+    def scored():
+        pipeline = make_pipeline(OrderBiasedGenerator(), reranker=reranker, choose_reranker=lambda spec: ByWords())
+        measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
+        count = len(embeddings.texts)
+        embeddings.texts.clear()
+        return count
+
+    estimate = 3 * 5  # prompts that are assembled for the estimate of tokens, and their passages
+    assert scored() > estimate
+    assert scored() == estimate
 
 
 def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():

@@ -12,7 +12,6 @@ from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
 from rag_posfix.evaluation.data.questions import PositionExample
-from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.yes_no import JudgeTemplate, YesNoReranker
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
@@ -212,20 +211,22 @@ class TestJournal:
 
     @pytest.mark.parametrize("guarded", [False, True], ids=["bare", "guarded"])
     def test_passages_that_were_judged_are_not_judged_again(self, engine, tmp_path, guarded):
-        path = tmp_path / "journal.jsonl"
         template = JudgeTemplate(before="", after="{question}", yes=("y",), no=("n",))
-        judge = YesNoReranker(generator=engine, top_n=2, template=template)
-        judge = GuardedReranker(reranker=judge) if guarded else judge
-        first = sweep(engine, reranker=judge, rankings=RankJournal(path), journal=AnswerJournal(path))
-        with CountedForwards(engine) as forwards:
-            second = sweep(engine, reranker=judge, rankings=RankJournal(path), journal=AnswerJournal(path))
-        assert forwards.shapes == []
-        assert second == [replace(outcome, reused=True) for outcome in first]
-        assert {o.gold_rank for o in first} <= {None, 1, 2}
-        other = YesNoReranker(generator=engine, top_n=2, template=template, calibrate=False)
-        with CountedForwards(engine) as forwards:
-            sweep(engine, reranker=other, rankings=RankJournal(path), journal=AnswerJournal(path))
-        assert forwards.shapes, "another setting judges anew"
+
+        def forwards(*names, **options):
+            judge = YesNoReranker(generator=engine, top_n=2, template=template, **options)
+            with CountedForwards(engine) as counted:
+                record = evaluate_positions(
+                    EXAMPLES[:2], [MitigationChoice(name) for name in names], gold_positions=[0, 2], documents=3,
+                    max_tokens=2, engine=engine, out=tmp_path,
+                    reranker=GuardedReranker(reranker=judge) if guarded else judge,
+                )  # fmt: skip
+            return [{**row, "reused": None} for row in record.rows], len(counted.shapes)
+
+        first, _ = forwards("none")
+        again, computed = forwards("none")
+        assert (again, computed) == (first, 0)
+        assert forwards("none", calibrate=False)[1] > 0, "another setting judges anew"
 
 
 TWO = PositionExample(
