@@ -234,6 +234,8 @@ def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: st
     questions = min(QUESTIONS, max(40, int(50 * seconds)))  # more than the memory tier keeps
     _ask_each(url, range(questions))  # the tier below it has them all
     with Load([url], questions=questions).running() as load:
+        if tier:  # a pause of the machine can be a failure of Redis, which then rests for a time
+            wait_until(lambda: tier_hits(url, tier) > 0, 60)
         before = load.during(seconds)
         hits = tier_hits(url, tier) if tier else 0.0
         started = time.monotonic()
