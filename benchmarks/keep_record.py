@@ -1,8 +1,9 @@
-"""Puts a record into benchmarks/results under a name: ``python -m benchmarks.keep_record RECORD NAME``.
+"""Puts a record into benchmarks/results under a name: ``python -m benchmarks.keep_record RECORD [RECORD...] NAME``.
 
 RECORD is the ``.json`` file that a command wrote with ``--out``, with its rows next to it; or the output of
 ``rag-posfix demo --json``, which becomes a record of kind ``demo`` with a summary. The summary of a position
-experiment is computed again from its rows.
+experiment is computed again from its rows. Several records of one position experiment become one: each continues
+where the one before ended (``--skip``, ``--limit``) and has the same model, data, methods and settings.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
-from rag_posfix.evaluation.record import read_head, read_record, save_record
+from rag_posfix.evaluation.record import ExperimentRecord, read_head, read_record, save_record
 
 RESULTS = Path(__file__).parent / "results"
+SAME = ("model_fingerprint", "dtype", "device", "data", "template", "prompt_version", "mitigations")
+"""What records of one position experiment agree in, besides their settings."""
 
 
 def keep(source: Path, target: Path) -> None:
@@ -32,6 +36,50 @@ def keep(source: Path, target: Path) -> None:
         save_record(target, head, record.rows)
         return
     save_record(target, record.head, record.rows if "rows" in head else None)
+
+
+def join(sources: Sequence[Path], target: Path) -> None:
+    """Write records of one position experiment, in the order of their questions, as one.
+
+    The head is that of the last, with the version and commit of the others in ``answers_of_earlier_runs_by``.
+
+    Raises:
+        EvaluationError: a record is of another kind or experiment, or does not begin where the one before ended.
+    """
+    records = [read_record(source) for source in sources]
+    first, *others = records
+    end = _questions(first, sources[0]).stop
+    for record, source in zip(others, sources[1:], strict=True):
+        questions = _questions(record, source)
+        differing = [name for name in SAME if record.head.get(name) != first.head.get(name)]
+        differing += sorted(name for name, value in _method(record).items() if value != _method(first).get(name))
+        if differing:
+            raise EvaluationError(f"{source} differs from {sources[0]} in {', '.join(differing)}; join equal runs")
+        if questions.start != end:
+            raise EvaluationError(f"{source} begins after {questions.start} questions, must after {end}; give --skip")
+        end = questions.stop
+    settings = records[-1].head["settings"]
+    earlier = {f"{record.head['versions']['rag-posfix']} {record.head['git']}" for record in records[:-1]}
+    used = earlier.union(*(record.head["settings"]["answers_of_earlier_runs_by"] for record in records))
+    skip = first.head["settings"]["skip"]
+    joined = {**settings, "skip": skip, "limit": end - skip, "answers_of_earlier_runs_by": sorted(used)}
+    rows = [row for record in records for row in record.rows]
+    summary = summarize_positions([position_row(row) for row in rows])
+    save_record(target, {**records[-1].head, "settings": joined, "summary": summary}, rows)
+
+
+def _questions(record: ExperimentRecord, source: Path) -> range:
+    """Return the places in the data file of a record's questions."""
+    if record.head.get("kind") != "positions":
+        raise EvaluationError(f"{source} is of kind {record.head.get('kind')!r}, must be of a position experiment")
+    skip = record.head["settings"]["skip"]
+    return range(skip, skip + len({row["question"] for row in record.rows}))
+
+
+def _method(record: ExperimentRecord) -> dict[str, Any]:
+    """Return the settings in which records of one experiment agree."""
+    apart = ("skip", "limit", "answers_of_earlier_runs_by")
+    return {name: value for name, value in record.head["settings"].items() if name not in apart}
 
 
 def position_row(row: Mapping[str, Any]) -> PositionRow:
@@ -64,4 +112,9 @@ def summarize_demo(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    keep(Path(sys.argv[1]), RESULTS / f"{sys.argv[2].removesuffix('.json')}.json")
+    *given, name = sys.argv[1:]
+    written = RESULTS / f"{name.removesuffix('.json')}.json"
+    if len(given) > 1:
+        join([Path(record) for record in given], written)
+    else:
+        keep(Path(given[0]), written)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks.keep_record import RESULTS, keep
+from benchmarks.keep_record import RESULTS, join, keep
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 
@@ -47,6 +47,51 @@ def test_the_summary_of_a_position_experiment_is_made_anew_from_its_rows(tmp_pat
     assert kept.head["model"] == "m"
     assert kept.head["summary"]["mitigations"]["none"]["worst"] == 0.0
     assert list(kept.head["summary"]["mitigations"]["none"]["positions"]) == ["0+1", "0+9"]
+
+
+def part(folder, skip, questions, *, commit="c1", accuracy=1.0, **changed):
+    """Write the record of a position experiment over some questions of a file; return its path."""
+    rows = [
+        {"question": str(question), "condition": "none", "gold_position": 0, "answer": "x", "accuracy": accuracy,
+         "accuracy_full_text": accuracy, "log_probability": -1.0, "seconds": 1.0, "reused": False, "gold_rank": 2}
+        for question in questions
+    ]  # fmt: skip
+    settings = {"documents": 10, "skip": skip, "limit": len(rows), "answers_of_earlier_runs_by": ["0.1.0 c0"]}
+    head = {"kind": "positions", "versions": {"rag-posfix": "0.1.0"}, "git": commit, "model": "m", "dtype": "bfloat16",
+            "settings": settings, "summary": {}}  # fmt: skip
+    path = folder / f"from-{skip}.json"
+    save_record(path, {**head, **changed}, rows)
+    return path
+
+
+def test_records_of_one_experiment_become_one_with_the_summary_of_all_their_rows(tmp_path):
+    parts = [part(tmp_path, 4, "abc"), part(tmp_path, 7, "d", commit="c2", accuracy=0.0)]
+    join(parts, tmp_path / "kept.json")
+    kept = read_record(tmp_path / "kept.json")
+    assert [row["question"] for row in kept.rows] == ["a", "b", "c", "d"]
+    assert kept.head["settings"] == {
+        "documents": 10, "skip": 4, "limit": 4, "answers_of_earlier_runs_by": ["0.1.0 c0", "0.1.0 c1"],
+    }  # fmt: skip
+    assert kept.head["git"] == "c2"
+    assert kept.summary["n"] == 4
+    assert kept.summary["mitigations"]["none"]["worst"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("skip", "changed", "message"),
+    [
+        (8, {}, "begins after 8 questions, must after 7"),
+        (6, {}, "begins after 6 questions, must after 7"),
+        (7, {"dtype": "float32"}, "differs from .* in dtype"),
+        (7, {"kind": "permutations"}, "is of kind 'permutations', must be of a position experiment"),
+        (7, {"settings": {"documents": 20, "skip": 7, "limit": 1, "answers_of_earlier_runs_by": []}}, "in documents"),
+    ],
+)
+def test_records_that_are_no_continuation_are_not_joined(tmp_path, skip, changed, message):
+    parts = [part(tmp_path, 4, "abc"), part(tmp_path, skip, "d", **changed)]
+    with pytest.raises(EvaluationError, match=message):
+        join(parts, tmp_path / "kept.json")
+    assert not (tmp_path / "kept.json").exists()
 
 
 def test_a_record_whose_rows_were_changed_is_not_kept(tmp_path):
