@@ -22,7 +22,7 @@ from rag_posfix.contracts.generator import FirstTokenReader, OddsReader
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
-from rag_posfix.reranking.base import RERANKERS, DistinctDocuments, DocumentScore, sigmoid
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker, document_without_copies
 
@@ -145,6 +145,7 @@ class YesNoReranker(SeparatePassageReranker):
     """
 
     name: ClassVar[str] = "yes_no"
+    selection: ClassVar[tuple[str, ...]] = ("top_n", "mass")
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
 
     readers = (FirstTokenReader, OddsReader)
@@ -209,15 +210,14 @@ class YesNoReranker(SeparatePassageReranker):
                      for index, value in zip(batch, judged, strict=True)}  # fmt: skip
         return [odds[index] for index in range(len(passages))]
 
-    def _ranked(
-        self, documents: Sequence[Document], distinct: DistinctDocuments, scores: Sequence[DocumentScore]
-    ) -> list[Document]:
-        ranked = super()._ranked(documents, distinct, scores)
+    def select(self, ranked: Sequence[Document]) -> list[Document]:
+        """Return the best ``top_n``, and of these the fewest whose scores sum to ``mass`` of all their scores."""
+        kept = super().select(ranked)
         if self.mass is None:
-            return ranked
-        best = [float(document.metadata["relevance_score"]) for document in ranked]
+            return kept
+        best = [float(document.metadata["relevance_score"]) for document in kept]
         wanted = self.mass * math.fsum(best)
-        return ranked[: next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))]
+        return kept[: next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))]
 
     def _answer_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens of yes and no: spellings of one token, or else first tokens that differ."""

@@ -236,7 +236,8 @@ def score_passages(
     gold passage has no position of its own.
 
     Args:
-        journal: Rankings of earlier runs, which are not computed again, and where new ones go.
+        journal: Rankings of earlier runs, which are not computed again, and where new ones go. Rerankers that differ
+            in what they return of the scored passages (``ScoringReranker.selection``) score them once.
     """
     documents = tuple(sorted(example.documents(count), key=content_key))
     name = getattr(reranker, "name", type(reranker).__name__)
@@ -244,14 +245,17 @@ def score_passages(
     if journal is None or not isinstance(scorer, ScoringReranker) or name not in RERANKERS.names():
         ranked = rerank_or_raise(reranker, documents, example.query, label=name, query=example.id)
         return {str(d.id): d for d in ranked}
-    ranker = local_ranker(OpenedReranker(name, reranker_identity(name, scorer), reranker))
+    whole = scorer.model_copy(update=dict.fromkeys(scorer.selection))
+    guarded = reranker.model_copy(update={"reranker": whole}) if isinstance(reranker, GuardedReranker) else whole
+    ranker = local_ranker(OpenedReranker(name, reranker_identity(name, whole), guarded))
     candidates = QueryCandidates(example.id, example.query, documents)
     ranking = rerank(ranker, [candidates], journal).rankings[example.id]
     by_id = {str(d.id): d for d in documents}
-    return {
-        key: by_id[key].model_copy(update={"metadata": {**by_id[key].metadata, "relevance_score": score}})
+    scored = [
+        by_id[key].model_copy(update={"metadata": {**by_id[key].metadata, "relevance_score": score}})
         for key, score in zip(ranking.ids, ranking.scores, strict=True)
-    }
+    ]
+    return {str(d.id): d for d in scorer.select(scored)}
 
 
 class AnswerJournal(LineJournal[GradedAnswer]):

@@ -22,9 +22,12 @@ from rag_posfix.evaluation.answers.permutations import answer_in_orders, evaluat
 from rag_posfix.evaluation.answers.position_summary import summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
 from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.ranking.rankings import RankJournal
+from rag_posfix.reranking import GuardedReranker
+from rag_posfix.reranking.yes_no import JudgeTemplate, YesNoReranker
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
+from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, CountedForwards, tiny_engine
 
 EXAMPLE = PositionExample(
     "0", "Which one?", ("three",), (Document(id="g", page_content="three"),),
@@ -128,6 +131,30 @@ def test_an_order_free_arrangement_answers_alike_in_all_orders_of_four_passages(
         ((answer, log_probs),) = answer_all(engine, [Trial(EXAMPLE, passages, MethodSpec("none"), order)], 4)
         answers.add((answer.answer, answer.log_probability, tuple(log_probs.tolist())))
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["bare", "guarded"])
+def test_judges_that_return_other_passages_judge_once(engine, guarded):
+    template = JudgeTemplate(before="", after="{question}", yes=("y",), no=("n",))
+    judges = [
+        YesNoReranker(generator=engine, template=template, **selection)
+        for selection in ({"top_n": 2}, {}, {"top_n": 1}, {"mass": 0.5}, {"top_n": 2, "mass": 0.4})
+    ]
+    apart = [score_passages(judge, EXAMPLE, 4) for judge in judges]
+    journal, counts, together = RankJournal(), [], []
+    with CountedForwards(engine) as counted:
+        for judge in judges:
+            reranker = GuardedReranker(reranker=judge) if guarded else judge
+            together.append(score_passages(reranker, EXAMPLE, 4, journal))
+            counts.append(len(counted.shapes))
+    assert counts[0] > 0
+    assert set(counts) == {counts[0]}
+
+    def scores(passages):
+        return [(name, document.metadata["relevance_score"]) for name, document in passages.items()]
+
+    assert list(map(scores, together)) == list(map(scores, apart))
+    assert [len(passages) for passages in together] == [2, 4, 1, 2, 1]
 
 
 def sweep(engine, *texts, **options):
