@@ -51,8 +51,8 @@ def join(sources: Sequence[Path], target: Path) -> None:
     end = _questions(first, sources[0]).stop
     for record, source in zip(others, sources[1:], strict=True):
         questions = _questions(record, source)
-        differing = [name for name in SAME if record.head.get(name) != first.head.get(name)]
-        differing += sorted(name for name, value in _method(record).items() if value != _method(first).get(name))
+        here, expected = _experiment(record), _experiment(first)
+        differing = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
         if differing:
             raise EvaluationError(f"{source} differs from {sources[0]} in {', '.join(differing)}; join equal runs")
         if questions.start != end:
@@ -76,10 +76,11 @@ def _questions(record: ExperimentRecord, source: Path) -> range:
     return range(skip, skip + len({row["question"] for row in record.rows}))
 
 
-def _method(record: ExperimentRecord) -> dict[str, Any]:
-    """Return the settings in which records of one experiment agree."""
+def _experiment(record: ExperimentRecord) -> dict[str, Any]:
+    """Return all in which records of one experiment agree."""
     apart = ("skip", "limit", "answers_of_earlier_runs_by")
-    return {name: value for name, value in record.head["settings"].items() if name not in apart}
+    settings = {name: value for name, value in record.head["settings"].items() if name not in apart}
+    return settings | {name: record.head.get(name) for name in SAME}
 
 
 def position_row(row: Mapping[str, Any]) -> PositionRow:

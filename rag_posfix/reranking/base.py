@@ -119,7 +119,7 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
     readers: ClassVar[tuple[type, ...]] = ()
     """Protocols of which the generator must implement one; any generator, or none, if empty."""
     selection: ClassVar[tuple[str, ...]] = ("top_n",)
-    """Parameters of ``select``: they decide which passages are returned and change no score."""
+    """Parameters of ``kept``: they decide how many passages are returned and change no score."""
 
     top_n: int | None = Field(default=None, ge=1)
 
@@ -155,9 +155,9 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
         """Do what ``compress_documents`` does in a worker thread. If cancelled, it stops at its next step."""
         return await run_in_thread(functools.partial(self.compress_documents, documents, query, callbacks))
 
-    def select(self, ranked: Sequence[Document]) -> list[Document]:
-        """Return those of all passages, scored and best first, that this reranker returns."""
-        return list(ranked[: self.top_n])
+    def kept(self, scores: Sequence[float]) -> int:
+        """Return how many of the best passages this reranker returns, of passages with these scores, best first."""
+        return len(scores[: self.top_n])
 
     @abstractmethod
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
@@ -178,7 +178,8 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
         by_key = {document.key: score for document, score in zip(distinct.documents, scores, strict=True)}
         all_scores = [by_key.get(key, DocumentScore(0.0)) for key in distinct.keys]
         details = [_describe_score(self.name, score) for score in all_scores]
-        return self.select(ranked_copies(documents, [score.score for score in all_scores], details=details))
+        values = [score.score for score in all_scores]
+        return ranked_copies(documents, values, self.kept(sorted(values, reverse=True)), details)
 
 
 def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:

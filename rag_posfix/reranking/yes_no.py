@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from langchain_core.documents import Document
 from pydantic import Field
 
 from rag_posfix.assembly.budget import truncate
@@ -210,14 +209,13 @@ class YesNoReranker(SeparatePassageReranker):
                      for index, value in zip(batch, judged, strict=True)}  # fmt: skip
         return [odds[index] for index in range(len(passages))]
 
-    def select(self, ranked: Sequence[Document]) -> list[Document]:
-        """Return the best ``top_n``, and of these the fewest whose scores sum to ``mass`` of all their scores."""
-        kept = super().select(ranked)
+    def kept(self, scores: Sequence[float]) -> int:
+        """Return the fewest of the best ``top_n`` passages whose scores sum to ``mass`` of all their scores."""
+        best = scores[: super().kept(scores)]
         if self.mass is None:
-            return kept
-        best = [float(document.metadata["relevance_score"]) for document in kept]
+            return len(best)
         wanted = self.mass * math.fsum(best)
-        return kept[: next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))]
+        return next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))
 
     def _answer_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens of yes and no: spellings of one token, or else first tokens that differ."""

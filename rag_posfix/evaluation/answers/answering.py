@@ -237,7 +237,7 @@ def score_passages(
 
     Args:
         journal: Rankings of earlier runs, which are not computed again, and where new ones go. Rerankers that differ
-            in what they return of the scored passages (``ScoringReranker.selection``) score them once.
+            in how many passages they return (``ScoringReranker.selection``) score them once.
     """
     documents = tuple(sorted(example.documents(count), key=content_key))
     name = getattr(reranker, "name", type(reranker).__name__)
@@ -251,11 +251,11 @@ def score_passages(
     candidates = QueryCandidates(example.id, example.query, documents)
     ranking = rerank(ranker, [candidates], journal).rankings[example.id]
     by_id = {str(d.id): d for d in documents}
-    scored = [
-        by_id[key].model_copy(update={"metadata": {**by_id[key].metadata, "relevance_score": score}})
-        for key, score in zip(ranking.ids, ranking.scores, strict=True)
-    ]
-    return {str(d.id): d for d in scorer.select(scored)}
+    kept = scorer.kept(ranking.scores)
+    return {
+        key: by_id[key].model_copy(update={"metadata": {**by_id[key].metadata, "relevance_score": score}})
+        for key, score in zip(ranking.ids[:kept], ranking.scores[:kept], strict=True)
+    }
 
 
 class AnswerJournal(LineJournal[GradedAnswer]):

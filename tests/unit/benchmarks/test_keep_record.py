@@ -56,7 +56,10 @@ def part(folder, skip, questions, *, commit="c1", accuracy=1.0, **changed):
          "accuracy_full_text": accuracy, "log_probability": -1.0, "seconds": 1.0, "reused": False, "gold_rank": 2}
         for question in questions
     ]  # fmt: skip
-    settings = {"documents": 10, "skip": skip, "limit": len(rows), "answers_of_earlier_runs_by": ["0.1.0 c0"]}
+    settings = {
+        "documents": 10, "hostile": "echo", "skip": skip, "limit": len(rows),
+        "answers_of_earlier_runs_by": ["0.1.0 c0"],
+    }  # fmt: skip
     head = {"kind": "positions", "versions": {"rag-posfix": "0.1.0"}, "git": commit, "model": "m", "dtype": "bfloat16",
             "settings": settings, "summary": {}}  # fmt: skip
     path = folder / f"from-{skip}.json"
@@ -70,7 +73,8 @@ def test_records_of_one_experiment_become_one_with_the_summary_of_all_their_rows
     kept = read_record(tmp_path / "kept.json")
     assert [row["question"] for row in kept.rows] == ["a", "b", "c", "d"]
     assert kept.head["settings"] == {
-        "documents": 10, "skip": 4, "limit": 4, "answers_of_earlier_runs_by": ["0.1.0 c0", "0.1.0 c1"],
+        "documents": 10, "hostile": "echo", "skip": 4, "limit": 4,
+        "answers_of_earlier_runs_by": ["0.1.0 c0", "0.1.0 c1"],
     }  # fmt: skip
     assert kept.head["git"] == "c2"
     assert kept.summary["n"] == 4
@@ -84,7 +88,8 @@ def test_records_of_one_experiment_become_one_with_the_summary_of_all_their_rows
         (6, {}, "begins after 6 questions, must after 7"),
         (7, {"dtype": "float32"}, "differs from .* in dtype"),
         (7, {"kind": "permutations"}, "is of kind 'permutations', must be of a position experiment"),
-        (7, {"settings": {"documents": 20, "skip": 7, "limit": 1, "answers_of_earlier_runs_by": []}}, "in documents"),
+        (7, {"settings": {"documents": 20, "hostile": "echo", "skip": 7}}, "in documents"),
+        (7, {"settings": {"documents": 10, "skip": 7}}, "in hostile"),
     ],
 )
 def test_records_that_are_no_continuation_are_not_joined(tmp_path, skip, changed, message):
