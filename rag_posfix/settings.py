@@ -247,7 +247,7 @@ class Settings(CheckedSettings):
     overflow: Literal["drop", "truncate", "error"] = "drop"
     k: int = Field(default=10, ge=1)
     reranker: str | None = Field(default=None, min_length=1)
-    reranker_deadline_seconds: float = Field(default=30.0, gt=0)
+    reranker_deadline_seconds: float = Field(default=120.0, gt=0)
     candidates: int = Field(default=20, ge=1)
     retriever: Annotated[str, AfterValidator(checked_retriever)] = "dense"
     max_tokens: int = Field(default=128, ge=1)

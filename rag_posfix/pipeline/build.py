@@ -48,7 +48,6 @@ from rag_posfix.pipeline.defaults import (
     read_measured,
 )
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
-from rag_posfix.pipeline.method_checks import check_loads_no_model
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import invalidate, precompute
 from rag_posfix.pipeline.retrievers_and_servers import (
@@ -60,7 +59,7 @@ from rag_posfix.pipeline.retrievers_and_servers import (
 from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
-from rag_posfix.reranking.build import RerankerModels, build_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker, chooser
 from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
@@ -169,13 +168,6 @@ def build_pipeline(
             reranker=build_reranker(chosen.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
         )
         cleanup.callback(reranker.close)
-
-        def choose_reranker(spec: MethodSpec) -> GuardedReranker:
-            if spec == chosen.reranker:
-                return reranker
-            check_loads_no_model(spec)
-            return GuardedReranker(reranker=build_reranker(spec, models), health=reranker.health)
-
         pipeline = Pipeline(
             batched(engine),
             Assembler(
@@ -192,7 +184,7 @@ def build_pipeline(
             embeddings=embeddings,
             tracer=tracer,
             indexes=extra,
-            choose_reranker=choose_reranker,
+            choose_reranker=chooser(chosen.reranker, reranker, models),
             writer=writer,
             floor=PassageFloor(functools.cache(lambda: _judge(engine, prompt, settings))),
         )  # fmt: skip

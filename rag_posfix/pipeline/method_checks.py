@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.assembly.orders import ORDERS, create_order
-from rag_posfix.contracts.method_spec import MethodSpec, named_method, parse_method
-from rag_posfix.errors import ConfigError
+from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.registry import Registry
 
 _MITIGATIONS = Path(__file__).parents[1] / "mitigations"
@@ -61,19 +60,6 @@ def _check_spec(spec: MethodSpec, registry: Registry[Any]) -> None:
     nested = getattr(entry, "nested_methods", "")  # whose parameters may be files too
     if nested not in parameters and not getattr(entry, "file_parameters", {}).keys() & parameters.keys():
         registry.check(spec)
-
-
-def check_loads_no_model(spec: MethodSpec) -> None:
-    """Raise for rerankers that load a model: clients of a service choose rerankers, and must not make it load one."""
-    from rag_posfix.reranking import RERANKERS
-
-    scorers = [text for text in spec.parameters.get("scorers", ()) if isinstance(text, str)]
-    for member in (spec, *(parse_method(text, "reranker", "top_n=5") for text in scorers)):
-        loads = member.name in RERANKERS and getattr(RERANKERS.get(member.name), "loads_own_model", False)
-        if loads or "model" in member.parameters:
-            raise ConfigError(
-                f"a question cannot choose {member.name} where it loads a model of its own; set RAG_POSFIX_RERANKER"
-            )
 
 
 @functools.cache

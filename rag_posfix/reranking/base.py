@@ -133,6 +133,9 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
     ) -> Sequence[Document]:
         """Return scored copies of ``documents``, best first; equal scores keep the given order.
 
+        Where fewer are returned, equal scores at the limit are chosen by content, and copies of a passage come after
+        all others: the order of ``documents`` does not decide what is read.
+
         Raises:
             ConfigError: the question is empty, or a document is malformed.
             PromptTooLongError: question and template leave no room for documents.
@@ -179,7 +182,11 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
         all_scores = [by_key.get(key, DocumentScore(0.0)) for key in distinct.keys]
         details = [_describe_score(self.name, score) for score in all_scores]
         values = [score.score for score in all_scores]
-        return ranked_copies(documents, values, self.kept(sorted(values, reverse=True)), details)
+        first = {key: index for index, key in reversed(list(enumerate(distinct.keys)))}
+        is_copy = [first[key] != index for index, key in enumerate(distinct.keys)]
+        best = sorted(range(len(documents)), key=lambda i: (is_copy[i], -values[i], distinct.keys[i]))
+        kept = self.kept([0.0 if is_copy[index] else values[index] for index in best])
+        return ranked_copies(documents, values, best[:kept], details)
 
 
 def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:
@@ -205,10 +212,13 @@ def distinct_documents(documents: Sequence[Document]) -> DistinctDocuments:
 def ranked_copies(
     documents: Sequence[Document],
     scores: Sequence[float],
-    top_n: int | None = None,
+    chosen: Sequence[int] | None = None,
     details: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Document]:
     """Return copies with ``metadata["relevance_score"]``, best first; equal scores keep the given order.
+
+    Args:
+        chosen: Indexes of the documents to return; all if None.
 
     Raises:
         RerankingError: scores are missing, or a score is not a number in [0, 1].
@@ -218,10 +228,10 @@ def ranked_copies(
     for document, score in zip(documents, scores, strict=True):
         if not (math.isfinite(score) and 0.0 <= score <= 1.0):
             raise RerankingError(f"document {document.id!r} was scored {score}; a score must lie in [0, 1]")
-    order = sorted(range(len(documents)), key=lambda index: -scores[index])
+    returned = range(len(documents)) if chosen is None else chosen
     return [
         _scored_copy(documents[index], scores[index], None if details is None else details[index])
-        for index in order[:top_n]
+        for index in sorted(returned, key=lambda index: (-scores[index], index))
     ]
 
 

@@ -10,10 +10,14 @@ from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.contracts.method_spec import MethodSpec, read_reranker
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS
+from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.endpoint import JsonServer, no_connection
+
+MOST_CHOSEN = 64
+"""How many rerankers are kept of those that questions name."""
 
 
 def no_loader(model: str) -> Generator:
@@ -69,3 +73,34 @@ def parse_reranker(text: str) -> MethodSpec:
     spec = read_reranker(text)
     RERANKERS.check(spec)
     return spec
+
+
+def check_loads_no_model(spec: MethodSpec) -> None:
+    """Raise for rerankers that load a model: clients of a service choose rerankers, and must not make it load one."""
+    scorers = [text for text in spec.parameters.get("scorers", ()) if isinstance(text, str)]
+    for member in (spec, *(parse_method(text, "reranker", "top_n=5") for text in scorers)):
+        loads = member.name in RERANKERS and getattr(RERANKERS.get(member.name), "loads_own_model", False)
+        if loads or "model" in member.parameters:
+            raise ConfigError(
+                f"a question cannot choose {member.name} where it loads a model of its own; set RAG_POSFIX_RERANKER"
+            )
+
+
+def chooser(
+    configured: MethodSpec, guarded: GuardedReranker, models: RerankerModels
+) -> Callable[[MethodSpec], GuardedReranker]:
+    """Return what gives questions the reranker that they name, with the deadline, threads and health of ``guarded``.
+
+    Questions with the same reranker share it, and so its lock of the model.
+    """
+    others: dict[str, GuardedReranker] = {}
+
+    def choose(spec: MethodSpec) -> GuardedReranker:
+        if spec == configured:
+            return guarded
+        check_loads_no_model(spec)
+        if len(others) >= MOST_CHOSEN:
+            others.clear()
+        return others.setdefault(spec.label, guarded.model_copy(update={"reranker": build_reranker(spec, models)}))
+
+    return choose

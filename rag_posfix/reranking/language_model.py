@@ -285,8 +285,9 @@ def _document_score(window_score: _WindowScore, score: float) -> DocumentScore:
 
 NGRAM_WORDS = 3
 COPIED_SHARE = 0.6
-"""A sentence with more than this share of the question's n-grams is a copy. "The capital of France is Paris" has half
-of the n-grams of "What is the capital of France?"."""
+"""A copy has more than this share of the question's n-grams."""
+LEAST_NGRAMS = 3
+"""A question with fewer n-grams has no copies: passages have the words of a short query because they are about it."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])\s*|\n+")
 _WORDS = re.compile(r"\w+")
@@ -298,17 +299,18 @@ def without_copies(text: str, question: str) -> str:
     """Return the text without the sentences that copy the question; unchanged if none does.
 
     Formula: a sentence is left out if |G(question) & G(sentence)| / |G(question)| > ``COPIED_SHARE``, where G is the
-        set of runs of three words, in lower case, without punctuation; of fewer for a shorter question.
+        set of runs of three words, in lower case, without punctuation, and if it has the first and the last of them:
+        an answer in the words of the question has another word in place of the interrogative.
     """
-    words = _words(question)
-    size = min(NGRAM_WORDS, len(words))
-    wanted = _ngrams(words, size)
-    if not wanted:
+    ngrams = _ngrams(question)
+    wanted = set(ngrams)
+    if len(wanted) < LEAST_NGRAMS:
         return text
     retained, dropped, start = [], False, 0
     for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
         sentence = text[start:end]
-        if len(wanted & _ngrams(_words(sentence), size)) > COPIED_SHARE * len(wanted):
+        copied = wanted.intersection(_ngrams(sentence))
+        if len(copied) > COPIED_SHARE * len(wanted) and {ngrams[0], ngrams[-1]} <= copied:
             dropped = True
         else:
             retained.append(sentence)
@@ -323,9 +325,6 @@ def document_without_copies(document: CheckedDocument, question: str) -> Checked
     return replace(document, title=title, text=text) if changed else document
 
 
-def _words(text: str) -> list[str]:
-    return _WORDS.findall(_UNSPACED.sub(r" \1 ", text.casefold()))
-
-
-def _ngrams(words: list[str], size: int) -> set[tuple[str, ...]]:
-    return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)} if size else set()
+def _ngrams(text: str) -> list[tuple[str, ...]]:
+    words = _WORDS.findall(_UNSPACED.sub(r" \1 ", text.casefold()))
+    return [tuple(words[index : index + NGRAM_WORDS]) for index in range(len(words) - NGRAM_WORDS + 1)]

@@ -19,7 +19,7 @@ class ByLength(BaseDocumentCompressor):
     top_n: int | None = None
 
     def compress_documents(self, documents, query, callbacks=None):
-        return ranked_copies(documents, [len(d.page_content) / 10 for d in documents], self.top_n)
+        return ranked_copies(documents, [len(d.page_content) / 10 for d in documents])[: self.top_n]
 
 
 GIVEN = [

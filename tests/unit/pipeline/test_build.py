@@ -85,7 +85,7 @@ def built_with(loaded, tmp_path, monkeypatch, generator=None, **settings):
 
 def test_documents_without_a_score_are_scored_by_their_embeddings(pipeline):
     assert isinstance(pipeline.reranker.reranker, EmbeddingReranker)
-    assert (pipeline.reranker.deadline_seconds, pipeline.candidates) == (30.0, 0)
+    assert (pipeline.reranker.deadline_seconds, pipeline.candidates) == (120.0, 0)
     assert pipeline.embeddings is pipeline.reranker.reranker.embeddings
     assert pipeline.with_generator(pipeline.generator).embeddings is pipeline.embeddings
 
@@ -101,6 +101,17 @@ def test_a_reranker_is_named_with_its_parameters_and_shares_model_and_passages(l
         assert all(0 < document.score < 1 for document in answer.documents)
         whole = answer.usage.prompt_tokens - len("Question: Which river?\nAnswer:") - len(".\n.assistant\n")
         assert answer.usage.cached_tokens == whole, "what the reranker read, the answer need not read"
+
+
+def test_questions_with_one_reranker_share_it_and_its_time_limit(loaded, tmp_path, monkeypatch):
+    with closing(built_with(loaded, tmp_path, monkeypatch, reranker_deadline_seconds=60)) as pipeline:
+        first, again, other = (pipeline.choose_reranker(MethodSpec("likelihood", {"top_n": n})) for n in (2, 2, 3))
+        assert again is first
+        assert (other.reranker.top_n, other.deadline_seconds) == (3, 60)
+        assert other.health is pipeline.reranker.health
+        others = [pipeline.choose_reranker(MethodSpec("embedding", {"top_n": n})) for n in range(1, 70)]
+        assert [chosen.reranker.top_n for chosen in others] == list(range(1, 70))
+        assert pipeline.choose_reranker(MethodSpec("likelihood", {"top_n": 2})) is not first, "they are bounded"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 import copy
+import itertools
 import math
 
 import pytest
 from langchain_core.documents import Document
 from pydantic import Field
 
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.reranking.base import DocumentScore, ScoringReranker, distinct_documents, ranked_copies
 
@@ -70,12 +72,30 @@ def test_none_in_a_document_counts_as_empty_and_other_types_are_refused():
 def test_copies_are_ranked_cut_and_described():
     given = documents("a", "b", "c")
     before = copy.deepcopy(given)
-    ranked = ranked_copies(given, [0.5, 0.9, 0.5], top_n=2, details=[{"x": 1}, {"x": 2}, {"x": 3}])
+    ranked = ranked_copies(given, [0.5, 0.9, 0.5], chosen=[1, 0], details=[{"x": 1}, {"x": 2}, {"x": 3}])
     assert [(one.id, one.metadata) for one in ranked] == [
         ("1", {"n": 1, "relevance_score": 0.9, "reranking": {"x": 2}}),
         ("0", {"n": 0, "relevance_score": 0.5, "reranking": {"x": 1}}),
     ]
     assert given == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["best", "tied", "also tied", "worst"])))
+def test_equal_scores_at_the_limit_are_chosen_by_content(order):
+    scores = {"best": 0.9, "tied": 0.5, "also tied": 0.5, "worst": 0.5}
+    reranker = ByTable(scores={text: DocumentScore(score) for text, score in scores.items()}, top_n=2)
+    expected = min(("tied", "also tied", "worst"), key=lambda text: content_key(Document(page_content=text)))
+    ranked = reranker.compress_documents(documents(*order), "why?")
+    assert [one.page_content for one in ranked] == ["best", expected]
+
+
+def test_copies_of_a_passage_take_no_place_of_another():
+    scores = {"best": DocumentScore(0.9), "second": DocumentScore(0.7), "third": DocumentScore(0.5)}
+    reranker = ByTable(scores=scores, top_n=3)
+    ranked = reranker.compress_documents(documents("best", "best", "third", "best", "second"), "why?")
+    assert [one.page_content for one in ranked] == ["best", "second", "third"]
+    few = reranker.model_copy(update={"top_n": 4}).compress_documents(documents("best", "best", "second"), "why?")
+    assert [one.page_content for one in few] == ["best", "best", "second"]
 
 
 @pytest.mark.parametrize("scores", [[], [float("nan")], [-0.1], [1.1]])

@@ -79,8 +79,10 @@ def test_texts_are_embedded_in_one_order_whatever_the_order_of_the_documents():
 
 def test_equal_scores_keep_the_given_order_and_top_n_cuts():
     reranker = EmbeddingReranker(embeddings=TableEmbeddings(), top_n=2)
-    result = reranker.compress_documents(documents("near", "same", "same"), "q")
-    assert [document.id for document in result] == ["1", "2"]
+    result = reranker.compress_documents(documents("zero", "near", "same", "same"), "q")
+    assert [document.id for document in result] == ["2", "1"]
+    every = reranker.model_copy(update={"top_n": None}).compress_documents(documents("near", "same", "same"), "q")
+    assert [document.id for document in every] == ["1", "2", "0"]
 
 
 async def test_nothing_to_score_is_nothing_scored():

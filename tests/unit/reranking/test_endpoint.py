@@ -10,10 +10,9 @@ from langchain_core.documents import Document
 from rag_posfix.errors import ConfigError, RerankingError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.generation.remote.connection import Connection
-from rag_posfix.pipeline.method_checks import check_loads_no_model
 from rag_posfix.pipeline.retrievers_and_servers import connect_with
 from rag_posfix.reranking import EndpointReranker
-from rag_posfix.reranking.build import RerankerModels, build_reranker, parse_reranker
+from rag_posfix.reranking.build import RerankerModels, build_reranker, check_loads_no_model, parse_reranker
 from rag_posfix.settings import RemoteSettings, Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.reader import order, raw, scores
