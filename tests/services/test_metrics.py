@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx2
 import pytest
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
@@ -112,6 +114,33 @@ def test_the_time_in_the_queue_is_counted_with_the_queue_of_the_batch():
     assert reading.change("queue_duration_seconds_count", work="answer") == 1
     assert 3.0 <= reading.change("queue_duration_seconds_sum", work="answer") < 4.0
     assert reading.change("queue_duration_seconds_count", work="score") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["ab", "cd", "ef"]}),
+        ("/v1/evaluate/order", {"question": "Which bridge?", "documents": [BRIDGE, HARBOUR, "Fog."], "orders": 3}),
+    ],
+)
+def test_a_request_of_several_answers_has_one_first_token_and_the_wait_of_each_answer(path: str, body: dict[str, Any]):
+    generator = GatedGenerator()
+    with running(make_pipeline(generator), max_concurrent=1) as (url, server):
+        reading = Reading(server.config.app)
+        first = threading.Thread(target=post, args=(url,))
+        first.start()
+        assert generator.entered.wait(10)
+        second = threading.Thread(target=httpx2.post, args=(url + path,), kwargs={"json": body, "timeout": 20})
+        second.start()
+        wait_until(lambda: reading.change("waiting_requests", work="answer") == 1)
+        time.sleep(1)
+        generator.gate.set()
+        first.join(10)
+        second.join(10)
+    assert reading.change("time_to_first_token_seconds_count") == 2
+    assert reading.change("queue_duration_seconds_count", work="answer") == 1 + 3
+    assert 1 <= reading.change("queue_duration_seconds_sum", work="answer") < 2, "one answer waited a second, two not"
+    assert 1 <= reading.change("stage_duration_seconds_sum", stage="queue") < 2
 
 
 def test_a_reranking_request_waits_in_a_queue_of_its_own():

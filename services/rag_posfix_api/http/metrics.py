@@ -70,7 +70,7 @@ class Metrics:
         )
         self._queue = self._histogram(
             "queue_duration_seconds",
-            "How long a request waited for the model, whether or not it got it.",
+            "How long each answer or scoring waited for the model, whether or not it got it.",
             _STAGE_BUCKETS,
             ["work"],
         )

@@ -34,7 +34,8 @@ class Ticket:
         started: Time of admission, on the monotonic clock.
         cancelled: Whether the client has disconnected.
         stopped: Whether the service stops and cannot wait for the answer.
-        queued_seconds: How long the request waited for a permit.
+        queued_seconds: How long the request waited for its last permit.
+        has_text: Whether the model has written text for the request.
         has_slot: Whether the request has a queue slot.
         tokens: What the request takes of the token limits, while it waits and works.
         tenant: The tenant that it comes from.
@@ -46,6 +47,7 @@ class Ticket:
     cancelled: bool = False
     stopped: bool = False
     queued_seconds: float = 0.0
+    has_text: bool = False
     has_slot: bool = False
     tokens: int = 0
     tenant: str = ""
@@ -242,6 +244,7 @@ class Admission:
             GenerationCancelled: the client has disconnected.
             RequestTimeoutError: the time limit of the request is exceeded.
         """
+        ticket.queued_seconds = 0.0
         if self._max_tokens is not None and tokens > self._max_tokens:
             raise TokenLimitError(
                 f"prompt and answer take {tokens} tokens, at most max_tokens_in_flight={self._max_tokens} are "
@@ -259,7 +262,7 @@ class Admission:
                 waiting_tokens = self.waiting_tokens
             finally:
                 self._waiting.remove(ticket)
-                ticket.queued_seconds += time.monotonic() - started
+                ticket.queued_seconds = time.monotonic() - started
                 self._changed.notify_all()
             ticket.check()
             if not is_free:

@@ -27,7 +27,7 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
 
     Whole answers are generated as streams too, so that they can be stopped between two steps. A generator that
     computes ahead of its readers checks the ticket itself, and releases the permit when its computation is done.
-    ``metrics`` count first token, each token and waiting.
+    ``metrics`` count the first token of each request, and the further tokens and the waiting of each answer.
     """
 
     def __init__(self, generator: Generator, admission: Admission, metrics: Metrics | None = None) -> None:
@@ -67,13 +67,12 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
 
 
 def _measure(chunks: Generated[Chunk, None, None], ticket: Ticket, metrics: Metrics) -> Iterator[Chunk]:
-    has_text = False
     generation: Generation | None = None
     try:
         for chunk in chunks:
             generation = chunk.generation
-            if not has_text and (chunk.text or generation is not None):
-                has_text = True
+            if not ticket.has_text and (chunk.text or generation is not None):
+                ticket.has_text = True
                 metrics.first_token.observe(time.monotonic() - ticket.started)
             if generation is not None:
                 tokens_after_first = generation.usage.completion_tokens - 1
