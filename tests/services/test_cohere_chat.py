@@ -100,8 +100,11 @@ def test_sampling_fields_reach_the_generator(client: cohere.ClientV2):
     short = client.chat(model="fake", messages=MESSAGES, documents=DOCUMENTS, max_tokens=2, seed=3, p=0.9, k=5)
     assert short.finish_reason == "MAX_TOKENS"
     stopped = client.chat(model="fake", messages=MESSAGES, documents=DOCUMENTS, stop_sequences=["was"])
+    assert stopped.finish_reason == "STOP_SEQUENCE"
     assert stopped.message.content is not None
     assert stopped.message.content[0].text.strip() == "The bridge of Arvo"  # type: ignore[union-attr]
+    *_, end = client.chat_stream(model="fake", messages=MESSAGES, documents=DOCUMENTS, stop_sequences=["was"])
+    assert end.delta.finish_reason == "STOP_SEQUENCE"  # type: ignore[union-attr]
 
 
 def test_a_sentence_known_by_attention_is_cited_where_no_quote_is():

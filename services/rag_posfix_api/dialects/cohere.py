@@ -39,7 +39,7 @@ from rag_posfix_api.http.errors import Problem
 from rag_posfix_api.http.json_bodies import CleanRoute, typed_event
 from rag_posfix_api.runtime.service import Service
 
-FinishReason = Literal["COMPLETE", "MAX_TOKENS"]
+FinishReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS"]
 
 
 class CitationOptions(RequestModel):
@@ -225,6 +225,8 @@ def _retrieved_fields(document: AnswerDocument) -> dict[str, Any]:
 
 
 def _finish_reason(answer: Answer) -> FinishReason:
+    if answer.stop_string is not None:
+        return "STOP_SEQUENCE"
     return "MAX_TOKENS" if answer.finish_reason == "length" else "COMPLETE"
 
 
