@@ -54,6 +54,18 @@ def test_an_answer_has_citations_with_the_fields_of_their_documents(client: cohe
     assert answered.usage.tokens.output_tokens == 8
 
 
+@pytest.mark.parametrize("document", [BRIDGE, {"data": {"text": BRIDGE}}])
+def test_a_document_without_an_id_gets_the_id_of_no_other_document(client: cohere.ClientV2, document: Any):
+    others = [{"id": "doc_0", "data": {"text": HARBOUR}}, {"id": "doc_0_", "data": {"text": "Fog."}}]
+    answered = client.chat(model="fake", messages=MESSAGES, documents=[document, *others])
+    assert answered.message.citations is not None
+    (citation,) = answered.message.citations
+    assert citation.sources is not None
+    (source,) = citation.sources
+    assert source.document == {"id": source.id, "text": BRIDGE}
+    assert source.id not in ("doc_0", "doc_0_")
+
+
 def test_a_stream_has_the_events_of_the_api_in_order(client: cohere.ClientV2):
     events = list(client.chat_stream(model="fake", messages=MESSAGES, documents=DOCUMENTS))
     kinds = [event.type for event in events]

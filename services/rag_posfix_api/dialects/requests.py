@@ -221,9 +221,16 @@ Documents = Annotated[list[DocumentInput], Field(fail_fast=True)]
 
 
 def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> list[Document]:
-    """Return the documents of a request. A document without an id gets its index as id: ``doc_0``, ``doc_1``, ..."""
+    """Return the documents of a request. Without an id, each gets ``doc_INDEX``, with ``_`` until it is unique."""
     check_count(len(inputs), max_documents)
-    return [_document(document, index) for index, document in enumerate(inputs)]
+    taken = {document.id for document in inputs if isinstance(document, DocumentObject)}
+    documents = []
+    for index, document in enumerate(inputs):
+        free_id = f"doc_{index}"
+        while free_id in taken:
+            free_id += "_"
+        documents.append(_document(document, free_id))
+    return documents
 
 
 def check_count(count: int, max_documents: int, param: str = "documents") -> None:
@@ -234,14 +241,14 @@ def check_count(count: int, max_documents: int, param: str = "documents") -> Non
         )
 
 
-def _document(document: str | DocumentObject, index: int) -> Document:
+def _document(document: str | DocumentObject, free_id: str) -> Document:
     if isinstance(document, str):
-        return Document(page_content=document, id=f"doc_{index}")
+        return Document(page_content=document, id=free_id)
     metadata = {"title": document.heading, "relevance_score": document.relevance}
     return Document(
         page_content=document.content or "",
         metadata={name: value for name, value in metadata.items() if value is not None},
-        id=document.id or f"doc_{index}",
+        id=document.id or free_id,
     )
 
 
