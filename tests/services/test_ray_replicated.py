@@ -33,7 +33,7 @@ def asked(**sampling) -> GenerationRequest:
 class Failing:
     """Replicas that are lost after so many chunks, one number for each attempt, and then one that is not."""
 
-    def __init__(self, *lost_after: int, texts: list[str] | None = None) -> None:
+    def __init__(self, *lost_after: int, texts: list[list[str]] | None = None) -> None:
         self.lost_after = list(lost_after)
         self.asked: list[GenerationRequest] = []
         self.texts = texts or []
@@ -78,6 +78,12 @@ def test_an_answer_that_began_and_goes_on_otherwise_is_an_error():
     assert next(chunks).text + next(chunks).text == "A tower of"
     with pytest.raises(UpstreamError, match="another replica's answer differs"):
         list(chunks)
+
+
+def test_an_answer_that_began_and_ends_earlier_is_an_error():
+    replicas = Failing(3, texts=[["The bridge of Arvo was built ", "in 1911", " by Wick", "."]])
+    with pytest.raises(UpstreamError, match="another replica's answer differs"):
+        list(replicated(replicas).stream(asked()))
 
 
 def test_attempts_are_bounded():

@@ -235,7 +235,8 @@ class _Sent:
         for chunk in chunks:
             text, before = text + chunk.text, len(text)
             common = min(len(text), len(self.text))
-            if text[before:common] != self.text[before:common]:
+            ends_early = chunk.generation is not None and len(text) < len(self.text)
+            if ends_early or text[before:common] != self.text[before:common]:
                 raise UpstreamError(
                     "the replica was lost after a part of the answer was sent, and another replica's answer differs "
                     "from that part; ask again"
