@@ -95,6 +95,26 @@ def test_a_job_that_fails_says_why_and_nothing_secret(error: Exception, told: st
     assert "secret" not in state.error
 
 
+def test_jobs_start_again_after_they_were_closed(jobs: PrecomputeJobs):
+    running, queued = threading.Event(), Stepping()
+
+    def work(progress, cancelled: threading.Event) -> int:
+        running.set()
+        assert cancelled.wait(20)
+        progress(2, 6)
+        return 20
+
+    jobs.start("a", work)
+    jobs.start("b", queued)
+    assert running.wait(20)
+    jobs.close()
+    assert jobs.state("a") == PrecomputeState("cancelled", 2, 6)
+    assert jobs.state("b") == PrecomputeState("cancelled")
+    queued.on.release(3)
+    jobs.start("b", queued)
+    assert ended(jobs, "b").status == "done"
+
+
 def test_a_job_that_was_forgotten_leaves_nothing(jobs: PrecomputeJobs):
     work = Stepping()
     jobs.start("a", work)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from rag_posfix.contracts.generator import TokenEncoder
@@ -22,6 +23,7 @@ from rag_posfix_api.runtime.admission import Admission
 
 Progress = Callable[[int, int], None]
 
+_one_thread = partial(ThreadPoolExecutor, 1, thread_name_prefix="precompute")
 _BATCH_SECONDS = 600.0
 PAUSE_SECONDS = 0.5
 """How long a batch waits before it asks a full service again."""
@@ -55,7 +57,7 @@ class PrecomputeJobs:
     """Jobs by key, one of them running at a time. The last state of each is kept."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="precompute")
+        self._pool = _one_thread()
         self._lock = threading.Lock()
         self._states: dict[Hashable, PrecomputeState] = {}
         self._cancelled: dict[Hashable, threading.Event] = {}
@@ -71,7 +73,7 @@ class PrecomputeJobs:
                 raise ConflictError("a job for this collection is running; wait until it ends, or cancel it")
             cancelled = self._cancelled[key] = threading.Event()
             state = self._states[key] = PrecomputeState()
-        self._pool.submit(self._run, key, work, cancelled)
+            self._pool.submit(self._run, key, work, cancelled)
         return state
 
     def state(self, key: Hashable) -> PrecomputeState | None:
@@ -94,12 +96,12 @@ class PrecomputeJobs:
             self._states.pop(key, None)
 
     def close(self) -> None:
-        """End all jobs after their current batch, and wait for that."""
+        """End all jobs after their current batch, and wait for that; later jobs have a thread of their own."""
         with self._lock:
-            events = list(self._cancelled.values())
-        for event in events:
-            event.set()
-        self._pool.shutdown(cancel_futures=True)
+            pool, self._pool = self._pool, _one_thread()
+            for event in self._cancelled.values():
+                event.set()
+        pool.shutdown()  # queued jobs run too, and note that they were cancelled
 
     def _run(
         self, key: Hashable, work: Callable[[Progress, threading.Event], int], cancelled: threading.Event
