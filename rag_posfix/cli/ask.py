@@ -1,4 +1,4 @@
-"""``rag-posfix ask`` and ``prompt``: a question over an index, and what the model will read for it."""
+"""``rag-posfix ask`` and ``prompt``: a question over an index or a store, and what the model will read for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rag_posfix.cli.ask_many import AnswerFile, QuestionRow, answer_all, read_questions
-from rag_posfix.cli.options import AsJson, Filter, check_answer_fits, check_index, filter_of, follows, with_settings
+from rag_posfix.cli.options import (
+    AsJson,
+    Filter,
+    Index,
+    check_answer_fits,
+    check_searchable,
+    filter_of,
+    follows,
+    with_settings,
+)
 from rag_posfix.cli.output import emit, emit_json, err, out, say, status
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.settings import Settings
@@ -36,8 +45,8 @@ _SENTENCE_CHARACTERS = 240
     "template", "model", "adapter", "device", "tp", "profile",
 )  # fmt: skip
 def ask(
-    index: Annotated[Path, typer.Option("--index", help="Search this index folder, written by rag-posfix index.")],
     settings: Settings,
+    index: Index = None,
     question: Annotated[str | None, typer.Argument(help="Ask it; none with --chat or --questions.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     cache: Annotated[
@@ -55,7 +64,7 @@ def ask(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question from an index, with sources.
+    """Answer a question from an index or a vector store, with sources.
 
     With --chat the model is loaded once for all questions, until an empty line; each continues the conversation. If
     no passage is found, the answer says so and the exit code is 3. With --questions and --out many questions are
@@ -65,7 +74,7 @@ def ask(
     """
     _check_usage(question, chat=chat, stream=stream, as_json=as_json, questions=questions, output=output)
     metadata_filter = filter_of(filters)
-    check_index(index)
+    check_searchable(index, settings)
     check_answer_fits(settings)
     if questions is not None and output is not None:
         _ask_many(settings, index, read_questions(questions, metadata_filter, cache), AnswerFile(output), as_json)
@@ -95,7 +104,7 @@ def ask(
         raise typer.Exit(NO_PASSAGE)
 
 
-def _open(settings: Settings, index: Path) -> Pipeline | None:
+def _open(settings: Settings, index: Path | None) -> Pipeline | None:
     """Return the pipeline, whose model is loaded for the first answer; None in a follower rank, which is done."""
     from rag_posfix.pipeline.build import build_pipeline, resolve_methods
 
@@ -107,7 +116,7 @@ def _open(settings: Settings, index: Path) -> Pipeline | None:
 
 
 def _ask_many(
-    settings: Settings, index: Path, rows: Sequence[QuestionRow], answers: AnswerFile, as_json: bool
+    settings: Settings, index: Path | None, rows: Sequence[QuestionRow], answers: AnswerFile, as_json: bool
 ) -> None:
     with closing(answers):
         missing, n_failed = answers.missing(rows), 0
@@ -224,8 +233,8 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
 )  # fmt: skip
 def prompt(
     question: Annotated[str, typer.Argument(help="Show the prompt of this question.")],
-    index: Annotated[Path, typer.Option("--index", help="Search this index folder, written by rag-posfix index.")],
     settings: Settings,
+    index: Index = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the prompt of a question, without answering it.
@@ -234,7 +243,7 @@ def prompt(
     or in Redis. The weights are loaded only if there is such a store.
     """
     checked_question(question)
-    check_index(index)
+    check_searchable(index, settings)
     from rag_posfix.pipeline.build import build_pipeline, resolve_methods
     from rag_posfix.pipeline.pipeline import Question
 

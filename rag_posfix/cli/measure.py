@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rag_posfix.cli.ask_many import read_questions
-from rag_posfix.cli.options import AsJson, Fresh, Limit, check_index, out_option, with_settings
+from rag_posfix.cli.options import AsJson, Fresh, Limit, check_searchable, out_option, with_settings
 from rag_posfix.cli.output import emit, err, out, progress_with_text, say, say_files, status, table
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
@@ -75,18 +75,15 @@ def measure(
 ) -> None:
     """Measure the position bias of a model on your documents.
 
-    Each question is asked with the passages that your index finds, in random orders and, as a control, in one order
-    several times. Questions without labels say how many answers change with the order. Labels, or questions that are
-    written from the index, also say which position the model reads best. Then arrangements of the passages are tried,
-    and the one to use is written to OUT/profile.json, for serve --profile and ask --profile.
+    Each question is asked with the passages that your index or vector store finds, in random orders and, as a
+    control, in one order several times. Questions without labels say how many answers change with the order. Labels,
+    or questions that are written from the index, also say which position the model reads best. Then arrangements of
+    the passages are tried, and the one to use is written to OUT/profile.json, for serve --profile and ask --profile.
 
     Every answer is appended to a journal in OUT as soon as it is there; the same command continues after an
     interruption.
     """
-    if (index is None) == (data is None):
-        raise ConfigError("give --index, with --questions or without, or --data, with labels; one of the two")
-    if index is not None:
-        check_index(index)
+    _check_usage(index, questions, data, settings)
     rows = None if questions is None else read_questions(questions, None, False)
     from rag_posfix.evaluation.data.labels import load_labels
     from rag_posfix.evaluation.record import file_digest
@@ -119,6 +116,17 @@ def measure(
                   "sha256": file_digest(source) if source else _digest(asked)},
         )  # fmt: skip
     emit(record.to_json(), as_json, _show)
+
+
+def _check_usage(index: Path | None, questions: Path | None, data: Path | None, settings: Settings) -> None:
+    """Raise unless the options name one source of passages, and its index is there."""
+    if (index is None) == (data is None) and (index is not None or questions is None):
+        raise ConfigError(
+            "give one of three: --index, with --questions or without; --data, with labels; --questions, with a vector "
+            "store as --retriever KIND:key=value,..."
+        )
+    if data is None:
+        check_searchable(index, settings)
 
 
 def _shell_command(words: list[str] | None) -> str | None:

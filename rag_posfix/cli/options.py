@@ -72,6 +72,14 @@ Filter = Annotated[
     list[str] | None,
     typer.Option("--filter", help="Retrieve only matching passages: FIELD=VALUE or JSON.", show_default="none"),
 ]
+Index = Annotated[
+    Path | None,
+    typer.Option(
+        "--index",
+        help="Search this index folder, written by rag-posfix index.",
+        show_default="none; needed without a store as --retriever",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Data = Annotated[Path, typer.Option("--data", help="Read questions from this file; .gz or plain.")]
 GoldPositions = Annotated[
@@ -242,6 +250,19 @@ def check_index(folder: Path) -> None:
     from rag_posfix.retrieval.index.storage import check_sizes
 
     check_sizes(folder)
+
+
+def check_searchable(index: Path | None, settings: Settings) -> None:
+    """Check that there is an index, as ``check_index``, or that a vector store of another program is searched."""
+    if index is not None:
+        check_index(index)
+        return
+    from rag_posfix.retrieval.external_stores import is_external
+
+    if not is_external(settings.retriever):
+        raise typer.BadParameter(
+            "give the folder of an index, or a vector store as --retriever KIND:key=value,...", param_hint="--index"
+        )
 
 
 def check_answer_fits(settings: Settings) -> None:
