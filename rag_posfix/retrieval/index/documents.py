@@ -133,6 +133,7 @@ class DocumentTable:
         self._keys: dict[str, int] | None = None
         # For each field, the keys of the documents with each value (by comparison key); built on first use of a field.
         self._postings: dict[str, dict[tuple[str, object], NDArray[np.int64]]] = {}
+        self._fields: set[str] | None = None  # of all documents, from the first pass over them: filters name any field
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -194,8 +195,8 @@ class DocumentTable:
     def matching(self, metadata_filter: MetadataFilter) -> NDArray[np.int64]:
         """Return the keys of the documents that match a filter, ascending.
 
-        Cost: with a dict, one pass over the documents when a field is first used, and set operations on keys
-        afterwards; with a function, one call per document each time.
+        Cost: with a dict, one pass over the documents when one of their fields is first used, and set operations on
+        keys afterwards; with a function, one call per document each time.
         """
         import numpy as np
 
@@ -234,17 +235,22 @@ class DocumentTable:
         """Return the keys of the documents by each value of a field, and under ``_EXISTING`` those that have one."""
         import numpy as np
 
-        if field not in self._postings:
+        if field not in self._postings and (self._fields is None or field in self._fields):
             keys: dict[tuple[str, object], list[int]] = {}
+            fields: set[str] = set()
             for key, entry in self.entries.items():
-                if field not in entry.document.metadata:
+                metadata = entry.document.metadata
+                fields.update(metadata)
+                if field not in metadata:
                     continue
-                value = entry.document.metadata[field]
+                value = metadata[field]
                 names = {comparison_key(item) for item in elements(value)}
                 for name in names | {_EXISTING} if has_value(value) else names:
                     keys.setdefault(name, []).append(key)
-            self._postings[field] = {name: np.asarray(rows, dtype=np.int64) for name, rows in keys.items()}
-        return self._postings[field]
+            self._fields = fields
+            if field in fields:
+                self._postings[field] = {name: np.asarray(rows, dtype=np.int64) for name, rows in keys.items()}
+        return self._postings.get(field, {})
 
     def _key_by_id(self) -> dict[str, int]:
         """Return keys by id; for memory-mapped documents, the first call reads all of them."""
@@ -264,6 +270,7 @@ class DocumentTable:
     def _mark_changed(self) -> None:
         self.revision += 1
         self._postings.clear()
+        self._fields = None
 
 
 def _union(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

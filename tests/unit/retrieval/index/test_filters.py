@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +57,40 @@ def test_a_filter_follows_changes_of_the_documents():
     table.remove(["0"])
     table.replace([IndexEntry(Document(id="1", page_content="", metadata={"a": 1}))])
     assert table.matching({"a": 1}).tolist() == [1, 2]
+
+
+class Passes(dict):
+    """Entries that count the passes over them."""
+
+    made = 0
+
+    def items(self):
+        self.made += 1
+        return super().items()
+
+
+def test_fields_that_no_document_has_cost_one_pass_together():
+    entries = Passes({0: IndexEntry(Document(id="0", page_content="x", metadata={"a": 1}))})
+    table = DocumentTable(entries)
+    for number in range(5):
+        assert table.matching({f"unknown {number}": 1}).tolist() == []
+        assert table.matching({f"unknown {number}": {"$exists": False}}).tolist() == [0]
+    assert entries.made == 1
+    assert table.matching({"a": 1}).tolist() == [0]
+    table.add([IndexEntry(Document(id="1", page_content="x", metadata={"unknown 3": 1}))])
+    assert table.matching({"unknown 3": 1}).tolist() == [1]
+
+
+def test_names_of_fields_that_no_document_has_are_not_kept():
+    class Name(str):
+        """A text that can be referred to weakly."""
+
+    table, name = table_of({"a": 1}), Name("unknown")
+    reference = weakref.ref(name)
+    table.matching({name: 1})
+    del name
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
