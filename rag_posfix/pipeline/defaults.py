@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -214,4 +215,4 @@ class PassageFloor:
 
 def _score(document: Document) -> float:
     score = document.metadata.get("relevance_score")
-    return float(score) if isinstance(score, int | float) else 1.0
+    return float(score) if isinstance(score, Real) else 1.0

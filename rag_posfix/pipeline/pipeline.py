@@ -367,8 +367,8 @@ class Pipeline(AskedInBatches):
         question, reranker = run.question, self._reranker_of(run.question)
         k = self.defaults.k if question.k is None else question.k
         chooses = question.documents is None and self.candidates > 0
-        scored = question.reranker is None and all("relevance_score" in document.metadata for document in documents)
-        if reranker is None or (scored and not chooses):
+        unscored = any(document.metadata.get("relevance_score") is None for document in documents)
+        if reranker is None or not (chooses or unscored or question.reranker is not None):
             return documents
         with run.stage("rerank", "reranker", documents) as stage, salted(run.salt):
             if chooses:  # the first k if the reranker kept the given order

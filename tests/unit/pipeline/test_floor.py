@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from langchain_core.documents import Document
 
@@ -87,6 +88,11 @@ def test_scores_that_nobody_knows_are_left_alone_unless_a_similarity_is_given():
     assert ask(shelf, {"a": 0.0})[0] == {"a"}
     assert ask(shelf, {"a": 9.0}, floor=0.2)[0] == set()
     assert ask(shelf, {"a": 0.0}, floor=0.05)[0] == set(), "the judge decides about what is left"
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64])
+def test_scores_of_numpy_are_scores(kind):
+    assert ask(Shelf(a=kind(0.7), b=kind(0.1)))[0] == {"a"}
 
 
 def test_documents_of_a_question_are_read_whatever_their_scores():

@@ -185,6 +185,11 @@ class TestReranking:
         answer = pipeline(reranker=reranker).ask(Question(QUESTION, [scored]))
         assert (answer.documents[0].score, reranker.calls) == (0.3, 0)
 
+    def test_relevance_that_is_none_is_scored(self):
+        unscored = Document(page_content="x" * 20, id="x", metadata={"relevance_score": None})
+        answer = pipeline(reranker=ByLength()).ask(Question(QUESTION, [unscored]))
+        assert answer.documents[0].score == 0.5
+
     def test_retrieved_documents_keep_their_relevance(self):
         reranker = ByLength()
         pipeline(reranker=reranker, retriever=Shelf()).ask(QUESTION)
