@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 from langchain_core.documents import Document
 from pydantic import Field
 
 from rag_posfix.contracts.retrieval import Retriever, SearchQuery, retrieve_matching, retrieve_query
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.base import QuestionRetriever
 from rag_posfix.retrieval.index.documents import deep_copy, stored_id
 
 __all__ = ["HybridRetriever"]
+
+_SCORES = frozenset({"relevance_score", "bm25_score"})
+"""Metadata that a search adds to a document."""
 
 
 class HybridRetriever(QuestionRetriever):
@@ -28,8 +32,8 @@ class HybridRetriever(QuestionRetriever):
     and ``weighted_scores`` for formulas and sources.
 
     A passage that several retrievers find keeps the metadata of the first of them, and gains the keys that only the
-    others have, such as ``bm25_score``. ``retrieve`` asks the retrievers one after the other, ``aretrieve``
-    concurrently.
+    others have, such as ``bm25_score``. Passages without an id are the same if their texts and metadata are equal, but
+    for scores. ``retrieve`` asks the retrievers one after the other, ``aretrieve`` concurrently.
 
     Attributes:
         retrievers: Two or more, each with ``retrieve(question, k)``.
@@ -42,6 +46,7 @@ class HybridRetriever(QuestionRetriever):
     Raises:
         ConfigError: fewer than two retrievers, an object that is none, unusable weights, or another value outside of
             its range.
+        RetrievalError: with ``score``, a retriever returned a passage without a finite ``relevance_score``.
     """
 
     retrievers: Sequence[Any]
@@ -89,26 +94,41 @@ class HybridRetriever(QuestionRetriever):
         return [1.0] * len(self.retrievers) if self.weights is None else [float(weight) for weight in self.weights]
 
     def _fused(self, results: Sequence[Sequence[Document]], k: int) -> list[Document]:
-        rankings = [_scores(documents) for documents in results]
+        rankings = [_by_id(documents) for documents in results]
         if self.fusion == "rank":
             fused = reciprocal_ranks([list(ranking) for ranking in rankings], self._weights(), self.rank_constant)
         else:
-            fused = weighted_scores(rankings, self._weights())
+            scores = [{name: _score(document) for name, document in ranking.items()} for ranking in rankings]
+            fused = weighted_scores(scores, self._weights())
         best = sorted(fused, key=lambda name: (-fused[name], name))[:k]
-        return [_merged(name, results, fused[name]) for name in best]
+        return [_merged(name, rankings, fused[name]) for name in best]
 
 
-def _scores(documents: Sequence[Document]) -> dict[str, float]:
-    """Return the relevance of each document by id, best first; the best of several with the same id counts."""
-    scores: dict[str, float] = {}
+def _by_id(documents: Sequence[Document]) -> dict[str, Document]:
+    """Return documents by id, best first; the best of several with the same id counts.
+
+    The hash that stands for a missing id is that of the document before a search added its scores.
+    """
+    ranking: dict[str, Document] = {}
     for document in documents:
-        scores.setdefault(stored_id(document), float(document.metadata["relevance_score"]))
-    return scores
+        metadata = {key: value for key, value in document.metadata.items() if key not in _SCORES}
+        ranking.setdefault(stored_id(document.model_copy(update={"metadata": metadata})), document)
+    return ranking
 
 
-def _merged(document_id: str, results: Sequence[Sequence[Document]], score: float) -> Document:
+def _score(document: Document) -> float:
+    score = document.metadata.get("relevance_score")
+    if not isinstance(score, Real) or not math.isfinite(score):
+        raise RetrievalError(
+            f"a retriever returned document {document.id!r} with relevance_score={score!r}; fusion='score' needs a "
+            "finite number from each retriever; give one, or use fusion='rank'"
+        )
+    return float(score)
+
+
+def _merged(document_id: str, rankings: Sequence[Mapping[str, Document]], score: float) -> Document:
     """Return the document with this id, with the metadata of all copies; the first copy takes precedence."""
-    copies = [document for documents in results for document in documents if stored_id(document) == document_id]
+    copies = [ranking[document_id] for ranking in rankings if document_id in ranking]
     metadata: dict[str, Any] = {}
     for document in reversed(copies):
         metadata = {**metadata, **document.metadata}

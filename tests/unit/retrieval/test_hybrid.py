@@ -1,9 +1,13 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.retrieval import SearchQuery, retrieve_query
+from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.base import as_retriever
+from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.hybrid import HybridRetriever, min_max, reciprocal_ranks, weighted_scores
 
 
@@ -98,6 +102,35 @@ def test_metadata_of_the_first_is_kept_and_that_of_the_others_added():
     hybrid = HybridRetriever(retrievers=[Fixed(A, source="first"), Fixed(B, source="second", bm25_score=7.0)])
     best = hybrid.retrieve("q", 1)[0]
     assert (best.id, best.metadata["source"], best.metadata["bm25_score"]) == ("y", "first", 7.0)
+
+
+def bare(*scores):
+    """A retriever of passages without ids, with these scores or None."""
+    metadata = [{} if score is None else {"relevance_score": score} for score in scores]
+    passages = [Document(page_content=f"text {number}", metadata=each) for number, each in enumerate(metadata)]
+    return as_retriever(lambda question: passages)
+
+
+def test_ranks_need_no_scores():
+    ranking = HybridRetriever(retrievers=[bare(None, None), bare(None)]).retrieve("q", 2)
+    assert [document.page_content for document in ranking] == ["text 0", "text 1"]
+    assert [document.metadata["relevance_score"] for document in ranking] == pytest.approx([1.0, 61 / 124])
+
+
+def test_passages_without_ids_are_the_same_whatever_their_scores():
+    ranking = HybridRetriever(retrievers=[bare(0.4), bare(np.float32(0.9)), bare(None)]).retrieve("q", 2)
+    assert [(document.page_content, document.metadata) for document in ranking] == [
+        ("text 0", {"relevance_score": 1.0})
+    ]
+    words = BM25Retriever.from_documents([Document(page_content="text 0")])
+    assert len(HybridRetriever(retrievers=[words, bare(0.4)]).retrieve("text", 2)) == 1
+
+
+@pytest.mark.parametrize("score", [None, "high", float("nan")])
+def test_scores_that_cannot_be_fused_are_refused(score):
+    hybrid = HybridRetriever(retrievers=[bare(np.float32(0.5)), bare(score)], fusion="score")
+    with pytest.raises(RetrievalError, match=f"relevance_score={score!r}; fusion='score' needs a finite number"):
+        hybrid.retrieve("q", 2)
 
 
 def test_each_retriever_is_asked_for_the_candidates_or_for_k_if_that_is_more():
