@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import chain
 from types import GeneratorType
 from typing import Any
 
@@ -340,8 +341,8 @@ class Pipeline(AskedInBatches):
         key = answer_key(run, assembled, info, sampling, model, assembler.template) if caches else None
         prompt = RememberedPrompt(assembled, key, scope)
         if values is not None and not assembled.depends_on_recent:
-            texts = [question.text, conversation, *(document.page_content for document in documents)]
-            self._memory.put(origin, prompt, texts)
+            texts = [question.text, conversation, *sampling.stop, sampling.json_schema, *chain.from_iterable(values)]
+            self._memory.put(origin, prompt, [text for text in texts if text])
         return prompt
 
     def _documents(self, run: QuestionRun) -> Sequence[Document]:

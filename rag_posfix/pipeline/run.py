@@ -19,7 +19,10 @@ from rag_posfix.contracts.retrieval import SearchQuery
 from rag_posfix.pipeline.tracing import QuestionTrace, Stage, StageWatcher
 
 REMEMBERED_CHARACTERS = 1_000_000
-"""Of all texts that are remembered; with tokens and objects this takes about 15 MB."""
+"""Of all texts that are remembered, metadata included; with tokens and objects this takes about 15 MB."""
+
+_TEXT_CHARACTERS = 50
+"""What a text takes beside its characters, as characters: its share of the objects of prompt and answer."""
 
 REMEMBERED_SECONDS = 300.0
 """How long a prompt is remembered."""
@@ -61,8 +64,8 @@ class RememberedPrompt:
 class PromptMemory:
     """Remembers prompts by everything that they were made of. Safe to share between threads.
 
-    The oldest ones are forgotten first. ``clock`` returns monotonic seconds; ``characters`` is the length of all
-    texts that are remembered.
+    The oldest ones are forgotten first. ``clock`` returns monotonic seconds; ``characters`` is the size of all texts
+    that are remembered.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,8 +81,8 @@ class PromptMemory:
             return self._prompts.get(origin)
 
     def put(self, origin: Hashable, prompt: RememberedPrompt, texts: Sequence[str]) -> None:
-        """Remember a prompt that was made of ``origin``, with these texts."""
-        size = sum(map(len, texts))
+        """Remember a prompt that was made of ``origin``, with all of its texts."""
+        size = _size(texts)
         if size > REMEMBERED_CHARACTERS // 4:
             return
         current_time = self._clock()
@@ -107,10 +110,14 @@ class PromptMemory:
     def _forget(self, origin: Hashable) -> None:
         prompt = self._prompts.pop(origin, None)
         if prompt is not None:
-            self.characters -= sum(map(len, prompt.texts))
+            self.characters -= _size(prompt.texts)
 
 
-def document_values(documents: Sequence[Document]) -> tuple[Hashable, ...] | None:
+def _size(texts: Sequence[str]) -> int:
+    return sum(map(len, texts)) + _TEXT_CHARACTERS * len(texts)
+
+
+def document_values(documents: Sequence[Document]) -> tuple[tuple[str | None, str, str], ...] | None:
     """Return what is different for different documents; None if a value in their metadata is not a plain one."""
     values = []
     for document in documents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,7 +148,7 @@ def _prompt() -> RememberedPrompt:
 def test_memory_is_bounded_by_characters_and_time() -> None:
     seconds = [0.0]
     memory = PromptMemory(lambda: seconds[0])
-    text = "x" * (REMEMBERED_CHARACTERS // 5)
+    text = "x" * (REMEMBERED_CHARACTERS // 5 - 100)
     for number in range(12):
         memory.put(number, _prompt(), [text])
         assert memory.characters <= REMEMBERED_CHARACTERS
@@ -158,6 +158,39 @@ def test_memory_is_bounded_by_characters_and_time() -> None:
     seconds[0] = REMEMBERED_SECONDS + 1
     assert memory.get(11) is None
     assert memory.characters == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: {"documents": [_renamed(ROME, raw=text)]},
+        lambda text: {"documents": [Document(page_content=ROME.page_content, id=text)]},
+        lambda text: {"sampling": Sampling(stop=(text,))},
+        lambda text: {"sampling": Sampling(json_schema={"type": "object", "description": text})},
+    ],
+    ids=["metadata", "id", "stop", "schema"],
+)
+def test_everything_that_is_remembered_counts(
+    change: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pipeline(cache=memory_cache())
+    monkeypatch.setattr(made.generator, "check_json_schema", lambda schema: None, raising=False)
+    changes = [change(f"{number} {'x' * (REMEMBERED_CHARACTERS // 5)}") for number in range(6)]
+    questions = [Question(**{"text": QUESTION, "documents": [ROME], **each}) for each in changes]
+    for question in questions:
+        made.ask(question)
+    texts = encoded(made, monkeypatch)
+    made.ask(questions[5])
+    assert ROME.page_content not in texts
+    made.ask(questions[0])
+    assert ROME.page_content in texts, "later ones took its place"
+
+
+def test_short_texts_take_more_than_their_characters() -> None:
+    memory, prompt = PromptMemory(), _prompt()
+    for number in range(REMEMBERED_CHARACTERS // 50):
+        memory.put(number, replace(prompt), ["x"])
+    assert memory.get(0) is None
 
 
 def test_threads_share_a_memory() -> None:
