@@ -73,6 +73,10 @@ class Assembled:
         """Number of tokens of the prompt."""
         return len(self.layout.token_ids)
 
+    def copied_documents(self) -> tuple[Document, ...]:
+        """Return copies of the documents with metadata of their own; equal questions may share this prompt."""
+        return tuple(map(_copy, self.documents))
+
     def log_omissions(self) -> None:
         """Log how many passages were cut to fit or left out because of the budget: numbers, no text and no ids."""
         n_dropped = sum(dropped.reason == "budget" for dropped in self.dropped)

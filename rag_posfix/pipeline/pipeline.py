@@ -227,7 +227,7 @@ class Pipeline(AskedInBatches):
 
     def find_passages(self, question: Question | str) -> tuple[Document, ...]:
         """Return the passages that the model would read, in the order of the prompt, without generating."""
-        return self._prepare(as_question(question), None, UNTRACED).prompt.assembled.documents
+        return self._prepare(as_question(question), None, UNTRACED).prompt.assembled.copied_documents()
 
     def _answer(self, prepared: PreparedQuestion) -> Answer:
         cache, key, run = self.cache, prepared.prompt.key, prepared.run
@@ -314,7 +314,8 @@ class Pipeline(AskedInBatches):
             documents = self._documents(run)
         with run.stage("assemble", "assembler") as stage:
             prompt = self._prompt(run, assembler, documents, info, sampling)
-            stage.done(prompt.assembled.documents)
+            if trace is not UNTRACED:  # copies take a fifth of the time of a cached answer
+                stage.done(prompt.assembled.copied_documents())
         prompt.assembled.log_omissions()
         request = GenerationRequest(prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution)
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))

@@ -14,6 +14,7 @@ from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.pipeline.run import REMEMBERED_CHARACTERS, REMEMBERED_SECONDS, PromptMemory, RememberedPrompt
+from rag_posfix.pipeline.tracing import Untraced
 from tests.support.pipelines import BREAD, QUESTION, ROME, memory_cache, pipeline
 from tests.support.serving import DictCache
 from tests.support.threads import in_threads
@@ -129,6 +130,27 @@ def test_another_entry_of_the_cache_makes_another_answer() -> None:
     ((key, entry),) = cache.entries.items()
     cache.put(key, {**entry, "text": "Another text"})
     assert made.ask(Question(QUESTION, [BREAD, ROME])).text == "Another text"
+
+
+class _Changing(Untraced):
+    """A trace that changes the documents of a prompt."""
+
+    def done(self, outcome: Any) -> None:
+        for document in outcome if isinstance(outcome, tuple) else ():
+            document.page_content = "changed"
+            document.metadata["title"] = "changed"
+
+
+def test_documents_that_are_given_out_can_be_changed() -> None:
+    question = Question(QUESTION, [_renamed(ROME, title="Rome")])
+    expected = content(pipeline(cache=memory_cache()).ask(question))
+    for give_out in (
+        lambda made: made.with_tracer(_Changing()).ask(question),
+        lambda made: _Changing().done(made.find_passages(question)),
+    ):
+        made = pipeline(cache=memory_cache())
+        give_out(made)
+        assert content(made.ask(question)) == expected
 
 
 def test_an_order_that_follows_recent_prompts_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
