@@ -327,19 +327,19 @@ class Pipeline(AskedInBatches):
         """Return the prompt of a question; that of an equal question a short while ago, if its answer is cached."""
         question, conversation = run.question, conversation_text(run.question)
         before = conversation if assembler.template.history_first else ""
-        template, filtered = assembler.template.fingerprint(), filter_key(run.filter)
-        scope = content_hash(run.salt, info.fingerprint, template, before, filtered)
+        template, traced = assembler.template.fingerprint(), self.defaults.attribution
+        scope = content_hash(run.salt, info.fingerprint, template, before, filter_key(run.filter))
         caches = self.cache is not None and question.use_cache and sampling.deterministic
         order, model = question.order or self.defaults.order, self.generator.fingerprint
         retrieves, values = question.documents is None, document_values(documents) if caches else None
-        origin = (scope, model, sampling, order, question.seed, question.text, conversation, retrieves, values)
+        origin = (scope, model, traced, sampling, order, question.seed, question.text, conversation, retrieves, values)
         if values is not None and (prompt := self._memory.get(origin)) is not None:
             return prompt
         assembled = assembler.assemble(
             question.text, documents, order=order, seed=question.seed, max_new_tokens=sampling.max_tokens,
             history=question.history, recent=self.recent.recent(scope), order_free=info.order_invariant,
         )  # fmt: skip
-        key = answer_key(run, assembled, info, sampling, model, assembler.template) if caches else None
+        key = answer_key(run, assembled, info, sampling, model, template, traced) if caches else None
         prompt = RememberedPrompt(assembled, key, scope)
         if values is not None and not assembled.depends_on_recent:
             texts = [question.text, conversation, *sampling.stop, sampling.json_schema, *chain.from_iterable(values)]

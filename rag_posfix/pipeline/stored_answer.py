@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NotRequired
 
@@ -10,7 +11,6 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rag_posfix.assembly.assembler import Assembled
-from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.answers.keys import AnswerKey
 from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation, Question
 from rag_posfix.contracts.filters import filter_key
@@ -25,12 +25,13 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes
 from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash, titled_text
 
 _Count = Annotated[int, Strict(), Field(ge=0)]
 _Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 _Shares = dict[str, Annotated[_Number, Field(ge=0)]]
-"""By content key."""
+"""By the names of ``_passage_names``."""
 _Scored = tuple[Annotated[str, Field(pattern="^([0-9a-f]{2})*$")], _Number | None]
 """The bytes of a token in hexadecimal, and its log-probability."""
 
@@ -61,29 +62,41 @@ def answer_key(
     info: MitigationInfo,
     sampling: Sampling,
     model: str,
-    template: PromptTemplate,
+    template: str,
+    traced: bool,
 ) -> str:
-    """Return the key of an answer in the cache; ``model`` is the fingerprint of the generator."""
+    """Return the key of an answer in the cache; ``model`` and ``template`` are the fingerprints of both."""
     layout, question = assembled.layout, run.question
-    relevance = layout.relevance or (None,) * layout.n_passages
-    passages = tuple(
-        content_hash(str(layout.tokens(span)), repr(score))
-        for span, score in zip(layout.passages, relevance, strict=True)
-    )
     return AnswerKey(
         model=model,
-        template=template.fingerprint(),
+        template=template,
         # The tokens around the passages: chat template, instructions and the conversation so far.
         assembly=content_hash(str(layout.tokens(layout.prefix)), str(layout.tokens(layout.suffix))),
         mitigation=info.fingerprint,
         sampling=repr(sampling) + (sampling.json_schema or ""),
         question=question.text,
         history=conversation_text(question),
-        documents=passages,
+        documents=_passage_names(layout),
         order_invariant=info.order_invariant,
         tenant=run.salt,
         filter="" if question.documents is not None else filter_key(run.filter),
+        traced=traced,
     ).digest()
+
+
+def _passage_names(layout: Layout) -> tuple[str, ...]:
+    """Return a hash of what is read of each passage, its tokens and its score, and of how many before it are equal.
+
+    Passages are equal if their texts were cut where they begin to differ.
+    """
+    relevance = layout.relevance or (None,) * layout.n_passages
+    counts: Counter[str] = Counter()
+    names = []
+    for span, score in zip(layout.passages, relevance, strict=True):
+        content = content_hash(str(layout.tokens(span)), repr(score))
+        names.append(content_hash(content, str(counts[content])))
+        counts[content] += 1
+    return tuple(names)
 
 
 def conversation_text(question: Question) -> str:
@@ -92,9 +105,9 @@ def conversation_text(question: Question) -> str:
 
 
 def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
-    """Return the cache entry of an answer. Attention is stored by content key, because ids belong to one question."""
+    """Return the cache entry of an answer. Attention is stored by what was read: ids belong to one question."""
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
-    keys = assembled.layout.keys
+    names = _passage_names(assembled.layout)
     claims = attribute_sentences(generation.text, generation.sources)
     stored: StoredAnswer = {
         "text": generation.text,
@@ -102,8 +115,8 @@ def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
         "prompt_tokens": generation.usage.prompt_tokens,
         "completion_tokens": generation.usage.completion_tokens,
         "cached_tokens": generation.usage.cached_tokens,
-        "attention": dict(zip(keys, attention, strict=True)),
-        "claims": [(claim.start, claim.end, dict(zip(keys, claim.shares, strict=True))) for claim in claims],
+        "attention": dict(zip(names, attention, strict=True)),
+        "claims": [(claim.start, claim.end, dict(zip(names, claim.shares, strict=True))) for claim in claims],
     }
     if generation.weighted:
         stored["weighted"] = True
@@ -139,10 +152,11 @@ def answer_from(
     Args:
         question: Its words are no evidence for a citation.
     """
+    names = _passage_names(assembled.layout)
     return Answer(
         text=stored["text"],
-        documents=_documents(stored, assembled),
-        citations=_citations(stored, assembled, question),
+        documents=_documents(stored, assembled, names),
+        citations=_citations(stored, assembled, names, question),
         usage=Usage(
             prompt_tokens=stored["prompt_tokens"],
             completion_tokens=stored["completion_tokens"],
@@ -178,7 +192,7 @@ def no_passage_answer(text: str, assembled: Assembled, mitigation: str, timings:
     )
 
 
-def _documents(stored: Mapping[str, Any], assembled: Assembled) -> tuple[AnswerDocument, ...]:
+def _documents(stored: Mapping[str, Any], assembled: Assembled, names: Sequence[str]) -> tuple[AnswerDocument, ...]:
     layout, attention = assembled.layout, stored["attention"]
     is_weighted = stored.get("weighted", False)
     relevance = layout.relevance or (None,) * layout.n_passages
@@ -187,20 +201,22 @@ def _documents(stored: Mapping[str, Any], assembled: Assembled) -> tuple[AnswerD
             id=identity,
             score=score,
             position=position,
-            attention=float(attention.get(key, 0.0)),
+            attention=float(attention.get(name, 0.0)),
             title=_text_or_none(document.metadata.get("title")),
             source=_text_or_none(document.metadata.get("source")),
             text=clean_text(document.page_content),
             page=_page(document.metadata.get("page")),
-            weight=float(attention.get(key, 0.0)) if is_weighted else None,
+            weight=float(attention.get(name, 0.0)) if is_weighted else None,
         )
-        for position, (identity, score, key, document) in enumerate(
-            zip(assembled.ids, relevance, layout.keys, assembled.documents, strict=True)
+        for position, (identity, score, name, document) in enumerate(
+            zip(assembled.ids, relevance, names, assembled.documents, strict=True)
         )
     )
 
 
-def _citations(stored: Mapping[str, Any], assembled: Assembled, question: str) -> tuple[Citation, ...]:
+def _citations(
+    stored: Mapping[str, Any], assembled: Assembled, names: Sequence[str], question: str
+) -> tuple[Citation, ...]:
     """Return citations by quote and by attention, sorted by start; for equal starts the quote first."""
     text = stored["text"]
     citations = []
@@ -209,7 +225,7 @@ def _citations(stored: Mapping[str, Any], assembled: Assembled, question: str) -
         ids = tuple(assembled.ids[index] for index in quote.passages)
         citations.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
     for start, end, shares in stored.get("claims", []):
-        index = dominant([float(shares.get(key, 0.0)) for key in assembled.layout.keys])
+        index = dominant([float(shares.get(name, 0.0)) for name in names])
         if index is not None:
             citations.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
     return tuple(sorted(citations, key=lambda citation: (citation.start, citation.origin == "attention")))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rag_posfix.text import content_hash
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
 
@@ -36,7 +36,8 @@ class AnswerKey:
             then sorted, so that shuffled passages give the same key.
         tenant: Salt that separates the answers of tenants.
         filter: ``filter_key`` of the filter that the passages were retrieved under: answers of one set of permissions
-            are never given to another. Empty without a filter: the key is then that of earlier releases.
+            are never given to another. Empty without a filter.
+        traced: Whether the stored answer has citations by attention.
     """
 
     model: str
@@ -50,13 +51,13 @@ class AnswerKey:
     history: str = ""
     tenant: str = ""
     filter: str = ""
+    traced: bool = True
 
     def digest(self) -> str:
         """Return the key as 32 hexadecimal digits."""
         documents = sorted(self.documents) if self.order_invariant else self.documents
-        version = f"answer-v{SCHEMA_VERSION}"
         return content_hash(
-            *((f"{version}-filtered", self.filter) if self.filter else (version,)),
+            f"answer-v{SCHEMA_VERSION}",
             self.model,
             self.template,
             self.assembly,
@@ -65,6 +66,8 @@ class AnswerKey:
             self.question,
             self.history,
             self.tenant,
+            self.filter,
+            str(self.traced),
             str(self.order_invariant),
             *documents,
         )

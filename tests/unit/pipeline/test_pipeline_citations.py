@@ -6,11 +6,15 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.contracts.answer import Citation
-from rag_posfix.contracts.request import TokenSource
+from rag_posfix.contracts.request import PromptTemplate, Sampling, TokenSource
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from tests.support.pipelines import BREAD, QUESTION, ROME, SOUND, Counting, memory_cache
 from tests.support.toy_encoder import ToyEncoder
+
+LONG = f"{ROME.page_content} {'word ' * 3000}"
+"""A text of which a prompt holds the beginning."""
 
 
 class Tracing(Counting):
@@ -63,6 +67,42 @@ class TestCitations:
     def test_tracing_can_be_turned_off(self):
         _, answer = self.asked([BREAD, ROME], defaults=Defaults(attribution=False))
         assert {citation.origin for citation in answer.citations} == {"quote"}
+
+    def test_answers_with_and_without_tracing_are_kept_apart(self):
+        cache = memory_cache()
+        for attribution, cached in ((False, False), (True, False), (False, True), (True, True)):
+            made, _ = self.asked([], defaults=Defaults(attribution=attribution))
+            made.cache = cache
+            answer = made.ask(Question(QUESTION, [BREAD, ROME]))
+            assert answer.cached is cached
+            assert ("attention" in {citation.origin for citation in answer.citations}) is attribution
+
+    @pytest.mark.parametrize(
+        ("template", "change"),
+        [(None, {"page_content": LONG + "another end"}), (PromptTemplate(heading=""), {"metadata": {"title": "No"}})],
+    )
+    def test_a_hit_has_the_attention_to_passages_that_are_equal_where_they_are_read(self, template, change):
+        generator = Tracing(ToyEncoder())
+        made = Pipeline(generator, Assembler(generator.encoder, 400), cache=memory_cache())
+        read = {"page_content": LONG + "end", "metadata": {"title": "Rome"}}
+        first, second = (
+            made.ask(Question("Tiber?", [Document(**each)], template=template, sampling=Sampling(max_tokens=10)))
+            for each in (read, {**read, **change})
+        )
+        assert (first.cached, second.cached) == (False, True)
+        assert [document.attention for document in second.documents] == [1.0]
+        assert [c.origin for c in second.citations] == [c.origin for c in first.citations] != []
+
+    def test_passages_that_begin_alike_and_are_cut_have_their_own_attention(self):
+        class Attending(Tracing):
+            def generate(self, request):
+                return replace(super().generate(request), attention=(0.75, 0.25))
+
+        generator, budget = Attending(ToyEncoder()), PassageBudget(200, overflow="truncate")
+        made = Pipeline(generator, Assembler(generator.encoder, 8192, budget=budget), cache=memory_cache())
+        for _ in range(2):  # the second one is cached
+            answer = made.ask(Question(QUESTION, [Document(page_content=LONG + end) for end in ("end", "other")]))
+            assert [document.attention for document in answer.documents] == [0.75, 0.25]
 
     def test_a_hit_cites_the_ids_of_the_new_question(self):
         made, _ = self.asked([BREAD, ROME])
