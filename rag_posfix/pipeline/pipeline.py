@@ -309,7 +309,8 @@ class Pipeline(AskedInBatches):
         assembler = self._assembler_of(question)
         assembler.check_length(question.text, question.history)  # before it is embedded and searched for
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
-        run = QuestionRun(question, salt, metadata_filter, query, trace, watched_by(trace, watcher))
+        position = 0 if self.cache is None else self.cache.position
+        run = QuestionRun(question, salt, metadata_filter, query, trace, watched_by(trace, watcher), position)
         with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
         with run.stage("assemble", "assembler") as stage:
@@ -424,8 +425,8 @@ class Pipeline(AskedInBatches):
     def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any]) -> Answer:
         if self.cache is not None and prepared.prompt.key is not None:
             with prepared.run.timed("cache"):
-                ids = prepared.prompt.assembled.ids
-                self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(prepared.run.salt, ids)))
+                ids, run = prepared.prompt.assembled.ids, prepared.run
+                self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(run.salt, ids)), run.position)
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:

@@ -28,8 +28,18 @@ class AnswerCache(Protocol):
         """Return the stored answer (JSON types only), or None."""
         ...
 
-    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
-        """Store an answer; ``document_ids`` are the documents it was made from."""
+    @property
+    def position(self) -> int:
+        """How many deletions the cache knows, as a number that grows with each."""
+        ...
+
+    def put(
+        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
+    ) -> None:
+        """Store an answer; ``document_ids`` are the documents it was made from.
+
+        It is never served if one of them was deleted after ``position``: that of the last look-up of ``key`` if None.
+        """
         ...
 
     def single_flight(self, key: str) -> AbstractContextManager[bool | None]:

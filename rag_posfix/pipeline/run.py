@@ -134,7 +134,8 @@ class QuestionRun:
 
     ``left_out`` are ids of retrieved passages below the floor, with the reason ``floor``.
 
-    ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get.
+    ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get,
+    ``position`` that of the answer cache before they were asked.
     """
 
     question: Question
@@ -143,6 +144,7 @@ class QuestionRun:
     query: SearchQuery
     trace: QuestionTrace
     watcher: StageWatcher
+    position: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)
 

@@ -210,8 +210,19 @@ class TieredAnswerCache(TieredCache[Blob]):
         self._counters.add("misses" if answer is None else "hits")
         return answer
 
-    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
-        """Keep an answer made from ``document_ids``, unless it is too large or not JSON."""
+    @property
+    def position(self) -> int:
+        """How far the log of deletions was read."""
+        return self._deletions_log.position
+
+    def put(
+        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
+    ) -> None:
+        """Keep an answer made from ``document_ids``, unless it is too large or not JSON, or one of them was deleted.
+
+        Args:
+            position: ``position`` before the documents were found; None for that of the last look-up of ``key``.
+        """
         try:
             answer = orjson.dumps(dict(value))
         except (TypeError, ValueError):
@@ -221,7 +232,8 @@ class TieredAnswerCache(TieredCache[Blob]):
             return
         self._deletions_log.start()
         with self._missed_lock:
-            position = self._missed.pop(key, self._deletions_log.position)
+            missed = self._missed.pop(key, self._deletions_log.position)
+        position = missed if position is None else position
         tags, expires_at = _tags(document_ids), self._clock() + self._ttl
         envelope = {
             "version": _ENVELOPE_VERSION,
@@ -231,7 +243,8 @@ class TieredAnswerCache(TieredCache[Blob]):
             "position": position,
             "value": orjson.Fragment(answer),
         }
-        self._put({key: Blob(orjson.dumps(envelope), tuple(tags), expires_at, position)}, len(self._tiers))
+        blobs = {key: Blob(orjson.dumps(envelope), tuple(tags), expires_at, position)}
+        self._put(self._deletions_log.surviving(blobs), len(self._tiers))
 
     def single_flight(self, key: str) -> AbstractContextManager[bool]:
         """Hold while computing ``key``; requests for the same key wait. True if one may have stored the answer now."""

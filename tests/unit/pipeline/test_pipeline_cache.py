@@ -11,7 +11,18 @@ from rag_posfix.contracts.answer import AnswerDocument
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.pipeline.pipeline import Defaults, Question
-from tests.support.pipelines import BREAD, PARIS, QUESTION, ROME, SOUND, ids, memory_cache, pipeline
+from tests.support.pipelines import (
+    BREAD,
+    PARIS,
+    QUESTION,
+    ROME,
+    SOUND,
+    ByLength,
+    Shelf,
+    ids,
+    memory_cache,
+    pipeline,
+)
 from tests.support.threads import in_threads
 
 COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -105,6 +116,28 @@ class TestCache:
         assert cache.drop_documents(["bread"]) == 1
         assert made.ask(Question(QUESTION, [ROME, BREAD])).cached is False
 
+    @pytest.mark.parametrize("stage", ["retrieve", "compress_documents"])
+    def test_an_answer_about_a_document_that_is_deleted_while_it_is_found_is_not_stored(self, stage):
+        class Deleting(Shelf, ByLength):
+            calls = 0
+
+            def retrieve(self, question, k):
+                return self.noted("retrieve", super().retrieve(question, k))
+
+            def compress_documents(self, documents, query, callbacks=None):
+                return self.noted("compress_documents", super().compress_documents(documents, query))
+
+            def noted(self, name, documents):
+                if name == stage and made.generator.computed == 0:
+                    made.invalidate([ROME])
+                return documents
+
+        cache, deleting = memory_cache(), Deleting()
+        made = pipeline(cache=cache, retriever=deleting, reranker=deleting, candidates=3)
+        assert made.ask(QUESTION).cached is False
+        assert cache.tier_stats()[0]["entries"] == 0
+        assert [made.ask(QUESTION).cached for _ in range(2)] == [False, True], "the document was added again"
+
     def test_a_cache_whose_every_operation_fails_changes_nothing(self):
         class Broken:
             name = "broken"
@@ -145,10 +178,12 @@ class TestCache:
     )
     def test_a_stored_object_that_is_no_answer_is_a_miss(self, stored):
         class Garbage:
+            position = 0
+
             def get(self, key):
                 return stored
 
-            def put(self, key, value, document_ids=()):
+            def put(self, key, value, document_ids=(), position=None):
                 self.kept = value
 
             def single_flight(self, key):
@@ -163,10 +198,12 @@ class TestCache:
         kept = {}
 
         class Dictionary:
+            position = 0
+
             def get(self, key):
                 return kept.get(key)
 
-            def put(self, key, value, document_ids=()):
+            def put(self, key, value, document_ids=(), position=None):
                 kept[key] = orjson.loads(orjson.dumps(value))
 
             def single_flight(self, key):
