@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.errors import ConfigError, PromptTooLongError, RerankingError, UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import is_sound, normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import BASELINE, PositionRow
@@ -37,6 +37,9 @@ CANDIDATES = (
     "sorted_inter_document",
 )
 """Arrangements that are tried after the default, the cheapest first; the first is the model as it is."""
+
+REFUSALS = (ConfigError, PromptTooLongError, RerankingError, UnsupportedModelError)
+"""What an arrangement raises that the model, the prompt or the reranker cannot serve; the others are still tried."""
 
 RESAMPLES = 2000
 

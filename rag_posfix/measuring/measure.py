@@ -12,7 +12,7 @@ import orjson
 
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
-from rag_posfix.errors import ConfigError, EvaluationError, RerankingError
+from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import (
@@ -30,6 +30,7 @@ from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.generation.engine import Engine
 from rag_posfix.measuring.choice import (
+    REFUSALS,
     Budget,
     Choice,
     Scores,
@@ -283,7 +284,7 @@ def _by_flips(
                 run.report(done, len(questions), f"trying {candidate.label}, {run.budget.minutes_left:.1f} min left")
             else:
                 table[candidate.label] = _flip_scores(candidate_rows, usual, cost)
-        except (ConfigError, RerankingError) as error:
+        except REFUSALS as error:
             skipped[candidate.label] = str(error)
     return table
 
@@ -322,7 +323,7 @@ def _by_positions(
         try:
             cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
             candidate_rows, stop = _answer_in_blocks(run, candidate, examples, None if is_first else taken)
-        except RerankingError as error:
+        except REFUSALS as error:
             if is_first:  # every arrangement needs these scores
                 raise
             skipped[candidate.label] = str(error)

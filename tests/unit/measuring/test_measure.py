@@ -11,7 +11,7 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.contracts.request import Generation, MitigationChoice
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import Trial, answer_all
 from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
@@ -290,6 +290,33 @@ def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
     questions, _ = find_questions(pipeline_of(OrderBiasedGenerator()), texts(12))
     summary = measure(pipeline, questions).summary  # without labels
     assert {name for name, reason in summary["not_measured"].items() if "raise RAG_POSFIX" in reason} == failed
+
+
+@pytest.mark.parametrize("error", [UnsupportedModelError, PromptTooLongError, ConfigError])
+def test_an_arrangement_that_the_model_refuses_costs_itself_and_not_the_measurement(error):
+    class Refusing(OrderBiasedGenerator):
+        """Refuses a method as an engine does: when the prompt is there."""
+
+        refused = "sorted_inter_document"
+
+        def generate(self, request):
+            if request.mitigation.name == self.refused:
+                raise error(f"{self.refused} does not run here")
+            return super().generate(request)
+
+    def measured(generator, examples):
+        pipeline = make_pipeline(generator, reranker=ByWords(), choose_reranker=lambda spec: ByWords())
+        asked, options = from_examples(weights(12), 5), MeasureOptions(documents=5)
+        return measure(pipeline, asked, examples=examples, options=options).summary
+
+    broken = Refusing()
+    broken.refused = "none"
+    for examples in ((), weights(12)):
+        summary = measured(Refusing(), examples)
+        assert summary["not_measured"] == {"sorted_inter_document": "sorted_inter_document does not run here"}
+        assert len(summary["measured"]) == len(CANDIDATES) - 1
+        with pytest.raises(error, match="none does not run here"):
+            measured(broken, examples)
 
 
 def test_labelled_questions_of_a_remote_model_are_open_together():
