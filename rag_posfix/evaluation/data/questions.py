@@ -122,10 +122,10 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     """
     text = read_text(path)
     articles = squad_articles(text, path)
+    stop = None if limit is None else skip + limit
     if articles is None:
-        examples = list(_rows(text, path, limit, skip))
+        examples = list(_rows(text, path, skip, stop))
     else:
-        stop = None if limit is None else skip + limit
         examples = list(itertools.islice(_squad_examples(articles, path), skip, stop))
     if not examples:
         raise EvaluationError(f"{path} holds no rows after the first {skip}; lower skip or choose another file")
@@ -217,13 +217,9 @@ def visible(text: object) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _rows(text: str, path: Path, limit: int | None, skip: int) -> Iterator[PositionExample]:
-    count = 0
-    for number, line in enumerate(text.split("\n")):
-        if limit is not None and count >= limit:
-            return
-        if number < skip or not line.strip():
-            continue
+def _rows(text: str, path: Path, skip: int, stop: int | None) -> Iterator[PositionExample]:
+    lines = ((number, line) for number, line in enumerate(text.split("\n")) if line.strip())
+    for number, line in itertools.islice(lines, skip, stop):
         try:
             yield example_of_row(json.loads(line), number)
         except ROW_ERRORS as error:
@@ -232,7 +228,6 @@ def _rows(text: str, path: Path, limit: int | None, skip: int) -> Iterator[Posit
                 "question, answers and ctxs with one isgold, or as a HotpotQA row question, answer, supporting_facts "
                 "and context"
             ) from error
-        count += 1
 
 
 ROW_ERRORS = (AttributeError, KeyError, ValueError, TypeError, StopIteration)

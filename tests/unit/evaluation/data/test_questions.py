@@ -119,8 +119,11 @@ def test_rows_outside_of_the_limits_are_not_checked(tmp_path):
 
 
 def test_blank_lines_are_no_rows(tmp_path):
-    path = write(tmp_path / "rows.jsonl", ROW, "", ROW, "  ")
-    assert [example.id for example in load_examples(path)] == ["0", "2"]
+    path = write(tmp_path / "rows.jsonl", ROW, "", "", ROW, "  ", ROW)
+    assert [example.id for example in load_examples(path)] == ["0", "3", "5"]
+    assert [example.id for example in load_examples(path, limit=2)] == ["0", "3"]
+    assert [example.id for example in load_examples(path, skip=2)] == ["5"]
+    assert [example.id for example in load_examples(path, skip=1, limit=1)] == ["3"]
 
 
 def without(key):
