@@ -21,8 +21,10 @@ from rag_posfix.evaluation.data.questions import (
     malformed,
     question_and_answers,
     read_text,
+    row_id,
     squad_articles,
     visible,
+    with_own_ids,
 )
 from rag_posfix.text import split_words
 
@@ -50,7 +52,7 @@ def load_labels(path: Path, passages: Path | None = None, limit: int | None = No
         limit: Maximum number of questions.
 
     Raises:
-        EvaluationError: a file cannot be read, or a row is malformed.
+        EvaluationError: a file cannot be read, a row is malformed, or two questions have one id.
     """
     if passages is None:
         return load_examples(path, limit=limit)
@@ -58,14 +60,14 @@ def load_labels(path: Path, passages: Path | None = None, limit: int | None = No
     examples = []
     for number, row in list(_read_rows(path))[:limit]:
         try:
-            examples.append(_example(row, number, table))
+            examples.append((f"{path}, row {number}", _example(row, number, table)))
         except ROW_ERRORS as error:
             raise EvaluationError(
                 f"{path}, row {number}: {malformed(error)}; run rag-posfix data check {path} --passages {passages}"
             ) from error
     if not examples:
         raise EvaluationError(f"{path} holds no question; write a row with question, answers and passage")
-    return examples
+    return with_own_ids(examples)
 
 
 def check_labels(path: Path, passages: Path | None = None) -> tuple[int, list[LabelProblem]]:
@@ -78,6 +80,7 @@ def check_labels(path: Path, passages: Path | None = None) -> tuple[int, list[La
     """
     problems: list[LabelProblem] = []
     examples: list[tuple[int, PositionExample]] = []
+    rows: dict[str, int] = {}
     table = None if passages is None else _read_passages(passages)
     if table is None and squad_articles(read_text(path), path) is not None:
         examples = list(enumerate(load_examples(path), 1))
@@ -87,6 +90,8 @@ def check_labels(path: Path, passages: Path | None = None) -> tuple[int, list[La
                 if isinstance(row, str):
                     raise ValueError(row)
                 example = example_of_row(row, number - 1) if table is None else _example(row, number, table)
+                if rows.setdefault(example.id, number) != number:
+                    raise ValueError(f"the id {example.id!r} is that of row {rows[example.id]}; give each its own")
                 examples.append((number, example))
             except ROW_ERRORS as error:
                 problems.append(LabelProblem(number, "error", malformed(error)))
@@ -130,7 +135,7 @@ def _example(row: Mapping[str, Any], number: int, passages: Mapping[str, _Passag
     others = [passage for key, passage in passages.items() if key != name]
     others.sort(key=lambda passage: -len(words & passage.words))
     distractors = tuple(passage.document for passage in others)
-    return PositionExample(str(row.get("id", number)), question, accepted, (passages[name].document,), distractors)
+    return PositionExample(row_id(row, number), question, accepted, (passages[name].document,), distractors)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,15 +118,15 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
         skip: Number of questions to leave out at the start, so that settings can be chosen on others.
 
     Raises:
-        EvaluationError: the file is missing, or a row or a question is malformed.
+        EvaluationError: the file is missing, a row or a question is malformed, or two have one id.
     """
     text = read_text(path)
     articles = squad_articles(text, path)
     stop = None if limit is None else skip + limit
     if articles is None:
-        examples = list(_rows(text, path, skip, stop))
+        examples = with_own_ids(_rows(text, path, skip, stop))
     else:
-        examples = list(itertools.islice(_squad_examples(articles, path), skip, stop))
+        examples = with_own_ids(itertools.islice(_squad_examples(articles, path), skip, stop))
     if not examples:
         raise EvaluationError(f"{path} holds no rows after the first {skip}; lower skip or choose another file")
     return examples
@@ -136,14 +136,25 @@ def take_examples(data: Path | Sequence[PositionExample], limit: int | None, ski
     """Return the questions of a file or of a sequence, without the first ``skip`` and at most ``limit``.
 
     Raises:
-        EvaluationError: the file is missing or malformed, or no question is left.
+        EvaluationError: the file is missing or malformed, two questions have one id, or no question is left.
     """
     if isinstance(data, Path):
         return load_examples(data, limit=limit, skip=skip)
-    examples = list(data[skip:] if limit is None else data[skip : skip + limit])
+    stop = None if limit is None else skip + limit
+    examples = with_own_ids((f"data[{number}]", example) for number, example in list(enumerate(data))[skip:stop])
     if not examples:
         raise EvaluationError(f"{len(data)} questions leave none with limit={limit} and skip={skip}; give more")
     return examples
+
+
+def with_own_ids(questions: Iterable[tuple[str, PositionExample]]) -> list[PositionExample]:
+    """Return questions that come with their places; EvaluationError if two have one id, by which rows are paired."""
+    own: dict[str, tuple[str, PositionExample]] = {}
+    for place, example in questions:
+        first, _ = own.setdefault(example.id, (place, example))
+        if first != place:
+            raise EvaluationError(f"{place}: the id {example.id!r} is that of {first}; give each question its own")
+    return [example for _, example in own.values()]
 
 
 def data_facts(data: Path | Sequence[PositionExample]) -> dict[str, str | None]:
@@ -217,11 +228,17 @@ def visible(text: object) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _rows(text: str, path: Path, skip: int, stop: int | None) -> Iterator[PositionExample]:
+def row_id(row: Mapping[str, Any], otherwise: object) -> str:
+    """Return the id of a row, or ``otherwise`` for a row without a visible one."""
+    name = row.get("id")
+    return str(otherwise if name is None or not str(name).strip() else name)
+
+
+def _rows(text: str, path: Path, skip: int, stop: int | None) -> Iterator[tuple[str, PositionExample]]:
     lines = ((number, line) for number, line in enumerate(text.split("\n")) if line.strip())
     for number, line in itertools.islice(lines, skip, stop):
         try:
-            yield example_of_row(json.loads(line), number)
+            yield f"{path}:{number + 1}", example_of_row(json.loads(line), number)
         except ROW_ERRORS as error:
             raise EvaluationError(
                 f"{path}:{number + 1} is not a Lost-in-the-Middle row ({malformed(error)}); it needs "
@@ -274,9 +291,7 @@ def _hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:
     if not titles or len(gold) != len(titles):
         raise ValueError(f"supporting_facts name {len(titles)} titles, of which the context has {len(gold)}")
     distractors = tuple(document for document in documents if document.metadata["title"] not in titles)
-    return PositionExample(
-        str(row.get("id", number)), question.strip(), answers, gold, distractors, history=_history(row)
-    )
+    return PositionExample(row_id(row, number), question.strip(), answers, gold, distractors, history=_history(row))
 
 
 def squad_articles(text: str, path: Path) -> list[Any] | None:
@@ -292,7 +307,7 @@ def squad_articles(text: str, path: Path) -> list[Any] | None:
     return first["data"]
 
 
-def _squad_examples(articles: Sequence[Any], path: Path) -> Iterator[PositionExample]:
+def _squad_examples(articles: Sequence[Any], path: Path) -> Iterator[tuple[str, PositionExample]]:
     # An answer may also be in a paragraph that is not gold; no question is left out for it.
     documents = [_paragraphs(article, f"{path}: data[{a}]", a) for a, article in enumerate(articles)]
     longest = max(map(len, documents), default=0)
@@ -303,7 +318,7 @@ def _squad_examples(articles: Sequence[Any], path: Path) -> Iterator[PositionExa
             return
         for a, p in remaining:
             location = f"{path}: data[{a}].paragraphs[{p}].qas[{q}]"
-            yield _squad_example(articles[a]["paragraphs"][p]["qas"][q], location, documents, a, p)
+            yield location, _squad_example(articles[a]["paragraphs"][p]["qas"][q], location, documents, a, p)
 
 
 def _paragraphs(article: Any, location: str, number: int) -> list[Document]:
@@ -327,7 +342,7 @@ def _squad_example(
 ) -> PositionExample:
     try:
         question, answers = question_and_answers(row["question"], [answer["text"] for answer in row["answers"]])
-        name = row.get("id", location.partition(": ")[2])
+        name = row_id(row, location.partition(": ")[2])
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise EvaluationError(
             f"{location} is not a SQuAD question ({malformed(error)}); it needs question and answers with text"
@@ -335,7 +350,7 @@ def _squad_example(
     near = [document for p, document in enumerate(documents[article]) if p != paragraph]
     other_articles = [documents[(article + step) % len(documents)] for step in range(1, len(documents))]
     far = [document for turn in itertools.zip_longest(*other_articles) for document in turn if document is not None]
-    return PositionExample(str(name), question, answers, (documents[article][paragraph],), (*near, *far))
+    return PositionExample(name, question, answers, (documents[article][paragraph],), (*near, *far))
 
 
 def with_joined_passages(examples: Sequence[PositionExample], count: int) -> list[PositionExample]:

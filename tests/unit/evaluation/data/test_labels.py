@@ -128,6 +128,32 @@ def test_every_format_has_its_faulty_row_named(tmp_path, passages, name, write, 
     assert message in problems[0].message
 
 
+QUESTIONS = [
+    {"question": "When was the Arn bridge built?", "answers": ["1901"], "passage": "a"},
+    {"question": "When was the Bel bridge built?", "answers": ["1902"], "passage": "b"},
+    {"question": "What is baked?", "answers": ["bread"], "passage": "c"},
+]
+
+
+@pytest.mark.parametrize(("ids", "name", "row"), [("xyx", "x", 3), ((7, "7", "y"), "7", 2), ((3, "y", None), "3", 3)])
+def test_an_id_that_an_earlier_row_has_is_an_error_of_the_row(tmp_path, passages, ids, name, row):
+    path = lines(tmp_path / "q.jsonl", [{**good, "id": each} for good, each in zip(QUESTIONS, ids, strict=True)])
+    usable, (problem,) = check_labels(path, passages)
+    assert (usable, problem.row, problem.severity) == (2, row, "error")
+    assert problem.message == f"the id {name!r} is that of row 1; give each its own"
+    with pytest.raises(EvaluationError, match=rf"row {row}: the id '{name}' is that of .*row 1; give each"):
+        load_labels(path, passages)
+    assert len(load_labels(path, passages, limit=1)) == 1
+
+
+def test_an_empty_id_is_none_and_the_row_has_its_number(tmp_path, passages):
+    path = lines(tmp_path / "q.jsonl", [{**QUESTIONS[0], "id": None}, {**QUESTIONS[1], "id": " "}, QUESTIONS[2]])
+    assert [example.id for example in load_labels(path, passages)] == ["1", "2", "3"]
+    path = lines(tmp_path / "q.csv", ["id,question,answers,passage", ",When?,1901,a", ",What?,x,c", "x,Who?,Bel,b"])
+    assert [example.id for example in load_labels(path, passages)] == ["1", "2", "x"]
+    assert [problem for problem in check_labels(path, passages)[1] if problem.severity == "error"] == []
+
+
 def test_a_file_in_squads_format_is_checked_by_question(tmp_path):
     def article(*paragraphs):
         return {"paragraphs": [{"context": text, "qas": qas} for text, qas in paragraphs]}

@@ -208,6 +208,17 @@ class TestOutsideData:
         assert {len(e.distractors) for e in examples} == {19}
 
 
+def test_questions_with_one_id_are_refused(tmp_path):
+    first, again = EXAMPLES[0], dataclasses.replace(EXAMPLES[1], id=EXAMPLES[0].id)
+    with pytest.raises(EvaluationError, match=rf"data\[2\]: the id '{first.id}' is that of data\[0\]; give each"):
+        take_examples([first, EXAMPLES[1], again], None, 0)
+    assert take_examples([first, EXAMPLES[1], again], 2, 1) == [EXAMPLES[1], again]
+    path = write(tmp_path / "rows.jsonl", HOTPOT_ROW, "", {**HOTPOT_ROW, "id": ""}, HOTPOT_ROW)
+    assert [example.id for example in load_examples(path, limit=2)] == ["5a71", "2"]
+    with pytest.raises(EvaluationError, match=r"rows.jsonl:4: the id '5a71' is that of .*rows.jsonl:1; give each"):
+        load_examples(path)
+
+
 def test_given_questions_are_taken_as_those_of_a_file_are():
     assert take_examples(EXAMPLES, None, 0) == EXAMPLES
     assert take_examples(EXAMPLES, 1, 1) == EXAMPLES[1:2]

@@ -66,6 +66,16 @@ class TestSquad:
     def test_limit_and_skip_count_questions(self, tmp_path, limits, expected):
         assert [e.id for e in load_examples(write_squad(tmp_path / "x.json", SQUAD), **limits)] == expected
 
+    def test_an_empty_id_is_the_place_and_a_repeated_one_is_refused(self, tmp_path):
+        data = article(0, 2, 1)
+        first, second, _ = (qa for paragraph in data["paragraphs"] for qa in paragraph["qas"])
+        first["id"], second["id"] = None, ""
+        places = ["data[0].paragraphs[0].qas[0]", "q010", "data[0].paragraphs[0].qas[1]"]
+        assert [e.id for e in load_examples(write_squad(tmp_path / "x.json", {"data": [data]}))] == places
+        first["id"] = "q010"
+        with pytest.raises(EvaluationError, match=r"s\[1\].qas\[0\]: the id 'q010' is that of .*\[0\].qas\[0\];"):
+            load_examples(write_squad(tmp_path / "x.json", {"data": [data]}))
+
     def test_an_answer_that_is_given_twice_counts_once(self, tmp_path):
         data = article(0, 1)
         data["paragraphs"][0]["qas"][0]["answers"] = [{"text": "b"}, {"text": "a"}, {"text": "b"}]
