@@ -201,13 +201,14 @@ def _blocks(path: Path, name: str) -> Iterator[tuple[str, str]]:
     lines: list[str] = []
     start = ""
     for location, line in read_lines(path):
-        if not lines and opening.search(line):
-            start = location
-        if start:
-            lines.append(line)
-            if closing.search(line):
-                yield start, "\n".join(lines)
-                lines, start = [], ""
+        for part in closing.sub(r"\g<0>\n", line).split("\n"):
+            if not lines and opening.search(part):
+                start = location
+            if start:
+                lines.append(part)
+                if closing.search(part):
+                    yield start, "\n".join(lines)
+                    lines, start = [], ""
     if start:
         raise EvaluationError(f"{start}: no closing tag before the end of the file; is the file cut off?")
 

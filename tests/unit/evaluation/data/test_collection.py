@@ -48,6 +48,10 @@ class TestCorpus:
         found = read(write(tmp_path, text))
         assert found == (("a", "A title", "Some text ."), ("5", None, "More."))
 
+    def test_of_trec_markup_with_several_documents_on_a_line(self, tmp_path):
+        text = "<DOC><DOCNO>a</DOCNO>x</DOC><DOC><DOCNO>b</DOCNO>y\nz</DOC> <DOC><DOCNO>c</DOCNO>w</DOC>"
+        assert read(write(tmp_path, text)) == (("a", None, "x"), ("b", None, "y z"), ("c", None, "w"))
+
     def test_entities_and_several_texts_of_markup_are_read(self, tmp_path):
         text = "<DOC><DOCNO>a</DOCNO><TEXT>p &amp; q</TEXT>\n<TEXT>&lt;r&gt;</TEXT></DOC>"
         assert read(write(tmp_path, text)) == (("a", None, "p & q <r>"),)
@@ -68,6 +72,7 @@ class TestCorpus:
             ("a\tb\tc\td\n", ":1 has 4 tab-separated columns, must have 2 or 3"),
             ("some words\n", ":1 has 1 tab-separated columns"),
             ("<DOC>\n<TEXT>x</TEXT>\n</DOC>", ":1: document without an id (found None)"),
+            ("<DOC><DOCNO>a</DOCNO>x</DOC><DOC>", ":1: no closing tag before the end of the file"),
             ("<DOC>\n<DOCNO>a</DOCNO>\n", ":1: no closing tag before the end of the file"),
         ],
     )
@@ -91,8 +96,9 @@ class TestQueries:
             "<top>\n<num>2</num>\n<title>Topic: second</title>\n</top>",
             '<topics>\n<topic number="1">\n<query>first\n words</query><question>x</question>\n</topic>\n'
             "<topic number='2'><title>second</title></topic></topics>",
+            '<topics><topic number="1"><query>first words</query></topic> <topic number="2"><query>second</topic>',
         ],
-        ids=["json", "tabs", "classic topics", "xml topics"],
+        ids=["json", "tabs", "classic topics", "xml topics", "xml topics on one line"],
     )
     def test_are_read_in_every_form(self, tmp_path, text):
         assert self.read(tmp_path, text) == [("1", "first words"), ("2", "second")]
