@@ -21,6 +21,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.contracts.answer import Answer, Question
+from rag_posfix.contracts.filters import filter_key
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import EvaluationError, RerankingError
 from rag_posfix.evaluation.answers.answering import normalize
@@ -113,16 +114,17 @@ def find_questions(
     """Return the questions with the passages that the pipeline finds, best first, and why others were dropped.
 
     Args:
-        texts: Id and question; its history and filter are used.
+        texts: Id and question; its history and filter are used. Of equal questions with equal both the first is kept.
     """
     kept: list[AskedQuestion] = []
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
     for identity, question in texts:
-        if normalize(question.text) in seen:
+        asked = json.dumps([normalize(question.text), *question.history, filter_key(question.filter)])
+        if asked in seen:
             dropped["asked before"] += 1
             continue
-        seen.add(normalize(question.text))
+        seen.add(asked)
         passages = pipeline.find_passages(replace(question, mitigation="none", order="relevance"))
         if len(passages) < 2:
             dropped["fewer than two passages found"] += 1

@@ -121,6 +121,16 @@ def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
     assert dropped == {"fewer than two passages found": 2, "asked before": 1}
 
 
+def test_equal_follow_ups_of_other_conversations_or_with_other_filters_are_kept():
+    def turn(name, topic, **fields):
+        return name, Question("And its colour?", history=[{"role": "user", "content": f"The {topic}?"}], **fields)
+
+    found = [turn("a", "house"), turn("b", "boat"), turn("c", "boat", filter={"year": {"$ne": 1}}), turn("d", "boat")]
+    kept, dropped = find_questions(pipeline_of(FakeGenerator(ToyEncoder())), found)
+    assert [question.id for question in kept] == ["a", "b", "c"]
+    assert dropped == {"asked before": 1}
+
+
 def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
     class Slow(OrderBiasedGenerator):
         """Counts the open questions; answers of ``repeated_passages`` begin after 100 ms, all others after 20 ms."""
