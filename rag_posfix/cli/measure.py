@@ -195,8 +195,8 @@ def report(
 ) -> None:
     """Write a page of result records that needs no network.
 
-    Records of measure, eval and bench have charts and tables; every other record has its summary. Beside the page are
-    the table as CSV and LaTeX, and each chart as SVG and PNG.
+    Records of measure, eval and bench have tables, those of measure and eval positions also charts; every other record
+    has its summary. Beside the page are the table as CSV and LaTeX, and each chart as SVG and PNG.
     """
     from rag_posfix.evaluation.record import read_record
     from rag_posfix.measuring.report import write_report

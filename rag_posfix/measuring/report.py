@@ -8,7 +8,7 @@ import io
 import json
 import logging
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ _MORE_TITLES = {
     "recall_at_1": "gold passage ranked first",
     "ttft_ratio": "first token, times none",
 }
+_MEASURED = ("measured", "mitigations", "runs", "methods", "rerankers")
+"""Where the summaries of measure, of eval and of bench have the numbers of each arrangement."""
 _TEMPLATE = Path(__file__).parent / "report.html.jinja"
 _LATEX = str.maketrans(
     {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -86,7 +88,7 @@ def write_report(records: Sequence[ExperimentRecord], page: Path) -> dict[str, P
 
 
 def report_page(records: Sequence[ExperimentRecord]) -> str:
-    """Return the HTML of a report; sections of records without a chart have their summary as text."""
+    """Return the HTML of a report; sections of records other than of measure have their summary as text too."""
     return _page(records, _drawn(records))
 
 
@@ -160,7 +162,8 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     verdict = summary.get("verdict", [])
     rows = list(record.rows)
     columns, table = _table(summary)
-    if head.get("kind") == "measure":
+    is_measure = head.get("kind") == "measure"
+    if is_measure:
         columns, table = _titled(columns, table, _TITLES[bool(summary.get("labels"))] | _MORE_TITLES)
     flips = summary.get("flips")
     return {
@@ -172,13 +175,13 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
         "columns": columns,
         "table": [[_number(value) for value in row] for row in table],
         "dropped": summary.get("dropped", {}),
-        "skipped": _by_reason(summary.get("not_measured", {})) if head.get("kind") == "measure" else {},
+        "skipped": _by_reason(summary.get("not_measured", {})) if is_measure else {},
         "facts": [(name, head[name]) for name in _FACTS if head.get(name)],
         "data": head.get("data"),
         "command": head.get("command"),
         "versions": head.get("versions", {}),
         "settings": json.dumps(head.get("settings", {}), indent=1, default=str),
-        "summary": "" if table else json.dumps(summary, indent=1, default=str)[:20_000],
+        "summary": "" if table and is_measure else json.dumps(summary, indent=1, default=str)[:20_000],
     }
 
 
@@ -200,16 +203,21 @@ def _titled(
 
 def _table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Return the numbers of each arrangement: columns, and rows that begin with its label."""
-    measured = summary.get("measured", summary.get("mitigations", summary.get("runs")))
+    measured = next((summary[name] for name in _MEASURED if name in summary), None)
     if not isinstance(measured, dict) or not all(isinstance(values, dict) for values in measured.values()):
         return [], []
-    names = [
-        key
-        for key in dict.fromkeys(key for values in measured.values() for key in values)
-        if any(isinstance(values.get(key), int | float) for values in measured.values())
-    ]
-    rows = [[label, *(values.get(name) for name in names)] for label, values in measured.items()]
-    return ["arrangement", *names], rows
+    numbers = {label: dict(_numbers(values)) for label, values in measured.items()}
+    names = list(dict.fromkeys(name for values in numbers.values() for name in values))
+    return ["arrangement", *names], [[label, *map(values.get, names)] for label, values in numbers.items()]
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of an arrangement by name; one of a part, as recall has, by the names of both."""
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from ((f"{name} {part}", each) for part, each in value.items() if isinstance(each, int | float))
 
 
 def _number(value: Any) -> str:

@@ -62,6 +62,29 @@ def test_arrangements_that_were_not_measured_are_on_one_line_for_each_reason():
     assert "Not measured, the model lacks it: sorted." in page
 
 
+BENCH = {
+    "unmodified": {"ttft_s": 0.5},
+    "methods": {"none": {"ttft_cold_ratio": 1.0, "together_ratio": None}, "default": {"ttft_cold_ratio": 1.5}},
+    "refused": {"sorted": "the model lacks it"},
+}
+RERANKERS = {"rerankers": {"judge": {"places": {"0": {"recall@1": 1.0}}, "recall@1": {"mean": 0.75}, "seconds": 2.0}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "summary", "table"),
+    [
+        ("bench", BENCH, ["model,arrangement,ttft_cold_ratio", ",none,1.0", ",default,1.5"]),
+        ("rerank-positions", RERANKERS, ["model,arrangement,recall@1 mean,seconds", ",judge,0.75,2.0"]),
+    ],
+)
+def test_records_of_bench_and_of_rerankers_have_a_table_and_keep_their_summary(kind, summary, table):
+    record = ExperimentRecord({"kind": kind, "summary": summary})
+    assert report_csv([record]).splitlines() == table
+    page = html.unescape(report_page([record]))
+    assert headings(page) == table[0].split(",")[1:]
+    assert json.dumps(summary, indent=1) in page
+
+
 def spec(chart):
     return json.loads(chart.spec())
 
