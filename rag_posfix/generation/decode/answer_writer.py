@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -219,6 +220,10 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
+_CONTEXT_TOKENS = 4
+"""Tokens before a new one that are decoded with it: some decoders write a word differently at the start of a text."""
+
+
 class TextStream:
     """Decodes one answer incrementally: full characters only, and nothing that may become a ``stop`` string."""
 
@@ -227,8 +232,10 @@ class TextStream:
         self._stops = stop
         self._matcher = StopMatcher(stop)
         self._ids: list[int] = []
-        self._window = 0  # tokens before it are never decoded again
-        self._seen = 0  # characters of the window's text that are in `text` already
+        # After how many tokens the text was complete, the last times. Tokens before the first are never decoded again:
+        # some decoders lose a whole run of bytes that does not begin with a character.
+        self._ends = deque([0], maxlen=_CONTEXT_TOKENS + 1)
+        self._seen = 0  # characters of the text from there on that are in `text` already
         self._emitted = 0
         self.text = ""
         self.stop_string: str | None = None
@@ -241,19 +248,21 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; check ``stopped`` afterwards."""
         self._ids.append(token_id)
-        window = self._decode(self._ids[self._window :])
+        window = self._decode_window()
         if window.endswith(REPLACEMENT):  # half a character: wait for its other bytes
             return ""
         new = window[self._seen :]
-        # Keep a few tokens of context: some tokenizers write a word differently at the start of a text.
-        self._window = max(self._window, len(self._ids) - 4)
-        self._seen = len(self._decode(self._ids[self._window :]))
+        self._ends.append(len(self._ids))
+        self._seen = len(self._decode_window())
         return self._emit(new, hold_back=True)
 
     def finish(self) -> str:
         """Return what was held back, without a character whose last bytes are missing. Call once, at the end."""
-        held_back = "" if self.stopped else self._decode(self._ids[self._window :])[self._seen :]
+        held_back = "" if self.stopped else self._decode_window()[self._seen :]
         return self._emit(held_back.rstrip(REPLACEMENT), hold_back=False)
+
+    def _decode_window(self) -> str:
+        return self._decode(self._ids[self._ends[0] :])
 
     def _emit(self, new: str, hold_back: bool) -> str:
         self.text += new

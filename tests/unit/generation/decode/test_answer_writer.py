@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.generation.decode.answer_writer import Sampler, StopMatcher, TextStream
+from tests.support.vocabularies import VOCABULARIES, base
 
 HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
 
@@ -218,6 +219,20 @@ def test_each_token_is_decoded_with_a_few_neighbours_only():
     assert stream.text == "x" * 200
 
 
+def test_characters_of_several_tokens_are_decoded_with_a_few_neighbours_only():
+    lengths = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return decode_bytes(ids)
+
+    stream = TextStream(decode)
+    for token in "😀".encode() * 50:
+        stream.push(token)
+    assert max(lengths) <= 20  # a character and the four before it
+    assert stream.text == "😀" * 50
+
+
 tokens = st.lists(st.integers(0, 260) | st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC]), max_size=40)
 bytes_of_text = st.text(max_size=20).map(lambda text: list(text.encode()))
 
@@ -229,6 +244,35 @@ bytes_of_text = st.text(max_size=20).map(lambda text: list(text.encode()))
 def test_the_pieces_are_the_text_decoded_as_a_whole(data):
     pieces, rest, stream = run(data)
     assert "".join(pieces) + rest == stream.text == decode_bytes(data).rstrip("\ufffd")
+
+
+def write(vocabulary, text, stop=()):
+    """Return the pieces of a text that is written with a vocabulary, and the text that its tokens decode to."""
+    tokenizer = base(vocabulary)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    stream = TextStream(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True), stop)
+    pieces = [stream.push(token) for token in ids if not stream.stopped]
+    return [*pieces, stream.finish()], tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@given(st.text("aé日本語😀한글தமி€x .\n", max_size=25))
+@example("한국어 입니다")
+@example("답: 日本語 ok")
+@example("x €€€ y")
+def test_the_pieces_are_the_text_in_every_kind_of_vocabulary(vocabulary, text):
+    pieces, decoded = write(vocabulary, text)
+    assert "".join(pieces) == decoded
+
+
+def test_each_of_several_characters_of_byte_tokens_comes_when_it_is_complete():
+    pieces, decoded = write("metaspace never", "한국어입니다.")
+    assert decoded == "한국어입니다."
+    assert [piece for piece in pieces if piece] == [*decoded]
+
+
+def test_a_stop_string_of_byte_tokens_is_found():
+    assert "".join(write("metaspace never", "한국어입니다. 그리고", ["입니다"])[0]) == "한국어"
 
 
 @given(st.text("ab.é", max_size=30), st.lists(st.text("ab.é", min_size=1, max_size=4), min_size=1, max_size=3))
