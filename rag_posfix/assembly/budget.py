@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rag_posfix.errors import ConfigError, PromptTooLongError
+from rag_posfix.text import REPLACEMENT
 
 FEWEST_TOKENS = 4
 """A passage is never cut to fewer text tokens than this."""
@@ -168,7 +169,7 @@ def _count_min_tokens(token_ids: Sequence[int], length: int, decode: Callable[[S
     low, high = 0, len(token_ids)
     while low < high:
         middle = (low + high) // 2
-        n_complete = len(decode(token_ids[:middle]).rstrip("\ufffd"))  # without an incomplete character
+        n_complete = len(decode(token_ids[:middle]).rstrip(REPLACEMENT))  # without an incomplete character
         low, high = (low, middle) if n_complete >= length else (middle + 1, high)
     return low
 
@@ -186,8 +187,12 @@ def truncate(token_ids: Sequence[int], limit: int, decode: Callable[[Sequence[in
             f"{max(limit, 0)} tokens are left for the text of the most relevant passage, which has {len(token_ids)}; "
             f"at least {FEWEST_TOKENS} are needed: raise budget_tokens, lower max_new_tokens or shorten the question"
         )
-    # A few tokens beyond the limit suffice to know whether the last character is complete.
-    beyond = decode(token_ids[: limit + _BACKTRACK])
+    beyond = ""
+    # Up to the next boundary between characters: with a cut one, some decoders lose the whole run of bytes before it.
+    for end in range(limit, limit + _BACKTRACK + 1):
+        beyond = decode(token_ids[:end])
+        if not beyond.endswith(REPLACEMENT):
+            break
     for stop in range(limit, max(limit - _BACKTRACK, 0), -1):
         if beyond.startswith(decode(token_ids[:stop])):
             return tuple(token_ids[:stop])

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rag_posfix.assembly.budget import (
@@ -13,6 +13,7 @@ from rag_posfix.assembly.budget import (
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from tests.support.texts import texts
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.vocabularies import VOCABULARIES, base
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,21 @@ def test_a_cut_text_is_a_beginning_of_the_text_and_as_long_as_possible(text, lim
     assert list(cut) == whole[: len(cut)]
     assert encoder.decode(whole).startswith(encoder.decode(cut))
     assert min(limit, len(whole)) - 3 <= len(cut) <= limit
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("cut", [truncate, truncate_at_sentence])
+@given(st.text("aé日本語😀한글 தமி€x.\n", max_size=30), st.integers(FEWEST_TOKENS, 40))
+@example("한국어입니다그리고또다른말이다", 16)
+@example("한국어입니다그리고또다른말이다", 17)
+def test_a_cut_text_is_a_beginning_of_the_text_in_every_kind_of_vocabulary(vocabulary, cut, text, limit):
+    tokenizer = base(vocabulary)
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(ids):
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    assert decode(whole).startswith(decode(cut(whole, limit, decode)))
 
 
 def test_nothing_is_cut_that_fits():
