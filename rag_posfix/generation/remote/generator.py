@@ -188,9 +188,10 @@ class RemoteGenerator:
         if choice is None or finish is None:
             raise self._unreadable("an answer without a choice or its finish_reason")
         timings = {"decode": time.perf_counter() - started}
-        text = self._text(choice.get("message"))
-        if text is None:
-            raise _no_text(choice.get("message"))
+        message = choice.get("message")
+        text = self._text(message)
+        if text is None or (not text and _withholds(message)):
+            raise _no_text(message)
         text = text.rstrip(REPLACEMENT)  # max_tokens cut a character
         self._check_json(text, finish, request)
         return self._generation(request, text, finish, answer.get("usage"), timings, choice.get("stop_reason"))
@@ -226,14 +227,16 @@ class RemoteGenerator:
         texts: list[str] = []
         held_back = ""  # may be the beginning of a character that max_tokens cuts
         finish: FinishReason | None = None
-        usage, stop_reason = None, None
+        usage, stop_reason, withheld = None, None, None
         with closing(events):
             for event in events:
                 usage = event.get("usage") or usage
                 choice = self._choice(event)
                 if choice is None:
                     continue
-                text = self._text(choice.get("delta"))
+                delta = choice.get("delta")
+                text = self._text(delta)
+                withheld = delta if _withholds(delta) else withheld
                 finish = self._finish(choice) or finish
                 stop_reason = choice.get("stop_reason") or stop_reason
                 if text is not None:
@@ -246,8 +249,8 @@ class RemoteGenerator:
                     yield Chunk(text)
         if finish is None:
             raise UpstreamError(f"{self._connection.url} ended its stream in the middle of the answer; try again")
-        if not texts:
-            raise _no_text(None)
+        if not texts or (withheld is not None and not any(texts)):
+            raise _no_text(withheld)
         self._check_json("".join(texts), finish, request)
         ended = time.perf_counter()
         timings = {"prefill": (first or ended) - started, "decode": ended - (first or ended)}
@@ -350,8 +353,14 @@ def _server_key(request: GenerationRequest) -> str:
     return layout.keys[0] if layout.keys else content_hash(repr(layout.token_ids))
 
 
+def _withholds(message: object) -> bool:
+    """Return whether a message, or a part of one, holds a refusal or reasoning beside its content."""
+    fields = message if isinstance(message, Mapping) else {}
+    return any(fields.get(name) for name in ("refusal", "reasoning_content", "reasoning"))
+
+
 def _no_text(message: object) -> NoAnswerError:
-    """Return the error for an answer whose content is null: refused, or all tokens went into reasoning."""
+    """Return the error for an answer without content: refused, or all tokens went into reasoning."""
     if isinstance(message, Mapping) and message.get("refusal"):
         return NoAnswerError("the remote model refused to answer; ask differently")
     return NoAnswerError("the remote model ended its answer without any content; raise max_tokens, or ask differently")

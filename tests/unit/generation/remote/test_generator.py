@@ -265,6 +265,33 @@ class TestBrokenServers:
         with asking(as_json({"choices": [choice]})) as (generator, _), pytest.raises(NoAnswerError, match=reason):
             generator.generate(request_of(generator))
 
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"refusal": "no"}, "refused to answer"),
+            ({"reasoning_content": "hm"}, "without any content"),
+            ({"reasoning": "hm"}, "without any content"),
+        ],
+    )
+    def test_an_empty_answer_after_a_refusal_or_reasoning_is_an_error(self, fields: dict[str, Any], reason: str):
+        message = {"role": "assistant", "content": "", **fields}
+        deltas = ({"role": "assistant", "content": "", "refusal": None}, fields)
+        events = [event({"choices": [{"delta": delta, "finish_reason": None}]}) for delta in deltas]
+        replies = (
+            as_json({"choices": [{"message": message, "finish_reason": "length"}]}),
+            Reply(*events, event(piece(finish="length"))),
+        )
+        with asking(*replies) as (generator, _):
+            with pytest.raises(NoAnswerError, match=reason):
+                generator.generate(request_of(generator))
+            with pytest.raises(NoAnswerError, match=reason):
+                list(generator.stream(request_of(generator)))
+
+    def test_an_answer_that_ends_at_once_is_empty(self):
+        with asking(whole(""), streamed("")) as (generator, _):
+            assert generator.generate(request_of(generator)).text == ""
+            assert list(generator.stream(request_of(generator)))[-1].generation.text == ""
+
     def test_nobody_listens(self):
         with upstream(whole("x")) as server:
             pass
