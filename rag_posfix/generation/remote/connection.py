@@ -227,7 +227,10 @@ class Connection:
             run = partial(self._run, route, body, max_bytes, emit, key, self._remaining_seconds(), permits)
             return self._portal.start_task_soon(run)
         except RuntimeError as error:
-            raise GenerationError(f"the connection to {self.url} was closed; make another generator") from error
+            raise self._closed() from error
+
+    def _closed(self) -> GenerationError:
+        return GenerationError(f"the connection to {self.url} was closed; make another generator")
 
     async def _run(
         self,
@@ -303,6 +306,8 @@ class Connection:
         """
         import httpx2
 
+        if self._client.is_closed:  # while the request waited
+            raise self._closed()
         is_stream = body is not None and bool(body.get("stream"))
         headers = {"accept": "text/event-stream" if is_stream else "application/json"}
         method = "GET" if body is None else "POST"

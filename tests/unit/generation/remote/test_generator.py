@@ -366,6 +366,15 @@ class TestRetries:
                 generator.generate(request)
         assert len(server.bodies) == 1
 
+    def test_a_generator_that_is_closed_before_the_next_attempt_says_so(self):
+        with asking(error(503, "busy", retry_after="1"), limits=self.LIMITS) as (generator, server):
+            closing = threading.Thread(target=lambda: (wait_until(lambda: server.bodies), generator.close()))
+            closing.start()
+            with pytest.raises(GenerationError, match="was closed; make another generator"):
+                generator.generate(request_of(generator))
+            closing.join(5)
+        assert len(server.bodies) == 1
+
 
 class TestCancelling:
     def test_closing_the_stream_closes_the_connection(self):
