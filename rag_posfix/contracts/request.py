@@ -126,6 +126,9 @@ class Sampling:
             raise ConfigError("stop holds an empty string; leave it out or give at least one character")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_ALTERNATIVES:
             raise ConfigError(f"top_logprobs={self.top_logprobs} must be between 0 and {MOST_ALTERNATIVES}")
+        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "top_logprobs"):
+            if (value := getattr(self, name)) is not None:  # NumPy's numbers are no JSON, and differ in cache keys
+                object.__setattr__(self, name, float(value) if name in ("temperature", "top_p") else int(value))
 
     @property
     def deterministic(self) -> bool:
@@ -142,7 +145,7 @@ def _schema_text(schema: object) -> str | None:
         if not isinstance(parsed, Mapping):
             raise ConfigError(f"json_schema is {type(parsed).__name__}, must be a JSON schema: an object")
         return json.dumps(dict(parsed), ensure_ascii=False, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"json_schema is no JSON: {error}; give Model.model_json_schema() or its text") from error
 
 

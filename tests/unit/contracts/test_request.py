@@ -1,5 +1,7 @@
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
@@ -50,6 +52,27 @@ def test_a_request_without_more_is_greedy_and_unmodified():
     request = GenerationRequest(toy_layout())
     assert request.mitigation == MitigationChoice("none", {})
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.0, 128)
+
+
+def test_numbers_of_numpy_are_plain_numbers():
+    whole = {"max_tokens": 5, "top_k": 4, "seed": 3, "top_logprobs": 2}
+    real = {"temperature": 0.5, "top_p": 0.25}
+    sampling = Sampling(
+        **{name: np.int64(value) for name, value in whole.items()},
+        **{name: np.float32(value) for name, value in real.items()},
+    )
+    assert repr(sampling) == repr(Sampling(**whole, **real))
+    assert json.loads(json.dumps(dataclasses.asdict(sampling)))["seed"] == 3
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused():
+    deep = "[" * 100_000 + "]" * 100_000
+    nested = {}
+    for _ in range(100_000):
+        nested = {"items": nested}
+    for schema in (f'{{"enum": {deep}}}', nested):
+        with pytest.raises(ConfigError, match="json_schema is no JSON"):
+            Sampling(json_schema=schema)
 
 
 def test_requests_cannot_be_changed():
