@@ -41,7 +41,7 @@ class DeadlineRunner:
         """
         future = self.start(operation)
         try:
-            return future.result(seconds)
+            return future.result(min(seconds, threading.TIMEOUT_MAX))  # more is an OverflowError
         finally:
             future.cancel()
 

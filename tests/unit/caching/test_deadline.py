@@ -1,3 +1,4 @@
+import math
 import os
 import threading
 import time
@@ -16,6 +17,11 @@ def runner():
 
 def test_it_returns_the_result(runner):
     assert runner.run(lambda: 42, 5) == 42
+
+
+@pytest.mark.parametrize("seconds", [1e10, math.inf])
+def test_a_time_that_no_lock_can_wait_is_no_limit(runner, seconds):
+    assert runner.run(lambda: 42, seconds) == 42
 
 
 def test_it_raises_what_the_operation_raises(runner):

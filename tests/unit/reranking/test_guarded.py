@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import threading
 import time
 
@@ -53,7 +54,7 @@ async def both(guarded, documents=GIVEN):
     ]
 
 
-@pytest.mark.parametrize("seconds", [5.0, None])
+@pytest.mark.parametrize("seconds", [5.0, 1e10, math.inf, None])
 async def test_what_works_is_returned_as_it_is(seconds):
     guarded = guard(lambda: None, seconds)
     for result in await both(guarded):
