@@ -42,7 +42,7 @@ MOST_TOKENS = 256
 class TeacherPairs:
     """Pairs that a teacher writes about segments that are drawn at random.
 
-    An answer that is no JSON object of this form, or is not in the segments, gives no pair.
+    An answer that is no JSON object of this form, or is in none of the segments, gives no pair.
 
     Source: An et al. (2024), IN2/FILM, section 3.1, https://arxiv.org/abs/2404.16811
 
@@ -82,7 +82,7 @@ class TeacherPairs:
 
 
 def read_answer(text: str, segments: tuple[Segment, ...]) -> Pair | None:
-    """Return the pair of a teacher's answer, or None if it has another form or an answer of its own."""
+    """Return the pair of a teacher's answer, or None if it has another form or its answer is in no segment."""
     match = _OBJECT.search(text)
     try:
         payload = json.loads(match[0]) if match else None
@@ -93,7 +93,7 @@ def read_answer(text: str, segments: tuple[Segment, ...]) -> Pair | None:
     question, answer = payload.get("question"), payload.get("answer")
     if not (isinstance(question, str) and isinstance(answer, str) and question.strip() and answer.strip()):
         return None
-    if len(segments) == 1 and answer.strip().lower() not in segments[0].text.lower():
+    if not any(answer.strip().lower() in segment.text.lower() for segment in segments):
         return None
     return Pair(question.strip(), (answer.strip(),), segments)
 

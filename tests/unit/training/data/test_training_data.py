@@ -232,8 +232,15 @@ def test_a_teacher_is_asked_about_a_segment_and_unusable_answers_are_drawn_again
     "text",
     ["", "{", "[1]", '{"question": "q"}', '{"question": "q", "answer": 3}', '{"question":"q","answer":"not in it"}'],
 )
-def test_an_answer_of_a_teacher_that_cannot_be_used_gives_no_pair(text):
-    assert read_answer(text, (Segment("", "a text"),)) is None
+@pytest.mark.parametrize("segments", [(Segment("", "a text"),), (Segment("", "a text"), Segment("", "another"))])
+def test_an_answer_of_a_teacher_that_cannot_be_used_gives_no_pair(text, segments):
+    assert read_answer(text, segments) is None
+
+
+def test_the_answer_about_two_segments_may_be_in_either():
+    segments = (Segment("", "The lighthouse was lit in 1883."), Segment("", "The Ostrilla sank in 1909."))
+    for answer in ("1883", "ostrilla"):
+        assert read_answer(json.dumps({"question": "q", "answer": answer}), segments).answers == (answer,)
 
 
 @pytest.mark.parametrize(
