@@ -56,7 +56,11 @@ def checked_floor(value: object) -> FloorChoice:
 def checked_retriever(retriever: str) -> str:
     """Return the name of a retriever or vector store; raise ``ConfigError`` if it has the form of neither."""
     if re.match(r"(dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
-        raise ConfigError(f"retriever={shown(retriever)} must be dense, bm25, hybrid, or KIND:key=value,...")
+        kind = re.split("[:=,]", retriever, maxsplit=1)[0]  # the rest may have a password
+        raise ConfigError(
+            f"retriever={shown(kind)}{'...' if kind != retriever else ''} must be dense, bm25, hybrid, or "
+            "KIND:key=value,... where KIND has only a-z, 0-9, _ and -"
+        )
     return retriever
 
 
@@ -75,6 +79,19 @@ def checked_list(name: str, values: Any, kind: Any, allowed: str) -> list[Any]:
         if not isinstance(entry, kind):
             raise ConfigError(f"{name}[{index}] is {type(entry).__name__}, must be one of {allowed}")
     return entries
+
+
+def may_hold_secret(model: Any, path: tuple[int | str, ...]) -> bool:
+    """Return whether a field of a pydantic model, or of a model in it, is or contains a secret; unknown ones may be.
+
+    Args:
+        model: The class. Its secret fields are ``SecretStr``, or are left out of its ``repr``.
+        path: The names of the field, outermost first.
+    """
+    field = model.model_fields.get(path[0]) if path else None
+    if field is None or not field.repr or "SecretStr" in str(field.annotation):
+        return True
+    return hasattr(field.annotation, "model_fields") and may_hold_secret(field.annotation, path[1:])
 
 
 class Checked:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever
+from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever, may_hold_secret
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
 from rag_posfix.files import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
@@ -20,8 +20,8 @@ from rag_posfix.text import NO_PASSAGE_TEXT
 __all__ = ["Settings"]
 
 
-class CheckedSettings(Checked, BaseSettings):
-    """Base of all settings: an error names the variable, or the argument, that is wrong."""
+class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
+    """Base of all settings: an error names the variable, or the argument, that is wrong, and hides secrets."""
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
@@ -30,8 +30,9 @@ class CheckedSettings(Checked, BaseSettings):
                 super().__init__(**values)
             except SettingsError as error:  # its message names the field
                 field = re.search(r'field "(\w+)"', str(error))
-                variable = f"{self.model_config['env_prefix']}{field[1] if field else '...'}".upper()
-                raise ConfigError(f"{variable}={shown(os.environ.get(variable))} must be JSON: {error}") from error
+                name = field[1] if field else "..."
+                value = shown(os.environ.get(f"{self.model_config['env_prefix']}{name}".upper()))
+                raise ConfigError(f"{self.describe_value({})((name,), value)} must be JSON: {error}") from error
 
         __init__.__pydantic_base_init__ = True
 
@@ -43,8 +44,7 @@ class CheckedSettings(Checked, BaseSettings):
             field, *keys = map(str, path)
             variable = f"{cls.model_config['env_prefix']}{field}".upper()
             name = f"setting {field}" if field in values or variable not in os.environ else variable
-            secret = field in cls.model_fields and "SecretStr" in str(cls.model_fields[field].annotation)
-            return ".".join([name, *keys]) + ("" if secret else f"={value}")
+            return ".".join([name, *keys]) + ("" if may_hold_secret(cls, path) else f"={value}")
 
         return describe
 
@@ -249,7 +249,7 @@ class Settings(CheckedSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=120.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: Annotated[str, AfterValidator(checked_retriever)] = "dense"
+    retriever: Annotated[str, AfterValidator(checked_retriever)] = Field(default="dense", repr=False)
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)

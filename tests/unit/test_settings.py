@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rag_posfix.process import allowed_threads, keep_freed_buffers, limit_openmp
 from rag_posfix.settings import (
     CacheSettings,
     PassageStoreSettings,
+    ServiceSettings,
     Settings,
     TelemetrySettings,
 )
@@ -91,6 +93,35 @@ def test_a_password_in_the_redis_url_is_not_shown():
     url = "redis://:hunter2@127.0.0.1/0"
     settings = Settings(cache=CacheSettings(redis_url=url), passages=PassageStoreSettings(redis_url=url))
     assert "hunter2" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+
+
+def test_a_password_of_a_vector_store_is_not_shown():
+    store = "pgvector:url=postgresql+psycopg://rag:hunter2@db/docs,collection=docs"
+    settings, service = Settings(retriever=store), ServiceSettings(collection_store=store)
+    assert settings.retriever == service.collection_store == store
+    assert "hunter2" not in f"{settings!r} {settings} {service!r} {service}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RETRIEVER", " pgvector:url=postgresql://rag:hunter2@db", "retriever=' pgvector'... must be dense"),
+        ("RETRIEVER", "qdrant=api_key=hunter2", "retriever='qdrant'... must be dense"),
+        ("RETRIEVER", "nope", "retriever='nope' must be dense"),
+        ("SERVICE_COLLECTION_STORE", "Qdrant:api_key=hunter2", "RAG_POSFIX_SERVICE_COLLECTION_STORE: String should"),
+        ("REMOTE", '{"api_key": "hunter2",}', "RAG_POSFIX_REMOTE must be JSON"),
+        ("REMOTE", '["hunter2"]', "RAG_POSFIX_REMOTE must be a valid dictionary"),
+        ("CACHE", '{"redis_url": ["hunter2"]}', "RAG_POSFIX_CACHE.redis_url must be a valid string"),
+        ("CACHE", '{"redis": "hunter2"}', "RAG_POSFIX_CACHE.redis: Extra inputs"),
+        ("CACHE", '{"redis_url": "hunter2", "memory_entries": -1}', "RAG_POSFIX_CACHE.memory_entries=-1 must be"),
+    ],
+)
+def test_an_error_about_a_setting_shows_no_password(monkeypatch, variable, value, message):
+    monkeypatch.setenv(f"RAG_POSFIX_{variable}", value)
+    with pytest.raises(ConfigError) as caught:
+        (ServiceSettings if "SERVICE" in variable else Settings)()
+    assert str(caught.value).startswith(message)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("cls", [Settings, CacheSettings, PassageStoreSettings, TelemetrySettings])
