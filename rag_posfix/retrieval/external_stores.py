@@ -5,6 +5,7 @@ Filters are translated into the store's language; what cannot be translated is c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -337,12 +338,17 @@ def open_external(text: str, embeddings: Embeddings, k: int, *, index: object = 
 
 
 def store_options(kind: str, text: str) -> dict[str, str]:
-    """Return the options ``key=value,...`` of a store; raise ConfigError if they are malformed."""
+    """Return the options ``key=value,...`` of a store; raise ConfigError, without values, if they are malformed."""
+    advice = "put a value with a comma, bracket or brace into double quotes"
+    try:
+        items = split_outside(text, ",") if text else []
+    except ConfigError:  # which quotes the text
+        raise ConfigError(f"retriever {kind}: the options must be key=value,...; {advice}") from None
     options: dict[str, str] = {}
-    for item in split_outside(text, ",") if text else ():
+    for number, item in enumerate(items, start=1):
         name, equals, value = item.strip().partition("=")
-        if not equals or not name or name in options:
-            raise ConfigError(f"retriever {kind}: option {name!r} must be key=value, each key once")
+        if not equals or not re.fullmatch(r"[\w.-]+", name) or name in options:  # it may be a part of a password
+            raise ConfigError(f"retriever {kind}: option {number} must be key=value, each key once; {advice}")
         quoted = len(value) > 1 and value[0] == value[-1] == '"'
         options[name] = value[1:-1] if quoted else value
     return options

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import threading
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -280,6 +281,13 @@ def test_conditions_for_milvus_look_into_lists_and_leave_negations_out():
 def test_malformed_address_of_a_store_is_rejected(text, problem):
     with pytest.raises(ConfigError, match=problem):
         open_external(text, LetterEmbeddings(), 5)
+
+
+@pytest.mark.parametrize("password", ["a,hunter2", "a,@hunter2=", "{hunter2", "hunter2]", "a,b=1,b=hunter2"])
+def test_an_error_about_an_address_shows_no_password(password):
+    with pytest.raises(ConfigError, match=r"^retriever pgvector: .* into double quotes") as caught:
+        open_external(f"pgvector:url=postgresql://rag:{password}@db,collection=a", LetterEmbeddings(), 5)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 class Plugin:
