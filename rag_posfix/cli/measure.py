@@ -111,7 +111,7 @@ def measure(
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
             judge=same_by(pipeline.writer or pipeline.generator) if judge else None,
-            command=_shell_command(context.obj),
+            command=_shell_command(context.obj, settings.retriever),
             data={"name": source.name if source else _written_name(examples),
                   "sha256": file_digest(source) if source else _digest(asked)},
         )  # fmt: skip
@@ -129,11 +129,15 @@ def _check_usage(index: Path | None, questions: Path | None, data: Path | None, 
         check_searchable(index, settings)
 
 
-def _shell_command(words: list[str] | None) -> str | None:
-    """Return the command to copy into a shell, without passwords in URLs; None where the words are not known."""
+def _shell_command(words: list[str] | None, retriever: str) -> str | None:
+    """Return the command to copy into a shell, without what may be a password; None where the words are not known."""
     from rag_posfix.generation.remote.address import hide_passwords
 
-    return None if words is None else clean_text(shlex.join(["rag-posfix", *map(hide_passwords, words)]))
+    if words is None:
+        return None
+    kind, _, options = retriever.partition(":")
+    shown = [hide_passwords(word.replace(retriever, f"{kind}:...") if options else word) for word in words]
+    return clean_text(shlex.join(["rag-posfix", *shown]))
 
 
 def _written(

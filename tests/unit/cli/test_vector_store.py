@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ SHELF = ("--retriever", "shelf:")
 
 @pytest.fixture
 def run(capsysbinary, monkeypatch):
-    plugin = SimpleNamespace(name="shelf", load=lambda: lambda embeddings: ListRetriever(BRIDGE, HARBOUR))
+    plugin = SimpleNamespace(name="shelf", load=lambda: lambda embeddings, **options: ListRetriever(BRIDGE, HARBOUR))
     monkeypatch.setattr(external_stores, "entry_points", lambda group: [plugin])
     return command_line(capsysbinary)
 
@@ -41,13 +42,17 @@ def test_many_questions_read_passages_of_the_store(run, tmp_path):
     assert BRIDGE in json.loads((tmp_path / "a.jsonl").read_text())["answer"]
 
 
-def test_measure_asks_with_passages_of_the_store(run, tmp_path):
+def test_measure_asks_with_passages_of_the_store_and_records_no_options_of_it(run, tmp_path):
     (tmp_path / "log.txt").write_text(f"{QUESTION}\nWhen did the harbour freeze?\n")
+    store = ("--retriever", "shelf:key=hunter2")
     with upstream(first_passage) as server:
         options = ("--model", server.model, "--floor", "off", "--out", tmp_path / "out", "--json")
-        code, out, err = run("measure", "--questions", tmp_path / "log.txt", *SHELF, *options)
+        code, out, err = run("measure", "--questions", tmp_path / "log.txt", *store, *options)
     assert code == 0, err
-    assert json.loads(out)["n"] == 2
+    result = json.loads(out)
+    assert result["n"] == 2
+    assert " --retriever shelf:... " in json.loads(Path(result["record"]).read_text())["command"]
+    assert not any("hunter2" in Path(result[file]).read_text() for file in ("record", "report", "profile"))
 
 
 def test_measure_writes_no_questions_from_a_store(run, tmp_path):
