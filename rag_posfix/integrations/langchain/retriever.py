@@ -13,10 +13,11 @@ from langchain_core.runnables import RunnableConfig, RunnableLambda
 from pydantic import ConfigDict, Field
 
 from rag_posfix.checked import Checked
-from rag_posfix.contracts.filters import combine_filters, matches, parse_filter
+from rag_posfix.contracts.filters import combine_filters
+from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.document_ordering import FilterField, OrderName, checked_count, ordered_documents
 from rag_posfix.retrieval.base import takes_filters, with_own_filter
-from rag_posfix.retrieval.index.documents import both_filters
+from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, check_filter, filter_predicate
 from rag_posfix.text import clean_text
 
 __all__ = ["DocumentStep", "PosfixRetriever"]
@@ -39,7 +40,7 @@ class PosfixRetriever(Checked, BaseRetriever):
 
     Attributes:
         base_retriever: Finds the candidates: any retriever, or any runnable from a question to documents. Arguments of
-            ``invoke`` other than ``k`` are passed to it.
+            ``invoke`` other than ``k`` and ``filter`` are passed to it.
         compressors: Rerankers, filters, text compressors and transformers, in the order in which they are applied. Not
             called without documents.
         order: The order of the result: a name (``rag-posfix methods``), or ``name:parameter=value``.
@@ -47,8 +48,9 @@ class PosfixRetriever(Checked, BaseRetriever):
             score; all if None. ``invoke(question, k=...)`` overrides it.
         seed: For the order ``random``.
         distinct: Whether to leave out documents without text, and all but the best of those with the same text.
-        filter: A filter by metadata (docs/retrieval.md): the base retriever gets it if it takes such filters, and
-            every document is checked.
+        filter: A filter by metadata (docs/retrieval.md), joined with that of ``invoke(question, filter=...)``: the
+            base retriever gets both if it takes such filters, and every document is checked. ``invoke`` passes a
+            filter in another language to the base retriever, unless that takes no arguments: then it is an error.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -78,30 +80,51 @@ class PosfixRetriever(Checked, BaseRetriever):
         hits = _compress(self.compressors, _matching(hits, metadata_filter), question)
         return ordered_documents(hits, "relevance", k=k, distinct=self.distinct)
 
-    def _options(self, options: dict[str, Any], metadata_filter: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _options(self, options: dict[str, Any], metadata_filter: MetadataFilter | None) -> dict[str, Any]:
         """Return arguments for the base retriever, with the filter if it takes filters."""
         if not metadata_filter or not self.evaluates_filters:
             return options
-        own = with_own_filter(self.base_retriever, metadata_filter)
-        return options | {"filter": both_filters(options.get("filter"), own)}
+        return options | {"filter": with_own_filter(self.base_retriever, metadata_filter)}
+
+    def _read_options(self, options: dict[str, Any]) -> tuple[dict[str, Any], MetadataFilter | None]:
+        """Return arguments for the base retriever, and the filter of the call and of this retriever."""
+        options = dict(options)
+        call_filter = options.pop("filter", None)
+        if call_filter is not None and self._is_of_base(call_filter):
+            return options | {"filter": call_filter}, self.filter
+        joined = both_filters(self.filter, call_filter)
+        return self._options(options, joined), joined
+
+    def _is_of_base(self, call_filter: object) -> bool:
+        """Return whether a filter is in a language of the base retriever, which is then the one to evaluate it.
+
+        langchain drops all arguments of a retriever whose search takes none.
+        """
+        base = self.base_retriever
+        if self.evaluates_filters or (isinstance(base, BaseRetriever) and not base._expects_other_args):
+            return False
+        try:
+            check_filter(call_filter)
+        except ConfigError:
+            return True
+        return False
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
-        options = self._options(kwargs, self.filter)
-        hits = _matching(
-            self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **options), self.filter
-        )
+        options, metadata_filter = self._read_options(kwargs)
+        documents = self.base_retriever.invoke(query, RunnableConfig(callbacks=callbacks), **options)
+        hits = _matching(documents, metadata_filter)
         return self._apply_order(_compress(self.compressors, hits, query, callbacks), k)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
         callbacks = run_manager.get_child()
-        options = self._options(kwargs, self.filter)
+        options, metadata_filter = self._read_options(kwargs)
         documents = await self.base_retriever.ainvoke(query, RunnableConfig(callbacks=callbacks), **options)
-        hits = _matching(documents, self.filter)
+        hits = _matching(documents, metadata_filter)
         return self._apply_order(await _acompress(self.compressors, hits, query, callbacks), k)
 
     def _apply_order(self, documents: list[Document], k: int | None) -> list[Document]:
@@ -110,11 +133,11 @@ class PosfixRetriever(Checked, BaseRetriever):
         return ordered_documents(documents, self.order, k=count, seed=self.seed, distinct=self.distinct)
 
 
-def _matching(documents: Sequence[Document], metadata_filter: Mapping[str, Any] | None) -> Sequence[Document]:
+def _matching(documents: Sequence[Document], metadata_filter: MetadataFilter | None) -> Sequence[Document]:
     if not metadata_filter:
         return documents
-    condition = parse_filter(metadata_filter)
-    return [document for document in documents if matches(condition, document.metadata)]
+    is_match = filter_predicate(metadata_filter)
+    return [document for document in documents if is_match(document.metadata)]
 
 
 def _compress(

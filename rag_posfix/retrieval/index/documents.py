@@ -59,10 +59,13 @@ def both_filters(first: MetadataFilter | None, second: MetadataFilter | None) ->
         return second if first is None else first
     if not callable(first) and not callable(second):
         return combine_filters(first, second)
-    predicates = [
-        filter_ if callable(filter_) else partial(matches, parse_filter(filter_)) for filter_ in (first, second)
-    ]
+    predicates = [filter_predicate(filter_) for filter_ in (first, second)]
     return lambda metadata: all(predicate(metadata) for predicate in predicates)
+
+
+def filter_predicate(metadata_filter: MetadataFilter) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a filter as a function of the metadata of one document."""
+    return metadata_filter if callable(metadata_filter) else partial(matches, parse_filter(metadata_filter))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,19 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import Field
 
-from rag_posfix import PosfixRetriever
+from rag_posfix import FaissVectorStore, PosfixRetriever
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import ranked_copies
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.runs import Runs
 
 
 def doc(text, score=None, **more):
-    return Document(page_content=text, metadata={} if score is None else {"relevance_score": score}, **more)
+    return Document(page_content=text, **({} if score is None else {"metadata": {"relevance_score": score}}) | more)
 
 
 FOUND = [doc("beta bbb", 0.4, id="b"), doc("alpha", 0.9, id="a"), doc("gamma ggg", 0.1, id="c"), doc("delta d", 0.6)]
@@ -149,6 +151,94 @@ def test_it_is_a_retriever_for_a_pipeline_which_puts_in_order_itself():
     retriever = over(order="reverse")
     assert isinstance(retriever, Retriever)
     assert texts(retriever.retrieve("q", 2)) == ["alpha", "delta d"]
+
+
+GUARDED = [
+    doc("abc", id="1", metadata={"acl": "all", "year": 1}),
+    doc("abd", id="2", metadata={"acl": "board", "year": 1}),
+    doc("xyz", id="3", metadata={"acl": "all", "year": 2}),
+]
+
+
+class Plain(BaseRetriever):
+    """Its search takes no arguments, so langchain drops them."""
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        return GUARDED
+
+
+class Store(BaseRetriever):
+    """Its search takes filters in a language of its own."""
+
+    def _get_relevant_documents(self, query, *, run_manager, filter=None):
+        return GUARDED if filter is None else [GUARDED[int(number)] for number in filter.split()]
+
+
+def bases():
+    faiss = FaissVectorStore.from_documents(GUARDED, LetterEmbeddings())
+    memory = InMemoryVectorStore.from_documents(GUARDED, LetterEmbeddings())
+    return {
+        "retriever without arguments": Plain(),
+        "function": RunnableLambda(lambda question: GUARDED),
+        "retriever with filters of its own": Store(),
+        "store with filters of its own": memory.as_retriever(),
+        "store": faiss.as_retriever(),
+        "another of this class": PosfixRetriever(base_retriever=faiss.as_retriever()),
+    }
+
+
+@pytest.mark.parametrize("base", bases().values(), ids=bases().keys())
+class TestFilterOfACall:
+    @pytest.mark.parametrize(
+        ("own", "of_call", "expected"),
+        [
+            (None, {"acl": "all"}, ["1", "3"]),
+            ({"acl": "all"}, {"year": 1}, ["1"]),
+            ({"acl": ["all", "board"]}, {"acl": "all"}, ["1", "3"]),
+            ({"acl": "all"}, {"acl": ["all", "board"]}, ["1", "3"]),
+            ({"acl": "all"}, None, ["1", "3"]),
+            ({"acl": "all"}, {}, ["1", "3"]),
+            (None, lambda metadata: metadata["year"] > 1, ["3"]),
+            ({"acl": "all"}, lambda metadata: metadata["year"] == 1, ["1"]),
+        ],
+    )
+    async def test_it_is_joined_with_that_of_the_retriever_over_any_base(self, base, own, of_call, expected):
+        retriever = PosfixRetriever(base_retriever=base, filter=own)
+        for found in (retriever.invoke("ab", filter=of_call), await retriever.ainvoke("ab", filter=of_call)):
+            assert sorted(document.id for document in found) == expected
+
+    async def test_it_does_not_replace_that_of_the_base(self, base):
+        inner = PosfixRetriever(base_retriever=base, filter={"acl": "all"})
+        retriever = PosfixRetriever(base_retriever=inner)
+        for found in (retriever.invoke("ab", filter={"year": 1}), await retriever.ainvoke("ab", filter={"year": 1})):
+            assert [document.id for document in found] == ["1"]
+
+
+@pytest.mark.parametrize("of_call", [{"year": 1}, None, lambda metadata: metadata["year"] == 1])
+async def test_a_filter_of_a_call_does_not_replace_that_of_a_vector_store_retriever(of_call):
+    store = FaissVectorStore.from_documents(GUARDED, LetterEmbeddings())
+    base = store.as_retriever(search_kwargs={"filter": {"acl": "all"}})
+    retriever = PosfixRetriever(base_retriever=base)
+    expected = ["1", "3"] if of_call is None else ["1"]
+    for found in (retriever.invoke("ab", filter=of_call), await retriever.ainvoke("ab", filter=of_call)):
+        assert sorted(document.id for document in found) == expected
+
+
+def test_a_filter_in_the_language_of_the_base_goes_to_the_base():
+    retriever = PosfixRetriever(base_retriever=Store(), filter={"acl": "all"})
+    assert [document.id for document in retriever.invoke("ab", filter="1 2")] == ["3"]
+    nested = PosfixRetriever(base_retriever=retriever)
+    assert [document.id for document in nested.invoke("ab", filter="1 2")] == ["3"]
+
+
+@pytest.mark.parametrize("of_call", ["1 2", {"$nor": []}, {"acl": {"term": "all"}}])
+async def test_a_filter_that_nothing_evaluates_is_refused(of_call):
+    retriever = PosfixRetriever(base_retriever=Plain())
+    for asked in (retriever, PosfixRetriever(base_retriever=retriever)):
+        with pytest.raises(ConfigError, match="filter"):
+            asked.invoke("ab", filter=of_call)
+        with pytest.raises(ConfigError, match="filter"):
+            await asked.ainvoke("ab", filter=of_call)
 
 
 class TestBadInput:
