@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from langchain_core.documents import Document
@@ -48,7 +48,7 @@ _HOW = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
     """The text of the last human messages, the documents in these, and the messages before and behind them."""
 
@@ -180,7 +180,7 @@ def question_fields(value: RAGInput) -> dict[str, Any]:
     if isinstance(value, str):
         return {"text": value}
     if isinstance(value, Question):
-        return {"text": value.text, **{name: getattr(value, name) for name in _FIELDS}}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     messages = _messages(value)
     if messages is not None:
         conversation = read_conversation(messages)

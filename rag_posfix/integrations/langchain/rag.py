@@ -308,13 +308,15 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
         if isinstance(mitigation, str):
             fields["mitigation"] = _method(mitigation)
         has_documents = fields.get("documents") is not None
-        if not has_documents and self.pipeline.retriever is None and not self.answer_from_memory:
+        names_index = fields.get("index") is not None
+        searches = names_index or self.pipeline.retriever is not None
+        if not has_documents and not searches and not self.answer_from_memory:
             raise ConfigError(
                 "there are neither documents nor an index, so the answer would come from the model's memory; give "
                 '{"question": ..., "documents": [...]}, PosfixRAG(retriever=...) or build_pipeline(index=...), or set '
                 "answer_from_memory=True"
             )
-        keeps_order = has_documents or self.retriever is not None
+        keeps_order = has_documents or (self.retriever is not None and not names_index)
         if keeps_order and not fields.get("order") and self.pipeline.defaults.order == Defaults().order:
             fields["order"] = "original"
         if self.answer_from_memory:

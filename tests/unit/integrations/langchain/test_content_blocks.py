@@ -1,9 +1,13 @@
+import dataclasses
+
 import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
+from rag_posfix.contracts.answer import Question
+from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError
-from rag_posfix.integrations.langchain.content_blocks import document_block, read_conversation
+from rag_posfix.integrations.langchain.content_blocks import document_block, question_fields, read_conversation
 
 PARIS = "Paris is the capital of France."
 
@@ -126,3 +130,15 @@ def test_what_cannot_be_read_is_refused_with_the_reason(messages, message):
     with pytest.raises(ConfigError) as caught:
         read_conversation(messages)
     assert message in str(caught.value)
+
+
+def test_a_question_object_keeps_every_field():
+    values = {
+        "documents": None, "history": [{"role": "user", "content": "Hello"}], "mitigation": "none", "order": "reverse",
+        "seed": 3, "k": 2, "sampling": Sampling(max_tokens=5), "tenant": "bolt", "use_cache": False,
+        "index": "archive", "reranker": "embedding:top_n=2", "allow_ungrounded": True, "template": None,
+        "query": "last", "filter": {"year": 1}, "floor": 0.5,
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(Question)} == {"text", *values}
+    question = Question("Which city?", **values)
+    assert Question(**question_fields(question)) == question

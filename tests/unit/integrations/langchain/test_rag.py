@@ -1,5 +1,6 @@
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from langchain_core.callbacks import get_usage_metadata_callback
@@ -32,9 +33,7 @@ TEXT = "Rome lies on the Tiber"
 class Slow(FakeGenerator):
     """Waits before every word and counts those that were asked for."""
 
-    given = 0
-    closed = False
-    broken = False
+    given, closed, broken = 0, False, False
 
     def stream(self, request):
         try:
@@ -135,6 +134,10 @@ class TestInvoke:
     def test_a_question_object_is_asked_as_it_is(self):
         answer = rag().invoke(Question(QUESTION, [BREAD, ROME], order="reverse"))
         assert ids(answer) == ids(rag().invoke(Question(QUESTION, [BREAD, ROME], order="relevance")))[::-1]
+        backwards = SimpleNamespace(retrieve=lambda question, k: Shelf().retrieve(question, k)[::-1])
+        pipeline = made_pipeline(reranker=None, indexes={"archive": backwards})
+        for made in (PosfixRAG(pipeline=pipeline), PosfixRAG(pipeline=pipeline, retriever=lambda question: [BREAD])):
+            assert ids(made.invoke(Question(QUESTION, index="archive"))) == ["rome", "paris", "bread"]
 
     def test_documents_keep_the_order_they_are_given_in_unless_told_otherwise(self):
         for documents in ([BREAD, ROME, PARIS], [PARIS, BREAD, ROME]):
