@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.callbacks import CallbackManagerForLLMRun
 from langchain_core.documents import Document
@@ -37,6 +37,9 @@ from rag_posfix.integrations.langchain.tools import (
 )
 from rag_posfix.registry import check_names
 from rag_posfix.text import NO_PASSAGE_TEXT
+
+if TYPE_CHECKING:
+    from rag_posfix.settings import Settings
 
 __all__ = ["RagPosfixChatModel"]
 
@@ -136,7 +139,9 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         template = {} if self.template is None else {"template": self.template.fingerprint()}
-        return template | {
+        return {
+            **template,
+            **self._weights(),
             "model": self.model_name,
             "mitigation": self.mitigation,
             "mitigation_parameters": dict(self.mitigation_parameters),
@@ -145,7 +150,17 @@ class RagPosfixChatModel(Checked, BaseChatModel):
             "max_tokens": self.max_tokens,
             "top_p": self.top_p,
             "seed": self.seed,
+            "stop_sequences": self.stop,  # langchain overwrites "stop" with that of the call
+            "allow_ungrounded": self.allow_ungrounded,
+            "no_passage_text": self.no_passage_text,
         }
+
+    def _weights(self) -> dict[str, Any]:
+        """Return what tells the weights from others under the same ``model_name``, without loading them."""
+        if self.generator is not None:
+            return {"generator": self.generator.fingerprint}
+        settings = self._settings()
+        return {"adapter": None if settings.adapter is None else str(settings.adapter), "dtype": settings.dtype}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = LangSmithParams(
@@ -219,6 +234,10 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     def _build(self) -> Generator:
         from rag_posfix.generation.batching.scheduler import batched
         from rag_posfix.pipeline.build import build_generator
+
+        return batched(build_generator(self._settings(), self.passage_bytes))  # `batch` shares steps
+
+    def _settings(self) -> Settings:
         from rag_posfix.settings import RemoteSettings, Settings
 
         remote: dict[str, Any] = {}
@@ -226,8 +245,7 @@ class RagPosfixChatModel(Checked, BaseChatModel):
             remote["api_key"] = self.api_key
         if "max_retries" in self.model_fields_set:
             remote["retries"] = self.max_retries
-        settings = Settings(model=self.model_name, remote=RemoteSettings(**remote))
-        return batched(build_generator(settings, self.passage_bytes))  # `batch` shares steps
+        return Settings(model=self.model_name, remote=RemoteSettings(**remote))
 
     def _stops(self, stop: Sequence[str] | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*(self.stop or ()), *(stop or ())]))

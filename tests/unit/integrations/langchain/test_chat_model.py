@@ -1,10 +1,14 @@
 """The arguments of the chat model, without weights; langchain's own suite runs it on real weights."""
 
-import pytest
-from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage
+from dataclasses import replace
 
-from rag_posfix import RagPosfixChatModel, document_block
+import pytest
+from langchain_core.caches import BaseCache
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.outputs import ChatGeneration
+
+from rag_posfix import RagPosfixCache, RagPosfixChatModel, document_block
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.text import NO_PASSAGE_TEXT
@@ -112,3 +116,64 @@ class TestWithoutDocuments:
         chat().invoke(QUESTION, documents=[ROME])
         chat(mitigation="none").invoke(QUESTION)
         assert caplog.records == []
+
+
+class OtherGenerator(FakeGenerator):
+    fingerprint = "fake-2"
+
+    def stream(self, request):
+        for chunk in super().stream(request):
+            yield replace(chunk, text=chunk.text.upper())
+
+
+class FullCache(BaseCache):
+    """Has an answer for every key."""
+
+    def __init__(self):
+        self.keys = []
+
+    def lookup(self, prompt, llm_string):
+        self.keys.append(llm_string)
+        return [ChatGeneration(message=AIMessage("kept"))]
+
+    def update(self, prompt, llm_string, return_val):
+        raise AssertionError("every lookup is a hit")
+
+    def clear(self):
+        self.keys.clear()
+
+
+class TestCache:
+    @pytest.mark.parametrize(
+        ("options", "documents"),
+        [
+            ({"stop": ["e"]}, [ROME]),
+            ({"allow_ungrounded": True}, []),
+            ({"no_passage_text": "Nothing."}, []),
+            ({"generator": OtherGenerator(ToyEncoder())}, [ROME]),
+        ],
+    )
+    def test_an_answer_of_a_model_with_other_fields_is_not_used(self, options, documents):
+        other = RagPosfixChatModel(**{"generator": FakeGenerator(ToyEncoder())} | options)
+        expected = other.invoke(QUESTION, documents=documents).content
+        cache = RagPosfixCache()
+        assert chat(cache=cache).invoke(QUESTION, documents=documents).content != expected
+        cached = other.model_copy(update={"cache": cache})
+        for _ in range(2):
+            assert cached.invoke(QUESTION, documents=documents).content == expected
+
+    def test_stop_strings_of_the_model_and_of_the_call_are_both_in_the_key(self):
+        cache = RagPosfixCache()
+        models = (chat(cache=cache), chat(cache=cache, stop=["on"]))
+        stopped = [model.invoke(QUESTION, documents=[ROME], stop=["Tiber"]).content for model in models]
+        assert stopped == ["Rome lies on the ", "Rome lies "]
+
+    def test_the_adapter_and_dtype_of_the_settings_are_in_the_key_and_secrets_are_not(self, monkeypatch):
+        cache = FullCache()
+        model = RagPosfixChatModel(api_key="secret", cache=cache)
+        assert model.invoke(QUESTION).content == "kept"
+        for name, value in (("ADAPTER", "/adapters/law"), ("DTYPE", "float16")):
+            monkeypatch.setenv(f"RAG_POSFIX_{name}", value)
+            model.invoke(QUESTION)
+        assert len(set(cache.keys)) == 3
+        assert "secret" not in "".join(cache.keys)
