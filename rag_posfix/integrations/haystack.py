@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from langchain_core.documents import BaseDocumentCompressor
 
-from rag_posfix.contracts.filters import AllOf, matches, parse_filter
+from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.integrations.document_ordering import (
     DocumentOrderer,
@@ -18,9 +19,12 @@ from rag_posfix.integrations.document_ordering import (
     checked_order,
     create_reranker,
 )
+from rag_posfix.parameters import shown
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
+    from haystack.errors import FilterError
+    from haystack.utils.filters import document_matches_filter
 except ImportError as error:
     raise missing_extra("haystack", "haystack") from error
 
@@ -45,8 +49,9 @@ class PosfixRanker:
             cannot be serialised. None keeps the scores.
         top_k: Number of documents to keep, the best; all if None.
         seed: For the order ``random``.
-        filters: Leave out documents whose ``meta`` does not match: Haystack's form (``{"field": "meta.year",
-            "operator": ">=", "value": 1999}``), or that of ``rag_posfix`` (``{"year": {"$gte": 1999}}``).
+        filters: Leave out documents that do not match: Haystack's form (``{"field": "meta.year", "operator": ">=",
+            "value": 1999}``), which Haystack evaluates, or that of ``rag_posfix`` for ``meta`` (``{"year": {"$gte":
+            1999}}``).
 
     Raises:
         ConfigError: an unknown order, a number out of range, or filters that are none.
@@ -64,7 +69,7 @@ class PosfixRanker:
     ) -> None:
         checked_count("top_k", top_k)
         self.filters = filters
-        self._condition = parse_filter({} if filters is None else _as_filter(filters))
+        self._is_match = _predicate(filters)
         self.order = checked_order(order)
         self.reranker = reranker
         self.top_k = top_k
@@ -95,7 +100,7 @@ class PosfixRanker:
 
         Raises:
             ConfigError: a document without text, a score that is no finite number, a missing question, or filters
-                that are none.
+                that are none or compare values of different types.
         """
         orderer, documents = self._orderer(top_k), self._matching(documents, filters)
         return _output(documents, orderer.run([_fields(document) for document in documents], query))
@@ -140,8 +145,8 @@ class PosfixRanker:
         return component
 
     def _matching(self, documents: list[Document], filters: dict[str, Any] | None) -> list[Document]:
-        condition = AllOf((self._condition, parse_filter({} if filters is None else _as_filter(filters))))
-        return [document for document in documents if matches(condition, document.meta)]
+        is_match = _predicate(filters)
+        return [document for document in documents if self._is_match(document) and is_match(document)]
 
     def _orderer(self, top_k: int | None) -> DocumentOrderer:
         checked_count("top_k", top_k)
@@ -149,28 +154,31 @@ class PosfixRanker:
         return DocumentOrderer(self.order, self._loaded, self.top_k if top_k is None else top_k, self.seed)
 
 
-_COMPARISONS = {
-    "==": "$eq", "!=": "$ne", ">": "$gt", ">=": "$gte", "<": "$lt", "<=": "$lte", "in": "$in", "not in": "$nin",
-}  # fmt: skip
+_HAYSTACK_FORMS = ({"field", "operator", "value"}, {"operator", "conditions"})
 
 
-def _as_filter(filters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return filters in Haystack's form in that of ``contracts.filters``; others are returned unchanged."""
-    if {"operator", "conditions"} == set(filters):
-        members = [_as_filter(member) for member in filters["conditions"]]
-        combined: dict[str, dict[str, Any]] = {
-            "AND": {"$and": members},
-            "OR": {"$or": members},
-            "NOT": {"$not": {"$and": members}},
-        }
-        if filters["operator"] in combined:
-            return combined[filters["operator"]]
-        raise ConfigError(f"filters: operator {filters['operator']!r} must be AND, OR or NOT")
-    if {"field", "operator", "value"} != set(filters):
-        return filters
-    if filters["operator"] not in _COMPARISONS:
-        raise ConfigError(f"filters: operator {filters['operator']!r} must be one of {', '.join(_COMPARISONS)}")
-    return {filters["field"].removeprefix("meta."): {_COMPARISONS[filters["operator"]]: filters["value"]}}
+def _predicate(filters: Mapping[str, Any] | None) -> Callable[[Document], bool]:
+    """Return filters in either form as a function of a document; their form is checked."""
+    if not isinstance(filters, Mapping) or set(filters) not in _HAYSTACK_FORMS:
+        condition = parse_filter({} if filters is None else filters)
+        return lambda document: matches(condition, document.meta)
+    _check_conditions(filters)
+    return partial(_matches_haystack, filters)
+
+
+def _check_conditions(filters: Any) -> None:
+    """Evaluate every condition by itself: Haystack stops at the first one that decides."""
+    _matches_haystack(filters, Document())
+    if "conditions" in filters:
+        for member in filters["conditions"]:
+            _check_conditions(member)
+
+
+def _matches_haystack(filters: Any, document: Document) -> bool:
+    try:
+        return bool(document_matches_filter(filters, document))
+    except (FilterError, TypeError, RecursionError) as error:
+        raise ConfigError(f"filters={shown(filters)} cannot be evaluated by Haystack: {error}") from error
 
 
 def _fields(document: Document) -> FrameworkDocument:

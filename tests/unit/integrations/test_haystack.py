@@ -6,6 +6,7 @@ import pytest
 from haystack import Document, Pipeline
 from haystack.components.joiners import DocumentJoiner
 from haystack.components.rankers import LostInTheMiddleRanker
+from haystack.utils.filters import document_matches_filter
 from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.assembly.orders import permute
@@ -177,10 +178,66 @@ def test_documents_that_do_not_match_the_filters_are_left_out(filters):
     assert ids(ranker.run(documents=documents, filters=narrower)) == []
 
 
-@pytest.mark.parametrize("operator", ["XOR", "like"])
-def test_filters_with_another_operator_are_refused(operator):
-    filters = {"field": "meta.a", "operator": operator, "value": 1}
-    with pytest.raises(ConfigError, match=f"operator '{operator}' must be one of"):
+FILTERED = [
+    Document(content="a", id="1", meta={"year": 1999, "a": {"b": 1}, "tags": ["x"]}, score=0.5),
+    Document(content="b", id="2", meta={"year": None, "published": "2024-01-01"}, score=0.7),
+    Document(content="c", id="3", score=0.1),
+]
+
+
+def condition(field, operator, value):
+    return {"field": field, "operator": operator, "value": value}
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        (condition("meta.year", "!=", 1999), ["2", "3"]),
+        (condition("meta.year", "==", None), ["2", "3"]),
+        (condition("meta.a.b", "==", 1), ["1"]),
+        (condition("content", "==", "a"), ["1"]),
+        (condition("id", "==", "1"), ["1"]),
+        (condition("score", ">", 0.4), ["1", "2"]),
+        (condition("meta.year", "not in", [1999]), ["2", "3"]),
+        (condition("meta.year", "in", [1999, None]), ["1", "2", "3"]),
+        (condition("year", ">", 1990), ["1"]),
+        (condition("meta.published", "<", "2025-01-01"), ["2"]),
+        (condition("meta.tags", "==", ["x"]), ["1"]),
+        ({"operator": "NOT", "conditions": [condition("meta.year", "==", 1999)]}, ["2", "3"]),
+        ({"operator": "OR", "conditions": [condition("id", "==", "3"), condition("meta.a.b", "==", 1)]}, ["1", "3"]),
+    ],
+)
+async def test_filters_in_haystacks_form_keep_what_haystack_keeps(filters, expected):
+    assert [one.id for one in FILTERED if document_matches_filter(filters, one)] == expected
+    assert sorted(ids(PosfixRanker(filters=filters).run(FILTERED))) == expected
+    assert sorted(ids(await PosfixRanker().run_async(FILTERED, filters=filters))) == expected
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (condition("meta.a", "like", 1), "Unknown comparison operator 'like'. Valid operators are"),
+        ({"operator": "XOR", "conditions": []}, "Unknown logical operator 'XOR'. Valid operators are"),
+        (condition("meta.a", "in", 1), "must be a `list`"),
+        ({"operator": "AND", "conditions": 5}, "not iterable"),
+        ({"operator": "AND", "conditions": ["year"]}, "'operator' key missing"),
+        (
+            {"operator": "AND", "conditions": [condition("meta.a", "==", 1), condition("meta.a", "~", 1)]},
+            "operator '~'",
+        ),
+        (condition(5, "==", 1), "not iterable"),
+        ({"meta.a": {"$nor": 1}}, "not understood"),
+        (5, "filter"),
+    ],
+)
+def test_filters_that_are_none_are_refused(filters, message):
+    with pytest.raises(ConfigError, match=message):
         PosfixRanker(filters=filters)
-    with pytest.raises(ConfigError, match=f"operator '{operator}' must be AND, OR or NOT"):
-        PosfixRanker(filters={"operator": operator, "conditions": []})
+    with pytest.raises(ConfigError, match=message):
+        PosfixRanker().run(FILTERED, filters=filters)
+
+
+def test_a_filter_that_compares_values_of_different_types_is_an_error_where_it_meets_them():
+    ranker = PosfixRanker(filters=condition("meta.year", ">", "recently"))
+    with pytest.raises(ConfigError, match="cannot be evaluated by Haystack: Can't compare strings"):
+        ranker.run(FILTERED)
