@@ -42,7 +42,7 @@ def attend_with_lse(
         returns: (B, Hq, Tq, D) in the dtype of ``query``; (B, Hq, Tq) float32.
 
     With ``causal``, query i sees keys 0..i + Tk - Tq: the queries are the last tokens. The numbers of a vector must be
-    neighbours in memory: the kernels do not look at the stride of D.
+    neighbours in memory: the kernels do not look at the stride of D. Without keys the output is 0 and its lse -inf.
 
     Cost: fused on CPUs, and on GPUs by the kernels that PyTorch's own attention uses: flash attention in 16 bits, the
         memory-efficient one in float32. Elsewhere, and where gradients are enabled, a (B, Hq, 256, Tk) float32 score
@@ -50,6 +50,8 @@ def attend_with_lse(
     """
     n_query, n_key = query.shape[2], key.shape[2]
     key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast queries are rotated in float32
+    if not n_query or not n_key:  # the fused kernel divides by both
+        return torch.zeros_like(query), query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     causal = causal and n_query > 1
     if causal and n_query < n_key:  # the fused kernel aligns its diagonal with the first key
         past = n_key - n_query

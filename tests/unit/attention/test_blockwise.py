@@ -120,6 +120,15 @@ def test_a_score_far_above_the_sample_is_left_to_the_fused_kernel(products):
     assert all(map(torch.equal, attend_whole(query, key, value, 0.125), fused))
 
 
+@pytest.mark.parametrize(("n_query", "n_key"), [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_queries_or_no_keys_have_no_mass(n_query, n_key, causal):
+    query, key, value = random_states(9)
+    out, lse = attend_with_lse(query[:, :, :n_query], key[:, :, :n_key], value[:, :, :n_key], 1.0, causal=causal)
+    assert torch.equal(out, torch.zeros(query.shape[0], HEADS, n_query, SIZE))
+    assert torch.equal(lse, torch.full((query.shape[0], HEADS, n_query), -math.inf))
+
+
 def test_two_stretches_merge_by_their_mass():
     # Scores 0 and ln 3 alone: shares 1/4 and 3/4 of the values 8 and 4: 2 + 3 = 5; the mass is 1 + 3 = 4.
     parts = [(torch.full((1, 1, 1, 1), 8.0), torch.zeros(1, 1, 1)),
