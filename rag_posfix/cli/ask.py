@@ -64,7 +64,7 @@ def ask(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question from an index or a vector store, with sources.
+    """Answer a question from an index or a store, with sources.
 
     With --chat the model is loaded once for all questions, until an empty line; each continues the conversation. If
     no passage is found, the answer says so and the exit code is 3. With --questions and --out many questions are
