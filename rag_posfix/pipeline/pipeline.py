@@ -315,7 +315,7 @@ class Pipeline(AskedInBatches):
             documents = self._documents(run)
         with run.stage("assemble", "assembler") as stage:
             prompt = self._prompt(run, assembler, documents, info, sampling)
-            if trace is not UNTRACED:  # copies take a fifth of the time of a cached answer
+            if trace is not UNTRACED:  # copies would slow down cached answers
                 stage.done(prompt.assembled.copied_documents())
         prompt.assembled.log_omissions()
         request = GenerationRequest(prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution)
