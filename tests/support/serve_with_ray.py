@@ -260,6 +260,14 @@ def replica_gauges() -> dict[str, float]:
     return gauges
 
 
+def gauges_once_idle(seconds: float = 60) -> dict[str, float]:
+    """Return the gauges once they say that no request is being answered; replicas export them now and then."""
+    deadline = time.monotonic() + seconds
+    while (gauges := replica_gauges()).get("in_flight_requests") != 0 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return gauges
+
+
 def serve_results(folder: Path, dashboard: str) -> dict[str, Any]:
     """Return what was found on the cluster that this process is connected to."""
     from ray import serve
@@ -275,8 +283,7 @@ def serve_results(folder: Path, dashboard: str) -> dict[str, Any]:
             found["equal"] = [[said(ask(url, *one)) for one in questions], plain_answers(questions)]
             found["refused"] = httpx2.post(url + "/v1/chat/completions", json={"model": "x"}, timeout=60).status_code
             found["overlap"] = shuffles(url, logs)
-            wait_until(lambda: "in_flight_requests" in replica_gauges(), 60)
-            found["gauges"] = replica_gauges()
+            found["gauges"] = gauges_once_idle()
             found["killed"] = killed_under_load(url, logs)
         found["deployed"] = deployed(folder / "deployed", url, dashboard)
     finally:
