@@ -38,7 +38,7 @@ class AnswerCache(Protocol):
     ) -> None:
         """Store an answer; ``document_ids`` are the documents it was made from.
 
-        It is never served if one of them was deleted after ``position``: that of the last look-up of ``key`` if None.
+        It is never served if one of them was deleted after ``position``; None: none of them was deleted since.
         """
         ...
 

@@ -67,8 +67,9 @@ def test_copies_in_the_memory_of_another_process_are_not_served(redis_server, op
 def test_an_answer_that_was_being_computed_during_the_deletion_is_not_served(open_cache):
     cache = open_cache()
     assert cache.get("key") is None
+    position = cache.position
     cache.drop_documents(["doc"])
-    cache.put("key", ANSWER, ["doc"])
+    cache.put("key", ANSWER, ["doc"], position)
     assert cache.get("key") is None
     cache.put("key", ANSWER, ["doc"])
     assert cache.get("key") == ANSWER, "the document may have been added again"

@@ -180,13 +180,10 @@ class TieredAnswerCache(TieredCache[Blob]):
         self._clock = clock
         self._flight = SingleFlight(max_wait_seconds)
         self._counters = Counters()
-        self._missed: OrderedDict[str, int] = OrderedDict()  # where the log of deletions was when a key was looked up
-        self._missed_lock = threading.Lock()
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the stored answer, or None."""
         answer: dict[str, Any] | None = None
-        position = self._deletions_log.position
 
         def accept(blobs: dict[str, Blob]) -> dict[str, Blob]:
             """Return the blob with the tags, expiry and position that are in it, unless it is damaged or expired."""
@@ -203,10 +200,6 @@ class TieredAnswerCache(TieredCache[Blob]):
 
         if not self._search({key: None}, accept):
             answer = None
-            with self._missed_lock:
-                self._missed[key] = position
-                if len(self._missed) > _REMEMBERED_KEYS:
-                    self._missed.popitem(last=False)
         self._counters.add("misses" if answer is None else "hits")
         return answer
 
@@ -221,7 +214,7 @@ class TieredAnswerCache(TieredCache[Blob]):
         """Keep an answer made from ``document_ids``, unless it is too large or not JSON, or one of them was deleted.
 
         Args:
-            position: ``position`` before the documents were found; None for that of the last look-up of ``key``.
+            position: ``position`` before the documents were found; None: none of them was deleted since.
         """
         try:
             answer = orjson.dumps(dict(value))
@@ -231,9 +224,7 @@ class TieredAnswerCache(TieredCache[Blob]):
             self._counters.add("rejected")
             return
         self._deletions_log.start()
-        with self._missed_lock:
-            missed = self._missed.pop(key, self._deletions_log.position)
-        position = missed if position is None else position
+        position = self._deletions_log.position if position is None else position
         tags, expires_at = _tags(document_ids), self._clock() + self._ttl
         envelope = {
             "version": _ENVELOPE_VERSION,

@@ -73,8 +73,15 @@ class ByteCache(Protocol):
         """Return the stored object, or None."""
         ...
 
-    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
-        """Store an object; ``document_ids`` are the documents that it was made from."""
+    @property
+    def position(self) -> int:
+        """How many deletions the cache knows."""
+        ...
+
+    def put(
+        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
+    ) -> None:
+        """Store an object made from ``document_ids``, unless one of them was deleted after ``position``."""
         ...
 
 
@@ -120,6 +127,7 @@ class ServerJudge:
         server = self._connection.servers.urls[0]
         names = [content_hash("judgement-1", server, self._model, salt, repr((prompt, spellings)))
                  for prompt in prompts]  # fmt: skip
+        position = 0 if self._cache is None else self._cache.position
         odds = {name: self._stored(name) for name in names}
         missing = [index for index in self._first_seen_first(keys) if odds[names[index]] is None]
         if missing:
@@ -129,7 +137,7 @@ class ServerJudge:
             for index, value in zip(missing, values, strict=True):
                 odds[names[index]] = value
                 if self._cache is not None:
-                    self._cache.put(names[index], {"log_odds": value}, _tags(keys[index], salt))
+                    self._cache.put(names[index], {"log_odds": value}, _tags(keys[index], salt), position)
         return [odds[name] or 0.0 for name in names]
 
     def form(self, prompt: Sequence[ChatMessage], check: Callable[[], None] = lambda: None) -> Form:

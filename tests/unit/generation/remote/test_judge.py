@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
+from rag_posfix.caching.answers.tiered import TieredAnswerCache
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.generator import LikelihoodReader, OddsReader, PassageReader
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
@@ -152,6 +154,23 @@ def test_judgements_are_kept_by_model_passage_question_and_tenant():
         generator.log_odds(layout_of("passage 1"), YES, NO, "tenant")
         generator.log_odds(layout_of("passage 1", question="where?"), YES, NO)
         assert len(server.bodies) == sent + 4
+
+
+def test_a_judgement_of_a_passage_that_was_removed_meanwhile_is_not_kept():
+    layout = layout_of("passage 1")
+
+    def removing(body: dict[str, Any]) -> Reply:
+        if "passage 1" in content_of(body):
+            cache.drop_documents([layout.keys[0]])
+        return judge(body)
+
+    with (
+        closing(TieredAnswerCache([MemoryTier()])) as cache,
+        asking(removing, judgements=cache) as (generator, server),
+    ):
+        for sent in (3, 4, 5):  # at first the form of requests is asked for, and the prompt without a passage
+            generator.log_odds(layout, YES, NO)
+            assert len(server.bodies) == sent
 
 
 def test_passages_seen_before_are_sent_first_in_the_order_they_were_seen():
