@@ -3,8 +3,9 @@
 python -m benchmarks.against_default [--default ARRANGEMENT] OUT.json "NAME=RECORD,RECORD" ...
 
 ``--default`` is the default of the records' model where it is not that of small models. Each NAME is a data set, each
-RECORD the name of a position experiment in benchmarks/results. A question counts once: its scores are means over the
-gold positions. Records of several models are refused.
+RECORD the name of a position experiment in benchmarks/results. The scores of a question are means over its gold
+positions. A question of two data sets, as of ten and of twenty passages, is resampled with both and counted once.
+Records of several models or versions of the prompt are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,40 @@ from benchmarks.keep_record import RESULTS
 from benchmarks.tables import DEFAULT
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import ExperimentRecord, read_record, save_record
-from rag_posfix.evaluation.statistics import difference_interval, mean
+from rag_posfix.evaluation.statistics import difference_interval, mean, mean_if_known
 
-Scores = dict[tuple[int, str], tuple[float, float]]
+Scores = dict[tuple[str, int], tuple[float, float | None]]
+"""(accuracy, log-probability) by (question, number of the record)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The default's scores minus those of a method, for a question of a record."""
+
+    question: str
+    accuracy: float
+    log_probability: float | None
+
+    @classmethod
+    def of(cls, question: str, own: tuple[float, float | None], other: tuple[float, float | None]) -> Difference:
+        """Return the difference of two (accuracy, log-probability)."""
+        log_probability = None if own[1] is None or other[1] is None else own[1] - other[1]
+        return cls(question, own[0] - other[0], log_probability)
 
 
 def scores_by_question(records: Sequence[ExperimentRecord]) -> dict[str, Scores]:
-    """Return for each method (accuracy, log-probability) by (number of the record, question)."""
-    cells: dict[str, dict[tuple[int, str], list[tuple[float, float]]]] = {}
+    """Return the scores of each method; a question is named by its data file and its name there."""
+    cells: dict[str, dict[tuple[str, int], list[tuple[float, float | None]]]] = {}
     for number, record in enumerate(records):
+        file = record.head["data"]["sha256"]
         for row in record.rows:
             if row["gold_position"] is not None:
                 questions = cells.setdefault(row["condition"], {})
-                scores = (float(row["accuracy"]), float(row["log_probability"]))
-                questions.setdefault((number, str(row["question"])), []).append(scores)
+                scores = (float(row["accuracy"]), row["log_probability"])
+                questions.setdefault((f"{file} {row['question']}", number), []).append(scores)
     return {
         method: {
-            key: (mean([accuracy for accuracy, _ in scores]), mean([value for _, value in scores]))
+            key: (mean([accuracy for accuracy, _ in scores]), mean_if_known([value for _, value in scores]))
             for key, scores in questions.items()
         }
         for method, questions in cells.items()
@@ -43,33 +62,43 @@ def scores_by_question(records: Sequence[ExperimentRecord]) -> dict[str, Scores]
 
 
 def compare(sets: Mapping[str, Sequence[ExperimentRecord]], default: str = DEFAULT) -> dict[str, Any]:
-    """Return for each method and data set, and over all, the default's accuracy minus the method's, with intervals."""
+    """Return for each method and data set, and over all, the default's accuracy minus the method's, with intervals.
+
+    Raises:
+        EvaluationError: The records are of several models or prompts, or a method shares no question with the default.
+    """
     # By the fingerprint: a file and a folder with the same weights have different names.
-    if len({str(record.head["model_fingerprint"]) for records in sets.values() for record in records}) != 1:
-        raise EvaluationError("the records are of several models; give those of one")
-    differences: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for several, name in (("models", "model_fingerprint"), ("dtypes", "dtype"), ("prompt versions", "prompt_version")):
+        if len({str(record.head.get(name)) for records in sets.values() for record in records}) != 1:
+            raise EvaluationError(f"the records are of several {several}; give those of one")
+    differences: dict[str, dict[str, list[Difference]]] = {}
     for name, records in sets.items():
         scores = scores_by_question(records)
-        own = scores.pop(default)
+        own = scores.pop(default, {})
         for method, others in scores.items():
-            pairs = [(own[key], other) for key, other in others.items() if key in own]
-            differences.setdefault(method, {})[name] = [(a[0] - b[0], a[1] - b[1]) for a, b in pairs]
+            found = [Difference.of(key[0], own[key], other) for key, other in others.items() if key in own]
+            if not found:
+                raise EvaluationError(
+                    f"{name}: {method} has no question in a record with {default}; give records that hold both"
+                )
+            differences.setdefault(method, {})[name] = found
     return {
         method: {
-            **{name: _difference(values) for name, values in by_set.items()},
-            "all": _difference([value for values in by_set.values() for value in values]),
+            **{name: _summary(found) for name, found in by_set.items()},
+            "all": _summary([difference for found in by_set.values() for difference in found]),
         }
         for method, by_set in differences.items()
     }
 
 
-def _difference(values: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    accuracy = [value for value, _ in values]
+def _summary(differences: Sequence[Difference]) -> dict[str, Any]:
+    accuracy = [difference.accuracy for difference in differences]
+    questions = [difference.question for difference in differences]
     return {
-        "n": len(values),
+        "n": len(set(questions)),
         "accuracy": mean(accuracy),
-        "ci95": difference_interval(accuracy),
-        "log_probability": mean([value for _, value in values]),
+        "ci95": difference_interval(accuracy, questions),
+        "log_probability": mean_if_known([difference.log_probability for difference in differences]),
     }
 
 

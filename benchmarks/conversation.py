@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,6 +185,16 @@ def summarize_ranks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def earlier_rows(journal: Path) -> list[dict[str, Any]]:
+    """Return the rows of an interrupted run; a last line that was written in part is cut off the file."""
+    if not journal.exists():
+        return []
+    written = journal.read_bytes()
+    complete = written[: written.rfind(b"\n") + 1]
+    os.truncate(journal, len(complete))
+    return [json.loads(line) for line in complete.splitlines()]
+
+
 def measure_answers(
     settings: Settings, mitigation: str, conditions: Sequence[str], journal: Path, limit: int | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]], Generator]:
@@ -194,8 +205,7 @@ def measure_answers(
         False: passages_first,
         True: passages_first.with_template(replace(PromptTemplate(), history_first=True)),
     }
-    rows = [json.loads(line) for line in journal.read_text("utf-8").splitlines()] if journal.exists() else []
-    rows = [row for row in rows if row["condition"] in conditions]
+    rows = [row for row in earlier_rows(journal) if row["condition"] in conditions]
     done = {(row["id"], row["condition"]) for row in rows}
     follow_ups = load_follow_ups()[:limit]
     for follow_up in follow_ups:
@@ -330,6 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="follow-ups that are answered; all by default")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
+    conditions = chosen.conditions.split(";")
+    if not {"history"} <= set(conditions) <= CONDITIONS.keys():
+        parser.error(f"--conditions={chosen.conditions!r} must have 'history' and may have {', '.join(CONDITIONS)}")
     for part in chosen.parts or PARTS:
         if part not in PARTS:
             parser.error(f"{part!r} is no part; there are: {', '.join(PARTS)}")
@@ -339,7 +352,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if part == "ranks":
             summary, rows, generator = measure_ranks(settings)
         elif part == "answers":
-            conditions = chosen.conditions.split(";")
             summary, rows, generator = measure_answers(settings, chosen.mitigation, conditions, journal, chosen.limit)
         else:
             summary, rows, generator = measure_cache(settings, chosen.mitigation)

@@ -9,7 +9,7 @@ where the one before ended (``--skip``, ``--limit``) and has the same model, dat
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +21,8 @@ from rag_posfix.evaluation.record import ExperimentRecord, read_head, read_recor
 RESULTS = Path(__file__).parent / "results"
 SAME = ("model_fingerprint", "dtype", "device", "data", "template", "prompt_version", "mitigations")
 """What records of one position experiment agree in, besides their settings."""
+APART = ("skip", "limit", "answers_of_earlier_runs_by")
+"""Settings in which the parts of one experiment differ."""
 
 
 def keep(source: Path, target: Path) -> None:
@@ -51,7 +53,7 @@ def join(sources: Sequence[Path], target: Path) -> None:
     end = _questions(first, sources[0]).stop
     for record, source in zip(others, sources[1:], strict=True):
         questions = _questions(record, source)
-        here, expected = _experiment(record), _experiment(first)
+        here, expected = experiment(record.head, APART), experiment(first.head, APART)
         differing = sorted(name for name in {*here, *expected} if here.get(name) != expected.get(name))
         if differing:
             raise EvaluationError(f"{source} differs from {sources[0]} in {', '.join(differing)}; join equal runs")
@@ -76,11 +78,10 @@ def _questions(record: ExperimentRecord, source: Path) -> range:
     return range(skip, skip + len({row["question"] for row in record.rows}))
 
 
-def _experiment(record: ExperimentRecord) -> dict[str, Any]:
-    """Return all in which records of one experiment agree."""
-    apart = ("skip", "limit", "answers_of_earlier_runs_by")
-    settings = {name: value for name, value in record.head["settings"].items() if name not in apart}
-    return settings | {name: record.head.get(name) for name in SAME}
+def experiment(head: Mapping[str, Any], apart: Collection[str]) -> dict[str, Any]:
+    """Return all in which records of one position experiment agree, but what ``apart`` names."""
+    of_all = {**head["settings"], **{name: head.get(name) for name in SAME}}
+    return {name: value for name, value in of_all.items() if name not in apart}
 
 
 def position_row(row: Mapping[str, Any]) -> PositionRow:

@@ -48,13 +48,13 @@ def against_default(heads: Sequence[Head]) -> Iterator[Row]:
     for method, by_set in heads[0]["summary"].items():
         if not set(names) <= by_set.keys():
             continue
-        low, high = by_set["all"]["ci95"]
+        (low, high), likelihood = by_set["all"]["ci95"], by_set["all"]["log_probability"]
         yield [
             f"`{method}`",
             *(f"{by_set[name]['accuracy']:+.2f}" for name in names),
             f"{by_set['all']['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}]",
             str(by_set["all"]["n"]),
-            f"{by_set['all']['log_probability']:+.2f}",
+            "-" if likelihood is None else f"{likelihood:+.2f}",
         ]
 
 

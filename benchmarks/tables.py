@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.keep_record import experiment
 from benchmarks.study_tables import STUDY_LAYOUTS, Head, Row, percent, short
 from benchmarks.verdict_tables import VERDICT_LAYOUTS
 from rag_posfix.assembly.tokenization import PROMPT_VERSION
@@ -62,8 +63,8 @@ def scores(log_probability: float | None, accuracy: float) -> str:
 
 def methods_of(heads: Sequence[Head], key: str = "mitigations") -> dict[str, Any]:
     """Return what the records say of each method."""
-    if any(experiment(head) != experiment(heads[0]) for head in heads):
-        raise EvaluationError("records differ in kind, data, questions or positions; give those of one experiment")
+    if any(conditions(head) != conditions(heads[0]) for head in heads):
+        raise EvaluationError("records differ in kind, data, model or settings; give those of one experiment")
     return first_of(heads, key)
 
 
@@ -76,9 +77,12 @@ def first_of(heads: Sequence[Head], key: str) -> dict[str, Any]:
     return methods
 
 
-def experiment(head: Head) -> tuple[Any, ...]:
-    """Return kind, data and settings; they are equal in all records of a table."""
-    return head.get("kind"), head.get("data"), head["summary"].get("n"), head.get("settings", {}).get("gold_positions")
+def conditions(head: Head, *apart: str) -> dict[str, Any]:
+    """Return what is equal in all records of a table: of positions all but the methods and what changes no answer."""
+    of_kind = {"kind": head.get("kind"), "data": head.get("data"), "n": head["summary"].get("n")}
+    if head.get("kind") != "positions":
+        return of_kind
+    return of_kind | experiment(head, ("mitigations", "reuse", "check_orders", "answers_of_earlier_runs_by", *apart))
 
 
 def positions(heads: Sequence[Head], columns: Sequence[str]) -> Iterator[Row]:
@@ -99,7 +103,10 @@ def worst_minus_best(result: Mapping[str, Any]) -> str:
     """Return a method's worst position minus the best of the unmodified model, with its interval."""
     if "versus_none" not in result:
         return "-"
-    low, high = result["versus_none"]["ci95"]
+    interval = result["versus_none"]["ci95"]
+    if interval is None:  # of a server that scores no answer
+        return "-"
+    low, high = interval
     return f"{result['versus_none']['worst_minus_best_log_probability']:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
@@ -125,8 +132,10 @@ POSITION_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def capture(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per method: accuracy in each record at its worst position, and the share of planted answers."""
-    if any(head.get("data") != heads[0].get("data") for head in heads):
-        raise EvaluationError("records differ in their data; give runs on the same file, with and without --hostile")
+    if any(conditions(head, "hostile") != conditions(heads[0], "hostile") for head in heads):
+        raise EvaluationError(
+            "records differ in more than --hostile; give runs of the same questions with and without"
+        )
     yield ["method", *(head["settings"].get("hostile", "no hostile passage") for head in heads)]
     for name in heads[0]["summary"]["mitigations"]:
         results = [head["summary"]["mitigations"][name] for head in heads]

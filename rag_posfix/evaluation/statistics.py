@@ -150,18 +150,24 @@ def t_test_p(differences: Sequence[float]) -> float:
 
 
 def difference_interval(
-    differences: Sequence[float], *, resamples: int = _RESAMPLES, seed: int = 0
+    differences: Sequence[float], groups: Sequence[str] | None = None, *, resamples: int = _RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean, queries resampled."""
+    """Return the 95 % percentile interval of the mean, queries resampled.
+
+    Args:
+        groups: The query of each difference, where a query has several; they are resampled together.
+    """
     import numpy as np
 
     values = np.asarray(differences, dtype=float)
+    labels = np.arange(values.size) if groups is None else np.unique(groups, return_inverse=True)[1]
+    sums, counts = np.bincount(labels, weights=values), np.bincount(labels)
     generator = np.random.default_rng(seed)
     means: list[float] = []
-    at_once = max(1, _AT_ONCE // values.size)
+    at_once = max(1, _AT_ONCE // sums.size)
     for start in range(0, resamples, at_once):
-        size = (min(at_once, resamples - start), values.size)
-        means += values[generator.integers(0, values.size, size=size)].mean(axis=1).tolist()
+        drawn = generator.integers(0, sums.size, size=(min(at_once, resamples - start), sums.size))
+        means += (sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)).tolist()
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 

@@ -11,14 +11,16 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import ExperimentRecord
 
 
-def record(answers, model="small"):
+def record(answers, model="small", data="file", **head):
     """Return a record of rows (condition, question, place, accuracy, log-probability)."""
     names = ("condition", "question", "gold_position", "accuracy", "log_probability")
     return ExperimentRecord(
-        {"model": model, "model_fingerprint": model}, [dict(zip(names, answer, strict=True)) for answer in answers]
+        {"model": model, "model_fingerprint": model, "data": {"sha256": data}, **head},
+        [dict(zip(names, answer, strict=True)) for answer in answers],
     )
 
 
+METHODS = (DEFAULT, "none")
 FIRST = record(
     [
         ("gold_only", "a", None, 1.0, 0.0),
@@ -31,7 +33,7 @@ FIRST = record(
         ("committee", "b", 0, 1.0, -1.5),
     ]
 )
-SECOND = record([(DEFAULT, "a", 0, 0.0, -3.0), ("none", "a", 0, 1.0, -1.0)])
+SECOND = record([(DEFAULT, "a", 0, 0.0, -3.0), ("none", "a", 0, 1.0, -1.0)], data="another file")
 
 
 def test_a_question_counts_once_and_of_each_record():
@@ -43,6 +45,36 @@ def test_a_question_counts_once_and_of_each_record():
     assert summary["none"]["all"]["ci95"] == pytest.approx((-1.0, 0.5))
     assert summary["committee"]["set"]["accuracy"] == -1.0
     assert "gold_only" not in summary
+
+
+def test_a_question_of_two_data_sets_is_resampled_with_both():
+    """Among ten and among twenty passages the default is right on the same five of ten questions, ``none`` on none."""
+
+    def of(**head):
+        rows = [(method, f"{n}", 0, float(n < 5 and method == DEFAULT), -1.0) for n in range(10) for method in METHODS]
+        return record(rows, **head)
+
+    together = compare({"10": [of()], "20": [of()]})["none"]
+    assert (together["all"]["n"], together["all"]["accuracy"]) == (10, 0.5)
+    assert together["all"]["ci95"] == together["10"]["ci95"]
+    apart = compare({"10": [of()], "20": [of(data="another file")]})["none"]["all"]
+    assert (apart["n"], apart["accuracy"]) == (20, 0.5)
+    assert apart["ci95"][0] > together["all"]["ci95"][0]
+    assert apart["ci95"][1] < together["all"]["ci95"][1]
+
+
+def test_without_log_probabilities_accuracies_are_compared():
+    rows = [(DEFAULT, "a", 0, 1.0, None), ("none", "a", 0, 0.0, -1.0)]
+    summary = compare({"set": [record(rows)]})
+    assert summary["none"]["all"]["log_probability"] is None
+    _, row = against_default([{"records": {"set": []}, "summary": summary}])
+    assert row == ["`none`", "+1.00", "+1.000 [+1.000, +1.000]", "1", "-"]
+
+
+def test_a_method_without_a_question_of_the_default_is_refused():
+    rows = [(DEFAULT, "a", 0, 1.0, -1.0)], [("none", "a", 0, 0.0, -1.0)]
+    with pytest.raises(EvaluationError, match="set: none has no question in a record with"):
+        compare({"set": [record(each) for each in rows]})
 
 
 def test_another_default_can_be_named():
@@ -61,3 +93,5 @@ def test_the_table_has_the_methods_of_every_data_set():
 def test_records_of_two_models_are_refused():
     with pytest.raises(EvaluationError, match="several models"):
         compare({"set": [FIRST, record([], model="large")]})
+    with pytest.raises(EvaluationError, match="several prompt versions"):
+        compare({"set": [FIRST, record([], prompt_version=2)]})

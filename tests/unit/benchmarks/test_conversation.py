@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.conversation import WEIGHTS, load_follow_ups, summarize_answers, summarize_ranks
+from benchmarks.conversation import WEIGHTS, earlier_rows, load_follow_ups, main, summarize_answers, summarize_ranks
 from benchmarks.tables import table
 
 
@@ -60,3 +60,19 @@ def test_a_condition_is_compared_with_passages_first():
     other = summarize_answers(rows, "none")["conditions"]["history, history first"]
     assert (other["accuracy"], other["default_minus_this"]) == (0.25, 0.5)
     assert other["mcnemar_p"] == 0.5  # two pairs differ, both in favour: 2 * 1/4
+
+
+def test_a_line_that_an_interrupt_tore_is_cut_off(tmp_path):
+    journal = tmp_path / "answers.partial.jsonl"
+    assert earlier_rows(journal) == []
+    journal.write_text('{"id": "a"}\n{"id": "b"}\n{"id": "\u00e9', "utf-8")
+    for _ in range(2):
+        assert earlier_rows(journal) == [{"id": "a"}, {"id": "b"}]
+    assert journal.read_text("utf-8") == '{"id": "a"}\n{"id": "b"}\n'
+
+
+@pytest.mark.parametrize("conditions", ["last", "history;first"])
+def test_conditions_that_cannot_be_compared_are_refused_before_anything_is_loaded(conditions, capsys):
+    with pytest.raises(SystemExit):
+        main(["answers", "--conditions", conditions])
+    assert "must have 'history'" in capsys.readouterr().err

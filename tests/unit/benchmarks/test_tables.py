@@ -67,6 +67,9 @@ def test_of_a_server_that_scores_no_answer_the_accuracy_is_shown_alone():
     remote = {**method({4: (None, 0.45)}, (None, 0.45), (None, 0.0), 0.0), "planted": 0.025}
     lines = table([head({"none": remote})], "capture").splitlines()
     assert lines[2] == "| `none` | .45; planted 2 % |"
+    versus = {**FREE["versus_none"], "worst_minus_best_log_probability": None, "ci95": None}
+    *_, row, _, _ = table([head({"none": remote, "free": {**remote, "versus_none": versus}})]).splitlines()
+    assert row.endswith(" | - |")
 
 
 def test_another_layout_has_other_columns():
@@ -103,10 +106,17 @@ def test_of_a_method_that_several_records_hold_the_first_counts():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"data": {"name": "others", "sha256": "2"}}, {"kind": "permutations"}, {"settings": {"gold_positions": [0, 4]}}],
+    [
+        {"data": {"name": "others", "sha256": "2"}},
+        {"kind": "permutations"},
+        {"settings": {"gold_positions": [0, 4]}},
+        {"settings": {"gold_positions": [0, 9], "hostile": "echo"}},
+        {"model_fingerprint": "another"},
+        {"prompt_version": PROMPT_VERSION - 1},
+    ],
 )
 def test_records_of_different_experiments_share_no_table(changes):
-    with pytest.raises(EvaluationError, match="records differ in kind, data, questions or positions"):
+    with pytest.raises(EvaluationError, match="records differ in kind, data, model or settings"):
         table([head({"none": NONE}), head({"free": FREE}, **changes)], "positions")
 
 
@@ -326,8 +336,9 @@ def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
         "| --- | --- | --- | --- |",
         "| `none` | -2.00 (.25) | -2.00 (.00) | -2.00 (.50); planted 31 % |",
     ]
-    with pytest.raises(EvaluationError, match="differ in their data"):
-        table([heads[0], {**heads[1], "data": "e"}], "capture")
+    for changes in ({"data": "e"}, {"dtype": "float32"}):
+        with pytest.raises(EvaluationError, match="differ in more than --hostile"):
+            table([heads[0], {**heads[1], **changes}], "capture")
 
 
 def test_servers_have_a_row_per_record_and_the_last_fifty_are_compared_with_the_second_fifty():
