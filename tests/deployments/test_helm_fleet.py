@@ -17,11 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_KINDS = {"HTTPRoute", "PrometheusRule", "RayService"}
 """Kinds without a schema in Kubernetes; fields are asserted below."""
 TOKEN = {"name": "RAG_POSFIX_REMOTE_API_KEY", "valueFrom": {"secretKeyRef": {"name": "engine", "key": "api-key"}}}
+FOLDERS = {"name": "/weights/Qwen2.5-7B-Instruct", "embeddingModel": "/weights/all-MiniLM-L6-v2"}
 DOCUMENTS = {
     "extraVolumes": [{"name": "documents", "persistentVolumeClaim": {"claimName": "documents", "readOnly": True}}],
     "extraVolumeMounts": [{"name": "documents", "mountPath": "/documents", "readOnly": True}],
 }
 EVERYTHING = {
+    "model": FOLDERS,
     "ingress": {"enabled": True, "className": "nginx", "hosts": ["answers.example"], "tlsSecret": "certificate"},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway", "namespace": "web"}]},
     "data": {"size": "1Gi"},
@@ -105,7 +107,7 @@ def test_init_containers_have_the_environment_of_the_pod_and_may_reach_the_hub(e
 
 def test_weights_come_from_a_bucket_by_an_image_that_is_named():
     source = {"source": "s3", "s3": {"uri": "s3://bucket/models", "image": "aws-cli:2.31.0"}}
-    pod = one_of("Deployment", rendered_with({"weights": source}))["spec"]["template"]["spec"]
+    pod = one_of("Deployment", rendered_with({"model": FOLDERS, "weights": source}))["spec"]["template"]["spec"]
     (fetch,) = pod["initContainers"]
     assert (fetch["image"], fetch["command"][-2:]) == ("aws-cli:2.31.0", ["s3://bucket/models", "/weights"])
     (volume,) = [each for each in pod["volumes"] if each["name"] == "weights"]
