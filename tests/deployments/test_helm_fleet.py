@@ -11,7 +11,7 @@ import yaml
 
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.ray_serve.application import ApplicationOptions
-from tests.support.helm_chart import manifests, merged, one_of, values_of
+from tests.support.helm_chart import manifests, merged, one_of, rendered, values_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_KINDS = {"HTTPRoute", "PrometheusRule", "RayService"}
@@ -172,6 +172,21 @@ def test_a_ray_service_is_what_ray_serve_and_the_application_take(tmp_path):
     assert cluster["authOptions"] == {"mode": "token"}
     (path,) = one_of("Ingress", values)["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"] == {"name": "answers-rag-posfix-serve-svc", "port": {"number": 8000}}
+
+
+@pytest.mark.parametrize("ray", [False, True], ids=["deployment", "ray"])
+def test_the_notes_name_what_is_there(ray):
+    changes = [RAY] if ray else []
+    values = rendered_with({"ingress": {"enabled": True, "hosts": ["a.example"]}}, *changes)
+    notes = rendered(values)["NOTES.txt"]
+    (path,) = one_of("Ingress", values)["spec"]["rules"][0]["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert f"port-forward service/{backend['name']} 8000:{backend['port']['number']}\n" in notes
+    assert f"at port {backend['port']['number']} of the Service" in notes
+    commands = {"RayService": "get rayservice ", "Deployment": "rollout status deployment/"}
+    kind, other = ("RayService", "Deployment") if ray else ("Deployment", "RayService")
+    assert f"{commands[kind]}{one_of(kind, values)['metadata']['name']}\n" in notes
+    assert commands[other] not in notes
 
 
 def test_nodes_of_ray_are_pods_with_the_environment_of_the_service():
