@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.keep_record import RESULTS
 from benchmarks.tables import DEFAULT, short
-from rag_posfix.cli.demo import PASSAGES
+from rag_posfix.cli.demo import GOLD_POSITIONS, PASSAGES
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record
 
@@ -120,7 +120,7 @@ def draw_first_screen(results: Path = RESULTS) -> str:
     body = [_text(MARGIN, 30, question, INK, "bold")]
     y = 62
     for position, caption in ((FIRST, "Right passage first"), (MIDDLE, "The same passages, right one in the middle")):
-        gold = 0 if position == FIRST else PASSAGES // 2 - 1
+        gold = GOLD_POSITIONS[position]
         body.append(_text(MARGIN, y, caption, INK))
         body += [_square(MARGIN + SQUARE * i, y + 11, i == gold) for i in range(PASSAGES)]
         for name, row in (("unmodified model", unmodified[position]), ("rag_posfix", corrected)):

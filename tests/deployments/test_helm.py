@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
+from rag_posfix.weight_packages import WEIGHTS
 from tests.support.helm_chart import (
     CHART,
     GOLDEN,
@@ -362,6 +363,20 @@ REFUSED = [
         "ray.minReplicas=2 must be",
     ),
 ]
+
+
+@pytest.mark.parametrize("model", WEIGHTS)
+@pytest.mark.parametrize("key", ["name", "embeddingModel"])
+def test_a_packaged_model_that_nothing_fetches_is_refused(key, model):
+    """The pod would look for its weights in an empty cache, and end at its start."""
+    folders = {"name": "/weights/a", "embeddingModel": "/weights/b"}
+    named = {"model": {**folders, key: model}, "weights": {"names": [*WEIGHTS]}}
+    assert pod_of(merged(values_of("laptop"), named))["initContainers"][0]["command"][3:] == [*WEIGHTS]
+    not_named = merged(named, {"weights": {"names": sorted({*WEIGHTS} - {model})}})
+    for values in (merged(values_of("gpu"), named), merged(values_of("laptop"), not_named)):
+        with pytest.raises(helm_python.HelmError) as refused:
+            rendered(values)
+        assert f"model.{key}={model} is a packaged model, which nothing would fetch" in str(refused.value)
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[json.dumps(each[1]) for each in REFUSED])

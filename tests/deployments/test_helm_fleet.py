@@ -11,17 +11,19 @@ import yaml
 
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.ray_serve.application import ApplicationOptions
-from tests.support.helm_chart import manifests, merged, one_of, values_of
+from tests.support.helm_chart import manifests, merged, one_of, rendered, values_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_KINDS = {"HTTPRoute", "PrometheusRule", "RayService"}
 """Kinds without a schema in Kubernetes; fields are asserted below."""
 TOKEN = {"name": "RAG_POSFIX_REMOTE_API_KEY", "valueFrom": {"secretKeyRef": {"name": "engine", "key": "api-key"}}}
+FOLDERS = {"name": "/weights/Qwen2.5-7B-Instruct", "embeddingModel": "/weights/all-MiniLM-L6-v2"}
 DOCUMENTS = {
     "extraVolumes": [{"name": "documents", "persistentVolumeClaim": {"claimName": "documents", "readOnly": True}}],
     "extraVolumeMounts": [{"name": "documents", "mountPath": "/documents", "readOnly": True}],
 }
 EVERYTHING = {
+    "model": FOLDERS,
     "ingress": {"enabled": True, "className": "nginx", "hosts": ["answers.example"], "tlsSecret": "certificate"},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway", "namespace": "web"}]},
     "data": {"size": "1Gi"},
@@ -105,7 +107,7 @@ def test_init_containers_have_the_environment_of_the_pod_and_may_reach_the_hub(e
 
 def test_weights_come_from_a_bucket_by_an_image_that_is_named():
     source = {"source": "s3", "s3": {"uri": "s3://bucket/models", "image": "aws-cli:2.31.0"}}
-    pod = one_of("Deployment", rendered_with({"weights": source}))["spec"]["template"]["spec"]
+    pod = one_of("Deployment", rendered_with({"model": FOLDERS, "weights": source}))["spec"]["template"]["spec"]
     (fetch,) = pod["initContainers"]
     assert (fetch["image"], fetch["command"][-2:]) == ("aws-cli:2.31.0", ["s3://bucket/models", "/weights"])
     (volume,) = [each for each in pod["volumes"] if each["name"] == "weights"]
@@ -170,6 +172,21 @@ def test_a_ray_service_is_what_ray_serve_and_the_application_take(tmp_path):
     assert cluster["authOptions"] == {"mode": "token"}
     (path,) = one_of("Ingress", values)["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"] == {"name": "answers-rag-posfix-serve-svc", "port": {"number": 8000}}
+
+
+@pytest.mark.parametrize("ray", [False, True], ids=["deployment", "ray"])
+def test_the_notes_name_what_is_there(ray):
+    changes = [RAY] if ray else []
+    values = rendered_with({"ingress": {"enabled": True, "hosts": ["a.example"]}}, *changes)
+    notes = rendered(values)["NOTES.txt"]
+    (path,) = one_of("Ingress", values)["spec"]["rules"][0]["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert f"port-forward service/{backend['name']} 8000:{backend['port']['number']}\n" in notes
+    assert f"at port {backend['port']['number']} of the Service" in notes
+    commands = {"RayService": "get rayservice ", "Deployment": "rollout status deployment/"}
+    kind, other = ("RayService", "Deployment") if ray else ("Deployment", "RayService")
+    assert f"{commands[kind]}{one_of(kind, values)['metadata']['name']}\n" in notes
+    assert commands[other] not in notes
 
 
 def test_nodes_of_ray_are_pods_with_the_environment_of_the_service():

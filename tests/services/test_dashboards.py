@@ -30,20 +30,13 @@ RULES = [
     for group in yaml.safe_load((DEPLOYMENTS / "prometheus" / "alerts.yml").read_text("utf-8"))["groups"]
     for rule in group["rules"]
 ]
+KINDS = [
+    *errors.KINDS.values(),
+    *(value.kind for value in vars(errors).values() if isinstance(getattr(value, "kind", None), errors.Kind)),
+]
+"""What the service answers where a request fails."""
 CLOSED = {
-    "code": frozenset(
-        {
-            "ok",
-            "not_found",
-            "method_not_allowed",
-            *(kind.code for kind in errors.KINDS.values()),
-            *(
-                value.kind.code
-                for value in vars(errors).values()
-                if isinstance(getattr(value, "kind", None), errors.Kind)
-            ),
-        }
-    ),
+    "code": frozenset({"ok", "not_found", "method_not_allowed", *(kind.code for kind in KINDS)}),
     "dialect": frozenset({"none", "openai", "responses", "anthropic", "cohere", "jina", "vllm", "tei"}),
     "work": frozenset({"answer", "score"}),
     "kind": frozenset({"read", "reused", "generated", "prompt", "cached", "completion"}),
@@ -112,6 +105,17 @@ def test_an_alert_asks_for_what_exists(rule: Mapping[str, Any], exposed: Exposed
     kept = re.findall(r"by \(([^)]*)\)", rule["expr"])
     if kept:  # the labels of the alert are those that its expression groups by
         assert told <= set(re.split(r", ?", kept[0]))
+
+
+def test_every_failure_of_the_service_is_an_alert_and_on_the_dashboard():
+    """Not in the alert: ``not_ready`` has an alert of its own, ``stopping`` is each orderly stop of a replica."""
+    failures = {kind.code for kind in KINDS if kind.status >= 500} - {"not_ready", "stopping"}
+    (failing,) = [rule["expr"] for rule in RULES if rule["alert"] == "RagPosfixFailing"]
+    (alerted,) = re.findall(r'code=~"([^"]+)"', failing)
+    assert set(alerted.split("|")) == failures
+    shown = variables()["failures"]
+    assert shown["current"] == {"text": shown["query"], "value": shown["query"]}
+    assert set(shown["query"].split("|")) == failures | {"not_ready"}
 
 
 def test_no_two_alerts_have_one_name():

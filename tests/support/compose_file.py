@@ -18,6 +18,6 @@ def compose_parser() -> Any:
     return PyCompose.from_yaml
 
 
-def with_defaults(text: str) -> str:
-    """Put defaults in place of variables, ``x`` where there is none, as ``docker compose`` does before it parses."""
-    return re.sub(r"\$\{\w+(?::-([^}]*)|:\?[^}]*)\}", lambda found: found.group(1) or "x", text)
+def with_defaults(text: str, **variables: str) -> str:
+    """Put values in place of variables as ``docker compose`` does before it parses: given, default, or ``x``."""
+    return re.sub(r"\$\{(\w+)(?::-([^}]*)|:\?[^}]*)\}", lambda found: variables.get(found[1]) or found[2] or "x", text)

