@@ -17,13 +17,14 @@ from torch import Tensor
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, environment, silent
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
+from rag_posfix.plan.layout import Layout
 from rag_posfix.probing.base import PROBES, Probe, ProfileRecord, estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
@@ -182,26 +183,36 @@ def passage_scores(
     Returns:
         (Q, L, Hq, N) float32 and (Q,) int64.
     """
-    template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
-    scores, gold = [], []
-    for example in counted(examples, progress):
-        documents = example.documents(count)
-        order = list(range(count))
-        random.Random(f"{seed}:{example.id}").shuffle(order)
-        checked = [checked_document(documents[index], with_relevance=False) for index in order]
-        passages = [
-            tokenize_passage(engine.encoder, template, document.text, title=document.title) for document in checked
-        ]
-        prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
-        layouts = [prompt.with_passages(passages) for prompt in prompts]
+    prompts = [_prompt(engine, example, count, seed) for example in examples]  # too long ones are told at once
+    scores = []
+    for layouts, _ in counted(prompts, progress):
         loaded = engine.loaded.reading(max(len(layout.token_ids) for layout in layouts))
         content_free, question = question_attention_by_head(loaded, layouts)
         spans = [
             slice(span.start, text.stop) for span, text in zip(layouts[0].passages, layouts[0].texts, strict=True)
         ]
         scores.append(torch.stack([(question[..., s] - content_free[..., s]).sum(dim=-1) for s in spans], dim=-1))
-        gold.append(order.index(0))
-    return torch.stack(scores), torch.tensor(gold)
+    return torch.stack(scores), torch.tensor([gold for _, gold in prompts])
+
+
+def _prompt(engine: Engine, example: PositionExample, count: int, seed: int) -> tuple[list[Layout], int]:
+    """Return a prompt of shuffled passages, without and with its question, and the place of the gold passage."""
+    template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
+    documents, order = example.documents(count), list(range(count))
+    random.Random(f"{seed}:{example.id}").shuffle(order)
+    checked = [checked_document(documents[index], with_relevance=False) for index in order]
+    passages = [
+        tokenize_passage(engine.encoder, template, document.text, title=document.title) for document in checked
+    ]
+    prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
+    layouts = [prompt.with_passages(passages) for prompt in prompts]
+    tokens = max(len(layout.token_ids) for layout in layouts)
+    if tokens > engine.context_window:
+        raise EvaluationError(
+            f"question {example.id}: {count} passages make a prompt of {tokens} tokens, the context of this model has "
+            f"{engine.context_window}; use fewer documents"
+        )
+    return layouts, order.index(0)
 
 
 def gold_ranks(scores: Tensor, gold: Tensor) -> Tensor:

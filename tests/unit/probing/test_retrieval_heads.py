@@ -12,7 +12,7 @@ from rag_posfix.probing import retrieval_heads as module
 from rag_posfix.probing.retrieval_heads import best_heads, gold_ranks, probe_retrieval_heads
 from rag_posfix.reranking.in_context import InContextReranker
 from tests.support.tiny import loaded_model, toy_layout
-from tests.support.tiny_evaluation import tiny_engine
+from tests.support.tiny_evaluation import CountedForwards, tiny_engine
 
 EXAMPLES = [
     PositionExample(
@@ -110,3 +110,13 @@ def test_bad_input_is_told_before_a_prompt_is_read(tmp_path):
     path.write_text(json.dumps({"profile": []}))
     with pytest.raises(ConfigError, match="holds no heads"):
         read_head_list(str(path))
+
+
+def test_a_prompt_that_is_longer_than_the_context_is_told_before_one_is_read():
+    # Every prompt of these questions has 250 tokens, one for each byte.
+    assert module.passage_scores(tiny_engine(250), EXAMPLES, 4)[0].shape[0] == 6
+    engine = tiny_engine(249)
+    told = "question 0: 4 passages make a prompt of 250 tokens, the context of this model has 249; use fewer documents"
+    with CountedForwards(engine) as counted, pytest.raises(EvaluationError, match=told):
+        probe_retrieval_heads(engine, EXAMPLES, documents=4)
+    assert counted.shapes == []
