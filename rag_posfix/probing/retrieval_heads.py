@@ -54,7 +54,7 @@ def probe_retrieval_heads(
         among shuffled passages, and the best few are used for reranking.
     Formula: score of passage k in head h = the sum over its tokens i of A_h(question, i) - A_h("N/A", i), A_h averaged
         over the tokens of the query part; gain of h = mean over questions of 1 / log2(1 + rank of the gold passage), 0
-        beyond rank 10.
+        beyond rank 10. Of several gold passages the best one is ranked, among the passages that are not gold.
     Differs from the paper: the prompt is that of ``in_context``; the number of heads is ``keep``.
     Cost: each prompt is read once, and its query part twice; (L, Hq, T) numbers per prompt.
 
@@ -69,8 +69,7 @@ def probe_retrieval_heads(
         raise ConfigError(
             f"{len(examples)} questions with {documents} passages rank no heads; give two or more of each"
         )
-    for example in examples:  # too few passages are told at once
-        example.documents(documents)
+    _check_passages(examples, documents)
     with progress("reading prompts") as report:
         scores, gold = passage_scores(engine, examples, documents, seed, report)
     heads, gains = best_heads(scores, gold, keep)
@@ -121,8 +120,7 @@ class RetrievalHeads(Probe):
 
     def check(self) -> None:
         """Check that the file has questions with so many passages."""
-        for example in take_examples(self.data, self.limit, self.skip):
-            example.documents(self.documents)
+        _check_passages(take_examples(self.data, self.limit, self.skip), self.documents)
 
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
         """Return the record of ``probe_retrieval_heads``, with a figure."""
@@ -168,6 +166,17 @@ class RetrievalHeads(Probe):
         ]
 
 
+def _check_passages(examples: Sequence[PositionExample], count: int) -> None:
+    """Check that questions have so many passages, of which one at least is not gold: it is what others are among."""
+    for example in examples:
+        example.documents(count)
+        if count <= len(example.gold):
+            raise EvaluationError(
+                f"question {example.id}: documents={count} leave no passage beside its {len(example.gold)} gold ones "
+                "to rank them with; use more documents"
+            )
+
+
 def passage_scores(
     engine: Engine,
     examples: Sequence[PositionExample],
@@ -175,13 +184,13 @@ def passage_scores(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the score of each passage in each head, and the place of the gold passage.
+    """Return the score of each passage in each head, and which passages are gold.
 
     Args:
         count: Number of passages per prompt; they are shuffled.
 
     Returns:
-        (Q, L, Hq, N) float32 and (Q,) int64.
+        (Q, L, Hq, N) float32 and (Q, N) bool.
     """
     prompts = [_prompt(engine, example, count, seed) for example in examples]  # too long ones are told at once
     scores = []
@@ -195,8 +204,8 @@ def passage_scores(
     return torch.stack(scores), torch.tensor([gold for _, gold in prompts])
 
 
-def _prompt(engine: Engine, example: PositionExample, count: int, seed: int) -> tuple[list[Layout], int]:
-    """Return a prompt of shuffled passages, without and with its question, and the place of the gold passage."""
+def _prompt(engine: Engine, example: PositionExample, count: int, seed: int) -> tuple[list[Layout], list[bool]]:
+    """Return a prompt of shuffled passages, without and with its question, and which of the passages are gold."""
     template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
     documents, order = example.documents(count), list(range(count))
     random.Random(f"{seed}:{example.id}").shuffle(order)
@@ -212,24 +221,25 @@ def _prompt(engine: Engine, example: PositionExample, count: int, seed: int) -> 
             f"question {example.id}: {count} passages make a prompt of {tokens} tokens, the context of this model has "
             f"{engine.context_window}; use fewer documents"
         )
-    return layouts, order.index(0)
+    return layouts, [index < len(example.gold) for index in order]
 
 
 def gold_ranks(scores: Tensor, gold: Tensor) -> Tensor:
-    """Return the rank of the gold passage, from 1; of equal scores the gold passage has the lowest.
+    """Return the rank of the best gold passage among those that are not gold, from 1; it comes after equal scores.
 
     Shapes:
-        scores: (Q, ..., N). gold: (Q,). returns: (Q, ...).
+        scores: (Q, ..., N). gold: (Q, N) bool, one or more of each row. returns: (Q, ...).
     """
-    index = gold.view(-1, *[1] * (scores.ndim - 1)).expand(*scores.shape[:-1], 1)
-    return (scores >= scores.gather(-1, index)).sum(dim=-1)
+    is_gold = gold.view(len(gold), *[1] * (scores.ndim - 2), -1)
+    best = scores.masked_fill(~is_gold, -torch.inf).amax(dim=-1, keepdim=True)
+    return 1 + ((scores >= best) & ~is_gold).sum(dim=-1)
 
 
 def best_heads(scores: Tensor, gold: Tensor, keep: int) -> tuple[list[tuple[int, int]], list[float]]:
     """Return the ``keep`` heads with the largest gain as (layer, head), and their gains.
 
     Shapes:
-        scores: (Q, L, Hq, N). gold: (Q,).
+        scores: (Q, L, Hq, N). gold: (Q, N) bool.
     """
     gains = gains_by_question(scores, gold).mean(dim=0)  # (L, Hq)
     order = gains.flatten().argsort(descending=True, stable=True)[:keep].tolist()
@@ -238,7 +248,7 @@ def best_heads(scores: Tensor, gold: Tensor, keep: int) -> tuple[list[tuple[int,
 
 
 def gains_by_question(scores: Tensor, gold: Tensor) -> Tensor:
-    """Return 1 / log2(1 + rank of the gold passage) of each question and head, 0 beyond ``CUT``, (Q, L, Hq)."""
+    """Return 1 / log2(1 + the rank of ``gold_ranks``) of each question and head, 0 beyond ``CUT``, (Q, L, Hq)."""
     ranks = gold_ranks(scores, gold)
     return torch.where(ranks <= CUT, 1 / torch.log2(1 + ranks.float()), 0.0)
 
