@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,7 +81,12 @@ def trough_depth(envelope: Tensor) -> float:
 
 
 def search_factors(
-    head_dim: int, base: float, candidates: Sequence[float], count: int, context: int
+    head_dim: int,
+    base: float,
+    candidates: Sequence[float],
+    count: int,
+    context: int,
+    wave_of: Callable[[float], Tensor] | None = None,
 ) -> tuple[float, ...]:
     """Return factors of a RoPE base whose waveforms cover each other's troughs, beginning with 1.
 
@@ -96,6 +101,8 @@ def search_factors(
         candidates: Factors to choose from, above 0.
         count: How many factors to return, 1 included.
         context: How many distances are to be covered.
+        wave_of: Returns the waveform of a factor, (context,) float64; ``waveform`` by default. A model that scales its
+            frequencies (Llama 3, YaRN) has another one.
 
     Raises:
         ConfigError: a size or a factor is outside of what is allowed, or there are too few candidates.
@@ -112,8 +119,9 @@ def search_factors(
             f"it must be 1 to {len(left) + 1}"
         )
     distances = torch.arange(context)
-    waves = {factor: waveform(head_dim, base * factor, distances) for factor in left}
-    envelope, chosen = waveform(head_dim, base, distances), [1.0]
+    wave_of = wave_of or (lambda factor: waveform(head_dim, base * factor, distances))
+    waves = {factor: wave_of(factor) for factor in left}
+    envelope, chosen = wave_of(1.0), [1.0]
     while len(chosen) < count:
         best = max(left, key=lambda factor: trough_depth(torch.maximum(envelope, waves[factor])))
         envelope = torch.maximum(envelope, waves[best])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import inspect
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import EvaluationError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent, write_whole
 from rag_posfix.probing.base import Probe
 from rag_posfix.probing.subject import Subject
@@ -33,7 +34,7 @@ class ProbeSummary:
     Attributes:
         facts: Of the model.
         records: Each probe's record by name.
-        refused: Why a probe could not measure the model, by name.
+        refused: Why a probe could not measure the model, or not with these parameters and questions, by name.
     """
 
     facts: Mapping[str, Any]
@@ -46,11 +47,22 @@ def run_probes(
 ) -> tuple[ProbeSummary, Path]:
     """Run probes on one model, and write their records, their figures and a page to a folder.
 
-    A probe that cannot measure this model is left out, and the page says why.
+    A probe that cannot measure this model, or not with its parameters and questions, is left out, and the page says
+    why.
 
     Returns:
         The results, and the path of the page.
+
+    Raises:
+        EvaluationError: the folder cannot be written; told before the first probe runs.
     """
+    path = out / PAGE
+    try:  # an error of writing in the loop would look as if the first probe could not measure the model
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _not_written(path, error) from error
     records: dict[str, ExperimentRecord] = {}
     refused: dict[str, str] = {}
     for probe in probes:
@@ -58,15 +70,18 @@ def run_probes(
             pass
         try:
             records[probe.name] = probe.run(subject, out=out, progress=progress)
-        except UnsupportedModelError as error:
+        except (UnsupportedModelError, ConfigError, EvaluationError) as error:
             refused[probe.name] = str(error)
     summary = ProbeSummary(subject.facts(), records, refused)
-    path = out / PAGE
     try:
         write_whole(path, [probe_page(summary, probes).encode()])
     except OSError as error:
-        raise EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+        raise _not_written(path, error) from error
     return summary, path
+
+
+def _not_written(path: Path, error: OSError) -> EvaluationError:
+    return EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out")
 
 
 def probe_page(summary: ProbeSummary, probes: Sequence[Probe]) -> str:

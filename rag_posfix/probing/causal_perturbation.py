@@ -105,8 +105,7 @@ class CausalPerturbation(MeasuredProbe):
         check_length(model, self.tokens)
         with progress("random text, choosing the channel") as report:
             channel, layer = self._channel(model, report)
-        every = key_value_prompts(model, self.pairs, 2 * self.pairs, self.seed)
-        prompts = [every[number * len(every) // self.prompts] for number in range(self.prompts)]
+        prompts = self.retrieval_prompts(model)
         with progress("random text, changed") as report:
             curves = dict(zip(CHANGES, self.curves(model, channel, layer, report), strict=True))
         with progress("retrieval, changed") as report:
@@ -138,6 +137,12 @@ class CausalPerturbation(MeasuredProbe):
             },
             rows,
         )
+
+    def retrieval_prompts(self, model: LanguageModel) -> list[KeyValuePrompt]:
+        """Return different prompts whose gold positions are spread evenly."""
+        rounds = max(2, -(-self.prompts // self.pairs))  # each asks for every pair once
+        every = key_value_prompts(model, self.pairs, rounds * self.pairs, self.seed)
+        return [every[number * len(every) // self.prompts] for number in range(self.prompts)]
 
     def _shift(self, unchanged: Tensor, changed: Tensor) -> dict[str, Any]:
         """Return the implied shift with its interval over strings; both (strings, T)."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
@@ -147,6 +148,11 @@ class HiddenGeometry(MeasuredProbe):
 
     def measure(self, subject: Subject, progress: Progress) -> Found:
         """Read the strings; see ``Probe.run``."""
+        if subject.n_layers < 2:  # what enters the first are embeddings, which by_layer leaves out
+            raise UnsupportedModelError(
+                f"{subject.facts()['model']} has one layer; hidden-geometry measures what enters the second and later "
+                "ones; choose a model with two layers or more"
+            )
         check_length(subject, self.tokens, self.skip + 8)
         with progress("reading random text") as report:
             states = states_of(subject, self.contexts, self.tokens, self.seed, report, self.words)

@@ -50,9 +50,13 @@ def find_channels(subject: Subject, means: Tensor, top: int) -> list[PositionalC
 
 
 def channel_profile(
-    subject: Subject, channels: Sequence[PositionalChannel], channel: int, factor: float, settings: Mapping[str, Any]
+    subject: Subject,
+    channels: Sequence[PositionalChannel],
+    channel: int,
+    factor: float | None,
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the profile that ``hidden_scaling`` reads."""
+    """Return the profile that ``hidden_scaling`` reads; without a factor it is a finding that no method reads."""
     layers = default_layers(subject.n_layers)
     facts = subject.facts()
     return {

@@ -15,7 +15,6 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column,
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.mitigations import create
 from rag_posfix.parameters import Integer
-from rag_posfix.plan.plan import Capability
 from rag_posfix.probing.base import PROBES, Probe, ProfileRecord, draw_estimates, shown
 from rag_posfix.probing.positional_channels import (
     FEWEST_TOKENS,
@@ -43,8 +42,8 @@ class PositionalDimensions(Probe):
     """Find the positional channel; write a profile for hidden_scaling.
 
     Without ``factor`` the candidates are tried on key-value retrieval: the channel with the lowest loss when set to 0,
-    then its factor with the lowest loss over all gold positions. With a factor, or where nothing can be tried, the
-    smoothest channel is taken.
+    then its factor with the lowest loss over all gold positions. With a factor the smoothest channel is
+    taken, and so it is, as a finding only, of models that ``hidden_scaling`` cannot run on.
 
     Source: Yu et al. (2024), Mitigate Position Bias via Scaling a Single Dimension, section 3,
         https://arxiv.org/abs/2406.02536
@@ -88,14 +87,10 @@ class PositionalDimensions(Probe):
             means, after_norm = mean_hidden_states(subject, self.strings, self.tokens, self.seed, report)
         candidates = find_channels(subject, means, self.top)
         following = [entry.channel for entry in rank_channels(means, None)]
-        channel, factor = candidates[0].channel, self.factor if self.factor is not None else 0.0
+        channel, factor, refused = candidates[0].channel, self.factor, _refusal(subject)
         tried: list[dict[str, Any]] = []
         controlled: dict[str, Any] = {}
-        if (
-            self.factor is None
-            and isinstance(subject, LanguageModel)
-            and Capability.HIDDEN_CHANNEL in subject.engine.loaded.spec.shape.capabilities
-        ):
+        if factor is None and isinstance(subject, LanguageModel) and refused is None:
             channels = [candidate.channel for candidate in candidates]
             prompts, others = (
                 key_value_prompts(subject, self.pairs, self.prompts, seed) for seed in (self.seed, self.seed + 1)
@@ -114,7 +109,8 @@ class PositionalDimensions(Probe):
             "after the norm, both directions": len(rank_channels(after_norm, None, one_direction=False)),
         }
         curves = [self._curve(means, candidate) for candidate in candidates]
-        head = {**profile, "dtype": subject.facts()["dtype"], "channels_that_follow": counts, "tried": tried}
+        head = {**profile, "refused": refused, "dtype": subject.facts()["dtype"], "channels_that_follow": counts,
+                "tried": tried}  # fmt: skip
         printed = {name: name for name in ("channel", "factor", "layers", "candidates")}
         record = ProfileRecord({**head, **controlled, "curves": curves}, printed=printed)
         return with_figure(record.write_profile(out, self.name), self.draw)
@@ -175,15 +171,25 @@ class PositionalDimensions(Probe):
         ]
 
     def lines(self, record: ExperimentRecord) -> Sequence[str]:
-        """Return what was chosen, what the controls say of it, and how the profile is used."""
+        """Return what was chosen, what the controls say of it, and how the profile is used, if it can be."""
         head, path = record.head, record.files["profile"]
         controls = _control_lines(head["held_out"], head["factor"]) if "held_out" in head else []
-        return [
-            f"chosen: channel {head['channel']}, factor {head['factor']:g}",
-            *controls,
-            f"profile: {path}",
-            f"to use it: --mitigation hidden_scaling:profile={path}",
-        ]
+        factor = "not tried" if head["factor"] is None else f"{head['factor']:g}"
+        lines = [f"chosen: channel {head['channel']}, factor {factor}", *controls]
+        if (refused := head.get("refused")) is not None:
+            return [
+                *lines,
+                f"hidden_scaling cannot be used with this model ({refused}); the channel is a finding only",
+                f"record: {path}",
+            ]
+        return [*lines, f"profile: {path}", f"to use it: --mitigation hidden_scaling:profile={path}"]
+
+
+def _refusal(subject: Subject) -> str | None:
+    """Return why ``hidden_scaling`` cannot run on this model, or None if it can."""
+    if not isinstance(subject, LanguageModel):
+        return "methods need a language model, and this is a small decoder"
+    return create("hidden_scaling").refusal(subject.engine.loaded.spec.shape)
 
 
 def _control_lines(controlled: Mapping[str, Any], factor: float) -> list[str]:

@@ -17,13 +17,14 @@ from torch import Tensor
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, environment, silent
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.parameters import Integer
+from rag_posfix.plan.layout import Layout
 from rag_posfix.probing.base import PROBES, Probe, ProfileRecord, estimate, shown, whiskers
 from rag_posfix.probing.subject import Subject, language_model
 from rag_posfix.reranking.in_context import CONTENT_FREE, INSTRUCTION
@@ -53,7 +54,7 @@ def probe_retrieval_heads(
         among shuffled passages, and the best few are used for reranking.
     Formula: score of passage k in head h = the sum over its tokens i of A_h(question, i) - A_h("N/A", i), A_h averaged
         over the tokens of the query part; gain of h = mean over questions of 1 / log2(1 + rank of the gold passage), 0
-        beyond rank 10.
+        beyond rank 10. Of several gold passages the best one is ranked, among the passages that are not gold.
     Differs from the paper: the prompt is that of ``in_context``; the number of heads is ``keep``.
     Cost: each prompt is read once, and its query part twice; (L, Hq, T) numbers per prompt.
 
@@ -68,8 +69,7 @@ def probe_retrieval_heads(
         raise ConfigError(
             f"{len(examples)} questions with {documents} passages rank no heads; give two or more of each"
         )
-    for example in examples:  # too few passages are told at once
-        example.documents(documents)
+    _check_passages(examples, documents)
     with progress("reading prompts") as report:
         scores, gold = passage_scores(engine, examples, documents, seed, report)
     heads, gains = best_heads(scores, gold, keep)
@@ -120,8 +120,7 @@ class RetrievalHeads(Probe):
 
     def check(self) -> None:
         """Check that the file has questions with so many passages."""
-        for example in take_examples(self.data, self.limit, self.skip):
-            example.documents(self.documents)
+        _check_passages(take_examples(self.data, self.limit, self.skip), self.documents)
 
     def run(self, subject: Subject, *, out: Path | None = None, progress: Progress = silent) -> ExperimentRecord:
         """Return the record of ``probe_retrieval_heads``, with a figure."""
@@ -167,6 +166,17 @@ class RetrievalHeads(Probe):
         ]
 
 
+def _check_passages(examples: Sequence[PositionExample], count: int) -> None:
+    """Check that questions have so many passages, of which one at least is not gold: it is what others are among."""
+    for example in examples:
+        example.documents(count)
+        if count <= len(example.gold):
+            raise EvaluationError(
+                f"question {example.id}: documents={count} leave no passage beside its {len(example.gold)} gold ones "
+                "to rank them with; use more documents"
+            )
+
+
 def passage_scores(
     engine: Engine,
     examples: Sequence[PositionExample],
@@ -174,51 +184,62 @@ def passage_scores(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the score of each passage in each head, and the place of the gold passage.
+    """Return the score of each passage in each head, and which passages are gold.
 
     Args:
         count: Number of passages per prompt; they are shuffled.
 
     Returns:
-        (Q, L, Hq, N) float32 and (Q,) int64.
+        (Q, L, Hq, N) float32 and (Q, N) bool.
     """
-    template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
-    scores, gold = [], []
-    for example in counted(examples, progress):
-        documents = example.documents(count)
-        order = list(range(count))
-        random.Random(f"{seed}:{example.id}").shuffle(order)
-        checked = [checked_document(documents[index], with_relevance=False) for index in order]
-        passages = [
-            tokenize_passage(engine.encoder, template, document.text, title=document.title) for document in checked
-        ]
-        prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
-        layouts = [prompt.with_passages(passages) for prompt in prompts]
+    prompts = [_prompt(engine, example, count, seed) for example in examples]  # too long ones are told at once
+    scores = []
+    for layouts, _ in counted(prompts, progress):
         loaded = engine.loaded.reading(max(len(layout.token_ids) for layout in layouts))
         content_free, question = question_attention_by_head(loaded, layouts)
         spans = [
             slice(span.start, text.stop) for span, text in zip(layouts[0].passages, layouts[0].texts, strict=True)
         ]
         scores.append(torch.stack([(question[..., s] - content_free[..., s]).sum(dim=-1) for s in spans], dim=-1))
-        gold.append(order.index(0))
-    return torch.stack(scores), torch.tensor(gold)
+    return torch.stack(scores), torch.tensor([gold for _, gold in prompts])
+
+
+def _prompt(engine: Engine, example: PositionExample, count: int, seed: int) -> tuple[list[Layout], list[bool]]:
+    """Return a prompt of shuffled passages, without and with its question, and which of the passages are gold."""
+    template = PromptTemplate(question_prefix=INSTRUCTION, answer_cue="")
+    documents, order = example.documents(count), list(range(count))
+    random.Random(f"{seed}:{example.id}").shuffle(order)
+    checked = [checked_document(documents[index], with_relevance=False) for index in order]
+    passages = [
+        tokenize_passage(engine.encoder, template, document.text, title=document.title) for document in checked
+    ]
+    prompts = [tokenize_prompt(engine.encoder, template, query) for query in (CONTENT_FREE, example.question)]
+    layouts = [prompt.with_passages(passages) for prompt in prompts]
+    tokens = max(len(layout.token_ids) for layout in layouts)
+    if tokens > engine.context_window:
+        raise EvaluationError(
+            f"question {example.id}: {count} passages make a prompt of {tokens} tokens, the context of this model has "
+            f"{engine.context_window}; use fewer documents"
+        )
+    return layouts, [index < len(example.gold) for index in order]
 
 
 def gold_ranks(scores: Tensor, gold: Tensor) -> Tensor:
-    """Return the rank of the gold passage, from 1; of equal scores the gold passage has the lowest.
+    """Return the rank of the best gold passage among those that are not gold, from 1; it comes after equal scores.
 
     Shapes:
-        scores: (Q, ..., N). gold: (Q,). returns: (Q, ...).
+        scores: (Q, ..., N). gold: (Q, N) bool, one or more of each row. returns: (Q, ...).
     """
-    index = gold.view(-1, *[1] * (scores.ndim - 1)).expand(*scores.shape[:-1], 1)
-    return (scores >= scores.gather(-1, index)).sum(dim=-1)
+    is_gold = gold.view(len(gold), *[1] * (scores.ndim - 2), -1)
+    best = scores.masked_fill(~is_gold, -torch.inf).amax(dim=-1, keepdim=True)
+    return 1 + ((scores >= best) & ~is_gold).sum(dim=-1)
 
 
 def best_heads(scores: Tensor, gold: Tensor, keep: int) -> tuple[list[tuple[int, int]], list[float]]:
     """Return the ``keep`` heads with the largest gain as (layer, head), and their gains.
 
     Shapes:
-        scores: (Q, L, Hq, N). gold: (Q,).
+        scores: (Q, L, Hq, N). gold: (Q, N) bool.
     """
     gains = gains_by_question(scores, gold).mean(dim=0)  # (L, Hq)
     order = gains.flatten().argsort(descending=True, stable=True)[:keep].tolist()
@@ -227,7 +248,7 @@ def best_heads(scores: Tensor, gold: Tensor, keep: int) -> tuple[list[tuple[int,
 
 
 def gains_by_question(scores: Tensor, gold: Tensor) -> Tensor:
-    """Return 1 / log2(1 + rank of the gold passage) of each question and head, 0 beyond ``CUT``, (Q, L, Hq)."""
+    """Return 1 / log2(1 + the rank of ``gold_ranks``) of each question and head, 0 beyond ``CUT``, (Q, L, Hq)."""
     ranks = gold_ranks(scores, gold)
     return torch.where(ranks <= CUT, 1 / torch.log2(1 + ranks.float()), 0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -26,27 +27,32 @@ if TYPE_CHECKING:
 MOST_TROUGHS = 8
 
 
-def own_waveform(subject: Subject, distances: Tensor) -> tuple[Tensor, int, float]:
+def own_waveform(subject: Subject, distances: Tensor, factor: float = 1.0) -> tuple[Tensor, int, float]:
     """Return what a model's own rotation makes of two vectors of ones at distances, its rotated channels and its base.
 
-    Formula: (R_m 1) . 1 / sqrt(d), d the rotated channels of a head. With plain RoPE that is ``waveform``.
+    Formula: (R_m 1) . 1 / sqrt(d), d the rotated channels of a head. With plain RoPE that is ``waveform``. Models that
+        scale their frequencies (Llama 3, YaRN) have another one.
+
+    Args:
+        factor: Of the base by which vectors are rotated, as ``multi_base`` applies it; not of the returned one.
 
     Shapes:
         distances: (M,). returns: (M,) float64.
     """
     if isinstance(subject, LanguageModel):
-        return _of_language_model(subject, distances)
+        return _of_language_model(subject, distances, factor)
     encoding = subject.decoder.encoding if isinstance(subject, SmallDecoder) else None
     if not isinstance(subject, SmallDecoder) or encoding is None or encoding.name != "rope":
         label = "the model" if encoding is None else f"a decoder with {encoding.label}"
         raise UnsupportedModelError(f"{label} does not rotate queries and keys; rope-waveform needs RoPE")
     ones = torch.ones(1, 1, int(distances.max()) + 1, subject.decoder.shape.head_dim)
-    _, turned = RotaryAngles(**encoding.parameters).rotate(ones, ones)
+    base = float(encoding.parameters["base"])
+    _, turned = RotaryAngles(**{**encoding.parameters, "base": base * factor}).rotate(ones, ones)
     total = turned[0, 0].double().sum(dim=-1)[distances] / ones.shape[-1] ** 0.5
-    return total, ones.shape[-1], float(encoding.parameters["base"])
+    return total, ones.shape[-1], base
 
 
-def _of_language_model(subject: LanguageModel, distances: Tensor) -> tuple[Tensor, int, float]:
+def _of_language_model(subject: LanguageModel, distances: Tensor, factor: float) -> tuple[Tensor, int, float]:
     spec = subject.engine.loaded.spec
     rope = getattr(subject.engine.loaded.model.config.get_text_config(), "rope_parameters", None) or {}
     if Capability.ANGLES not in spec.shape.capabilities or "rope_theta" not in rope:
@@ -56,8 +62,9 @@ def _of_language_model(subject: LanguageModel, distances: Tensor) -> tuple[Tenso
         )
     ones = torch.ones(1, 1, distances.shape[0], spec.shape.head_dim, device=subject.engine.loaded.device)
     positions = distances.float().to(ones.device)[None]
-    turned = LayerRotation(spec)(ones, positions)[0, 0].double().cpu()  # (M, D)
-    rotated = 2 * LayerRotation(spec).phases(positions[:, :1]).shape[-1]
+    rotation = LayerRotation(spec, base_factor=None if factor == 1.0 else factor)
+    turned = rotation(ones, positions)[0, 0].double().cpu()  # (M, D)
+    rotated = 2 * rotation.phases(positions[:, :1]).shape[-1]
     return turned[:, :rotated].sum(dim=-1) / rotated**0.5, rotated, float(rope["rope_theta"])
 
 
@@ -82,8 +89,10 @@ class RopeWaveform(MeasuredProbe):
 
     Source: Chen et al. (2024), Fortify the Shortest Stave in Attention (Attention Buckets), section 3,
         https://arxiv.org/abs/2312.04455
-    Formula: W_B(m) = (2 / sqrt(d)) sum_i cos(m B^(-2i/d)). The search is ``attention.rope_waveform.search_factors``:
-        from the model's base, add the base whose envelope max_B W_B(m) has the highest mean over its lowest tenth.
+    Formula: W_B(m) = (2 / sqrt(d)) sum_i cos(m B^(-2i/d)). The search is ``attention.rope.search_factors``: from the
+        model's base, add the base whose envelope max_B W_B(m) has the highest mean over its lowest tenth. Waves are
+        those of the model's own rotation: frequencies that Llama 3 or YaRN scale are not B^(-2i/d), and ``multi_base``
+        multiplies them as they are.
     Differs from the paper: bases are multiples of the model's own, not of 10000; what is optimised is the mean of the
         lowest tenth.
 
@@ -107,11 +116,16 @@ class RopeWaveform(MeasuredProbe):
         wave, channels, base = own_waveform(subject, distances)
         closed = waveform(channels, base, distances)
         tried = torch.linspace(1, self.highest, self.candidates).tolist()
+
+        @cache
+        def wave_of(factor: float) -> Tensor:
+            return own_waveform(subject, distances, factor)[0]
+
         with progress("searching bases"):
-            factors = search_factors(channels, base, tried, self.bases, self.context)
+            factors = search_factors(channels, base, tried, self.bases, self.context, wave_of)
         envelope, depths = wave, [trough_depth(wave)]
         for factor in factors[1:]:
-            envelope = torch.maximum(envelope, waveform(channels, base * factor, distances))
+            envelope = torch.maximum(envelope, wave_of(factor))
             depths.append(trough_depth(envelope))
         summary = {
             "base": base,
@@ -121,6 +135,7 @@ class RopeWaveform(MeasuredProbe):
             "factors": list(factors),
             "bases": [base * factor for factor in factors],
             "trough_depth": depths,
+            "waves": {"own": wave.tolist(), "envelope": envelope.tolist()},
         }
         pairs = zip(wave.tolist(), envelope.tolist(), strict=True)
         return Found(summary, [{"distance": m, "own": a, "envelope": b} for m, (a, b) in enumerate(pairs)])
@@ -129,18 +144,16 @@ class RopeWaveform(MeasuredProbe):
         """Return the waveform with its troughs and the envelope of the bases, and the depth by number of bases."""
         summary = head["summary"]
         figure, (top, bottom) = new_column(2)
-        distances = torch.arange(head["settings"]["context"])
-        channels, base = summary["rotated_channels"], summary["base"]
-        waves = [waveform(channels, base * factor, distances) for factor in summary["factors"]]
-        top.plot(distances, waves[0], color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:,.0f}")
-        envelope = torch.stack(waves).amax(dim=0)
-        top.plot(distances, envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {len(waves)} bases")
+        base, count = summary["base"], len(summary["factors"])
+        own, envelope = _waves_of(head)
+        top.plot(own, color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:,.0f}")
+        top.plot(envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {count} bases")
         troughs = summary["troughs"]
         values = [trough["value"] for trough in troughs]
         top.plot([trough["distance"] for trough in troughs], values, "v", color="#b3382c", label="deepest troughs")
         title = f"waveform of RoPE, base {base:,.0f} (exact, no sampling)"
         finish_axes(top, title, "distance in tokens", "W(m)", columns=2)
-        bottom.plot(range(1, len(waves) + 1), summary["trough_depth"], marker="o", color=OTHER_COLORS[2])
+        bottom.plot(range(1, count + 1), summary["trough_depth"], marker="o", color=OTHER_COLORS[2])
         finish_axes(
             bottom, "how well troughs are covered", "number of bases", "W, mean of the lowest tenth", legend=False
         )
@@ -154,3 +167,16 @@ class RopeWaveform(MeasuredProbe):
             for factor, base, depth in zip(summary["factors"], summary["bases"], summary["trough_depth"], strict=True)
         ]
         return [("factor", "base", "mean of the lowest tenth, with the bases above"), *rows]
+
+
+def _waves_of(head: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the model's waveform and the envelope of a record.
+
+    Records of before waves were in the head searched on the closed form, which they are drawn by.
+    """
+    summary = head["summary"]
+    if "waves" in summary:
+        return summary["waves"]["own"], summary["waves"]["envelope"]
+    distances, channels = torch.arange(head["settings"]["context"]), summary["rotated_channels"]
+    waves = [waveform(channels, summary["base"] * factor, distances) for factor in summary["factors"]]
+    return waves[0].tolist(), torch.stack(waves).amax(dim=0).tolist()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.parameters import Integer
@@ -175,6 +176,11 @@ class ScoreAdvantage(MeasuredProbe):
         distances = [2**power for power in range(1, self.farthest.bit_length()) if 2**power <= self.farthest]
         tokens = max(distances) + 16
         check_length(subject, 2 * tokens)
+        if subject.vocabulary <= len(distances):  # a text has a word for each distance, and others between them
+            raise UnsupportedModelError(
+                f"{subject.facts()['model']} has {subject.vocabulary} token ids; score-advantage needs one for each "
+                f"of its {len(distances)} distances, and another; give a smaller farthest, or a model with more"
+            )
         with progress("reading random text") as report:
             target, other = score_curves(subject, distances, self.strings, tokens, self.seed, report)
         result = advantage(distances, target.mean(dim=0), other.mean(dim=0))

@@ -71,6 +71,19 @@ def test_the_default_of_multi_base_is_what_the_search_finds_for_the_default_mode
     assert search_factors(64, 1e5, candidates, 3, 4096) == (1.0, 1.9, 2.8)
 
 
+def test_the_search_takes_the_waveforms_that_it_is_given():
+    # Lowest of three distances, of the envelope: with 2 max(3 0 1, 0 9 0) -> 1; with 3 max(3 0 1, 0 2 2) -> 2.
+    waves = {1.0: [3.0, 0.0, 1.0], 2.0: [0.0, 9.0, 0.0], 3.0: [0.0, 2.0, 2.0]}
+    asked = []
+
+    def wave_of(factor):
+        asked.append(factor)
+        return torch.tensor(waves[factor])
+
+    assert search_factors(4, 4.0, (2.0, 3.0), 2, 3, wave_of) == (1.0, 3.0)
+    assert sorted(asked) == [1.0, 2.0, 3.0]
+
+
 def test_one_factor_is_the_model_s_own_base():
     assert search_factors(4, 4.0, (), 1, 4) == (1.0,)
     assert search_factors(4, 4.0, (1.0, 2.0, 2.0), 2, 4) == (1.0, 2.0)

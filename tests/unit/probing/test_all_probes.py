@@ -10,6 +10,7 @@ import re
 import pytest
 
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.errors import EvaluationError
 from rag_posfix.laboratory.tasks import TASKS
 from rag_posfix.probing import PROBES
 from rag_posfix.probing.all_probes import run_probes
@@ -60,6 +61,43 @@ def test_a_probe_that_cannot_measure_a_model_is_told_on_the_page(tmp_path):
     assert list(found.records) == ["norm-by-position"]
     assert "no tokenizer" in found.refused["attention-mass"]
     assert "Not measured: the probe attention-mass reads text" in page.read_text("utf-8")
+
+
+class Unreadable(NormByPosition):
+    """A probe whose questions do not fit the model."""
+
+    name = "unreadable"
+
+    def run(self, subject, *, out=None, progress=None):
+        raise EvaluationError("question 3: 10 passages do not fit the context window; use fewer documents")
+
+
+def test_a_probe_whose_texts_are_too_long_for_the_model_ends_no_other(tmp_path):
+    # 64 tokens of context: texts of 128 and prompts of 16 pairs are too long, those of 16 are not.
+    probes = [NormByPosition(strings=3, tokens=128), AttentionMass(), Unreadable(), RopeWaveform(context=32, bases=2)]
+    found, page = run_probes(tiny_model(64), probes, tmp_path)
+    assert list(found.records) == ["rope-waveform"]
+    assert found.refused["norm-by-position"].startswith("strings of tokens=128 cannot be probed; give ")
+    assert found.refused["attention-mass"].startswith("pairs=16 make prompts of ")
+    text = page.read_text("utf-8")
+    assert "<h2>norm-by-position</h2><p>Not measured: strings of tokens=128 cannot be probed; give " in text
+    assert "Not measured: question 3: 10 passages do not fit the context window; use fewer documents" in text
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_a_probe_runs(tmp_path):
+    class Counted(NormByPosition):
+        ran = False
+
+        def run(self, subject, *, out=None, progress=None):
+            type(self).ran = True
+            raise EvaluationError("not written")
+
+    (tmp_path / "file").touch()
+    with pytest.raises(EvaluationError, match=r"cannot write .*probes.html: .*; choose another --out"):
+        run_probes(small_decoder(), [Counted()], tmp_path / "file")
+    assert not Counted.ran
+    run_probes(small_decoder(), [Counted()], tmp_path / "folder")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["probes.html"]
 
 
 def test_commands_follow_from_the_registry(capsysbinary):

@@ -160,3 +160,20 @@ def test_a_span_outside_the_text_and_a_small_decoder_are_refused():
         CausalPerturbation(**SIZES, channel=99).run(MODEL)
     with pytest.raises(UnsupportedModelError, match="no tokenizer"):
         CausalPerturbation().run(small_decoder())
+
+
+def test_prompts_are_different_however_many_are_asked_for_and_the_defaults_stay():
+    probe = CausalPerturbation(**CausalPerturbation.small)  # 24 prompts of 10 pairs: three texts, of which 30 are made
+    prompts = probe.retrieval_prompts(MODEL)
+    assert len({prompt.ids for prompt in prompts}) == len(prompts) == 24
+    # Of 0 to 29, every fifth is left out: 4, 9, 14, 19, 24 and 29.
+    assert [prompt.gold for prompt in prompts] == [0, 1, 2, 3, 5, 6, 7, 8] * 3
+    few = CausalPerturbation(pairs=6, prompts=7)  # at least two texts, as before: of 0 to 11
+    every = key_value_prompts(MODEL, 6, 12)
+    assert few.retrieval_prompts(MODEL) == [every[number] for number in (0, 1, 3, 5, 6, 8, 10)]
+
+
+def test_more_prompts_than_two_texts_have_pairs_are_counted_as_what_they_are():
+    record = CausalPerturbation(**{**SIZES, "strings": 1, "channel": 3, "pairs": 2, "prompts": 6}).run(MODEL)
+    losses = [row["unchanged"] for row in record.rows]
+    assert len({round(loss, 9) for loss in losses}) == len(losses) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.base import StateSums, sums_by_group
 from rag_posfix.probing.hidden_geometry import HiddenGeometry, decompose, low_frequency_share, mean_cosine, rank_of
 from tests.support.probed import FromStates, small_decoder
@@ -56,3 +57,10 @@ def test_rank_smoothness_and_cosine_by_hand():
 def test_a_decoder_with_learned_positions_is_probed():
     record = HiddenGeometry(contexts=6, tokens=32).run(small_decoder("learned", max_positions=64))
     assert [one["layer"] for one in record.summary["layers"]] == [1, 2, 3]
+
+
+def test_a_model_with_one_layer_is_refused_before_it_is_read():
+    subject = FromStates(planted, 1, WIDTH)
+    with pytest.raises(UnsupportedModelError, match="given has one layer; hidden-geometry measures what enters"):
+        HiddenGeometry(contexts=2, tokens=LENGTH).run(subject)
+    assert subject.read_so_far == 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import HiddenScale
+from rag_posfix.probing.base import ProfileRecord
 from rag_posfix.probing.positional_dimensions import PositionalDimensions, broken_line, segmented_fit
 from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
 from rag_posfix.probing.scale_trials import (
@@ -23,6 +25,8 @@ from rag_posfix.probing.scale_trials import (
 )
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
 from tests.support.probed import small_decoder, tiny_model
+from tests.support.tiny import loaded_model
+from tests.support.toy_encoder import ToyEncoder
 
 MODEL = tiny_model(200)
 
@@ -164,6 +168,33 @@ def test_a_small_decoder_is_ranked_without_a_search():
     head = PositionalDimensions(strings=4, tokens=100).run(small_decoder("sinusoidal")).head
     assert head["tried"] == []
     assert head["candidates"]
+
+
+def said(subject, folder, **settings):
+    """Return the head of a record, and the lines that are printed of it."""
+    probe = PositionalDimensions(**{"strings": 2, "tokens": 100, "top": 2, "pairs": 2, "prompts": 2, **settings})
+    record = probe.run(subject, out=folder)
+    return record.head, probe.lines(record)
+
+
+def test_a_command_is_shown_where_the_method_can_run_and_only_there(tmp_path):
+    olmo2 = LanguageModel(Engine(loaded_model("olmo2", vocab_size=ToyEncoder.vocab_size), ToyEncoder(), "x", "y"))
+    reason = "olmo2 normalises queries and keys, so that they are not linear in it"
+    for subject, why in ((olmo2, reason), (small_decoder("sinusoidal"), "this is a small decoder")):
+        head, lines = said(subject, tmp_path)
+        assert head["factor"] is None
+        assert why in head["refused"]
+        assert lines[0] == f"chosen: channel {head['channel']}, factor not tried"
+        told = f"hidden_scaling cannot be used with this model ({head['refused']}); the channel is a finding only"
+        assert lines[1] == told
+        assert not any(line.startswith(("to use it:", "profile:")) for line in lines)
+    head, lines = said(Planted(MODEL.engine), tmp_path, factor=0.5)
+    assert head["refused"] is None
+    assert lines[0] == "chosen: channel 17, factor 0.5"
+    assert lines[-1].startswith("to use it: --mitigation hidden_scaling:profile=")
+    probe, old = PositionalDimensions(), {key: value for key, value in head.items() if key != "refused"}
+    record = ProfileRecord(old, files={"profile": tmp_path / "old.json"})  # of before reasons were written
+    assert probe.lines(record)[-1].startswith("to use it:")
 
 
 def test_a_broken_line_is_fitted_by_its_pieces():

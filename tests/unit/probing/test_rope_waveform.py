@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.attention.rope import waveform
+from rag_posfix.attention.rope import trough_depth, waveform
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.probing.rope_waveform import RopeWaveform, deepest_troughs, own_waveform
@@ -28,6 +28,63 @@ def test_the_rotation_of_a_small_decoder_makes_the_closed_form():
     found, channels, base = own_waveform(small_decoder("rope", base=50.0), AT)
     assert (channels, base) == (16, 50.0)
     torch.testing.assert_close(found, waveform(16, 50.0, AT), atol=1e-4, rtol=1e-4)
+
+
+def subject_of(family):
+    return LanguageModel(Engine(loaded_model(family), ToyEncoder(), "x", "y"))
+
+
+def scaled_wave(subject, factor, distances):
+    """Return the waveform of a model by its own frequencies f_i: (2 a / sqrt(d)) sum_i cos(m f_i factor^(-2i / d))."""
+    rotary = subject.engine.loaded.model.model.rotary_emb
+    own = rotary.inv_freq.double()
+    pairs = torch.arange(len(own), dtype=torch.float64) / len(own)
+    angles = distances.double()[:, None] * own * factor**-pairs
+    return 2 * rotary.attention_scaling / (2 * len(own)) ** 0.5 * angles.cos().sum(dim=-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "llama_yarn"])
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_a_factor_multiplies_the_frequencies_as_they_are_scaled(family, factor):
+    subject = subject_of(family)
+    found, channels, base = own_waveform(subject, AT, factor)
+    torch.testing.assert_close(found, scaled_wave(subject, factor, AT), atol=1e-4, rtol=1e-4)
+    closed = waveform(channels, base * factor, AT)
+    assert (float((found - closed).abs().max()) < 1e-3) == (family == "llama")
+
+
+def test_a_factor_of_a_small_decoder_multiplies_its_base():
+    found, _, base = own_waveform(small_decoder("rope", base=50.0), AT, 3.0)
+    assert base == 50.0
+    torch.testing.assert_close(found, waveform(16, 150.0, AT), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "llama_yarn"])
+def test_factors_depths_and_figure_are_those_of_the_model_s_own_waves(family):
+    subject, probe, distances = subject_of(family), RopeWaveform(context=256, bases=3), torch.arange(256)
+    record = probe.run(subject)
+    summary = record.summary
+    envelope = scaled_wave(subject, 1.0, distances)
+    left = torch.linspace(1, 3, 41).tolist()[1:]
+    for number, factor in enumerate(summary["factors"]):  # each covers the troughs best of those that are left
+        if number:
+            deepest = [trough_depth(torch.maximum(envelope, scaled_wave(subject, each, distances))) for each in left]
+            envelope = torch.maximum(envelope, scaled_wave(subject, factor, distances))
+            assert trough_depth(envelope) == pytest.approx(max(deepest), abs=1e-4)
+            left.remove(factor)
+        assert summary["trough_depth"][number] == pytest.approx(trough_depth(envelope), abs=1e-4)
+    own, covered = (line.get_ydata() for line in probe.draw(record.head).axes[0].lines[:2])
+    assert list(own) == [row["own"] for row in record.rows]
+    assert list(covered) == [row["envelope"] for row in record.rows]
+    assert list(covered) == pytest.approx(envelope.tolist(), abs=1e-4)
+
+
+def test_a_record_without_waves_is_drawn_by_the_closed_form():
+    probe = RopeWaveform(context=64, bases=2, candidates=5)
+    head = probe.run(tiny_model()).head
+    old = {**head, "summary": {key: value for key, value in head["summary"].items() if key != "waves"}}
+    for new, former in zip(probe.draw(head).axes[0].lines[:2], probe.draw(old).axes[0].lines[:2], strict=True):
+        assert list(former.get_ydata()) == pytest.approx(list(new.get_ydata()), abs=1e-4)
 
 
 def test_a_model_that_does_not_rotate_is_refused():

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
+from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
+from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.score_advantage import ScoreAdvantage, crossing, score_curves
+from rag_posfix.probing.subject import SmallDecoder
 from tests.support.probed import small_decoder, tiny_model
 
 
@@ -94,3 +97,15 @@ def test_both_kinds_of_models_are_probed(subject):
     summary = ScoreAdvantage(strings=2, farthest=16).run(subject).summary
     assert summary["distances"] == [2, 4, 8, 16]
     assert len(summary["by_head"]) == subject.n_layers * subject.n_heads
+
+
+def test_a_model_with_no_token_ids_beside_the_words_is_refused():
+    # Words at the distances 2, 4, 8, 16 and 32, and at least one other token id for the rest of the text.
+    for vocabulary, fits in ((5, False), (6, True)):
+        shape = DecoderShape(vocabulary=vocabulary, layers=1, heads=1, width=8)
+        subject = SmallDecoder(Decoder(create_encoding("nope"), shape).eval(), "few")
+        if fits:
+            assert len(ScoreAdvantage(strings=1, farthest=32).run(subject).summary["distances"]) == 5
+        else:
+            with pytest.raises(UnsupportedModelError, match="few has 5 token ids; score-advantage needs one for each"):
+                ScoreAdvantage(strings=1, farthest=32).run(subject)
