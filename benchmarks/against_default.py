@@ -41,6 +41,15 @@ class Difference:
         log_probability = None if own[1] is None or other[1] is None else own[1] - other[1]
         return cls(question, own[0] - other[0], log_probability)
 
+    @classmethod
+    def mean_of(cls, differences: Sequence[Difference]) -> Difference:
+        """Return the mean of the differences of one question, of each record that has both methods."""
+        return cls(
+            differences[0].question,
+            mean([difference.accuracy for difference in differences]),
+            mean_if_known([difference.log_probability for difference in differences]),
+        )
+
 
 def scores_by_question(records: Sequence[ExperimentRecord]) -> dict[str, Scores]:
     """Return the scores of each method; a question is named by its data file and its name there."""
@@ -76,11 +85,16 @@ def compare(sets: Mapping[str, Sequence[ExperimentRecord]], default: str = DEFAU
         scores = scores_by_question(records)
         own = scores.pop(default, {})
         for method, others in scores.items():
-            found = [Difference.of(key[0], own[key], other) for key, other in others.items() if key in own]
-            if not found:
+            by_question: dict[str, list[Difference]] = {}
+            for (question, number), other in others.items():
+                if (question, number) in own:
+                    difference = Difference.of(question, own[question, number], other)
+                    by_question.setdefault(question, []).append(difference)
+            if not by_question:
                 raise EvaluationError(
                     f"{name}: {method} has no question in a record with {default}; give records that hold both"
                 )
+            found = [Difference.mean_of(same) for same in by_question.values()]
             differences.setdefault(method, {})[name] = found
     return {
         method: {

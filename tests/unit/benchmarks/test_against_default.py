@@ -63,6 +63,13 @@ def test_a_question_of_two_data_sets_is_resampled_with_both():
     assert apart["ci95"][1] < together["all"]["ci95"][1]
 
 
+def test_a_question_that_two_records_of_a_set_hold_has_the_mean_of_both():
+    rows = [(DEFAULT, "a", 0, 1.0, -1.0), ("none", "a", 0, 0.0, -1.0)]
+    again, other = (record([(DEFAULT, q, 0, 1.0, -1.0), ("none", q, 0, 1.0, -2.0)]) for q in "ab")
+    summary = compare({"set": [record(rows), again, other]})["none"]["set"]
+    assert (summary["n"], summary["accuracy"], summary["log_probability"]) == (2, 0.25, 0.75)
+
+
 def test_without_log_probabilities_accuracies_are_compared():
     rows = [(DEFAULT, "a", 0, 1.0, None), ("none", "a", 0, 0.0, -1.0)]
     summary = compare({"set": [record(rows)]})
