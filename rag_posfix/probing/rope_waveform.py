@@ -145,9 +145,10 @@ class RopeWaveform(MeasuredProbe):
         summary = head["summary"]
         figure, (top, bottom) = new_column(2)
         base, count = summary["base"], len(summary["factors"])
-        own, envelope = _waves_of(head)
-        top.plot(own, color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:,.0f}")
-        top.plot(envelope, color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {count} bases")
+        top.plot(summary["waves"]["own"], color=OTHER_COLORS[1], linewidth=0.9, label=f"base {base:,.0f}")
+        top.plot(
+            summary["waves"]["envelope"], color=OTHER_COLORS[2], linewidth=0.9, label=f"envelope of {count} bases"
+        )
         troughs = summary["troughs"]
         values = [trough["value"] for trough in troughs]
         top.plot([trough["distance"] for trough in troughs], values, "v", color="#b3382c", label="deepest troughs")
@@ -167,16 +168,3 @@ class RopeWaveform(MeasuredProbe):
             for factor, base, depth in zip(summary["factors"], summary["bases"], summary["trough_depth"], strict=True)
         ]
         return [("factor", "base", "mean of the lowest tenth, with the bases above"), *rows]
-
-
-def _waves_of(head: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return the model's waveform and the envelope of a record.
-
-    Records of before waves were in the head searched on the closed form, which they are drawn by.
-    """
-    summary = head["summary"]
-    if "waves" in summary:
-        return summary["waves"]["own"], summary["waves"]["envelope"]
-    distances, channels = torch.arange(head["settings"]["context"]), summary["rotated_channels"]
-    waves = [waveform(channels, summary["base"] * factor, distances) for factor in summary["factors"]]
-    return waves[0].tolist(), torch.stack(waves).amax(dim=0).tolist()

@@ -79,14 +79,6 @@ def test_factors_depths_and_figure_are_those_of_the_model_s_own_waves(family):
     assert list(covered) == pytest.approx(envelope.tolist(), abs=1e-4)
 
 
-def test_a_record_without_waves_is_drawn_by_the_closed_form():
-    probe = RopeWaveform(context=64, bases=2, candidates=5)
-    head = probe.run(tiny_model()).head
-    old = {**head, "summary": {key: value for key, value in head["summary"].items() if key != "waves"}}
-    for new, former in zip(probe.draw(head).axes[0].lines[:2], probe.draw(old).axes[0].lines[:2], strict=True):
-        assert list(former.get_ydata()) == pytest.approx(list(new.get_ydata()), abs=1e-4)
-
-
 def test_a_model_that_does_not_rotate_is_refused():
     with pytest.raises(UnsupportedModelError, match="a decoder with alibi does not rotate"):
         own_waveform(small_decoder("alibi"), AT)
