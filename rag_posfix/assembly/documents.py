@@ -56,8 +56,8 @@ class CheckedDocument:
 
     @property
     def text_key(self) -> str:
-        """A content hash of the text with each run of white space as one space: equal for duplicates."""
-        return content_hash(single_spaced(self.text))
+        """A content hash of title and text with each run of white space as one space: equal for duplicates."""
+        return content_hash(single_spaced(self.title), single_spaced(self.text))
 
 
 def content_key(document: Document) -> str:

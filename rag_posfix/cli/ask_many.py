@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import orjson
 from rag_posfix.cli.output import progress_with_text
 from rag_posfix.contracts.filters import combine_filters
 from rag_posfix.errors import ConfigError, RagPosfixError
+from rag_posfix.files import replace_durably
 from rag_posfix.parameters import shown
 from rag_posfix.text import checked_question
 
@@ -42,7 +44,7 @@ def read_questions(path: Path, filter: Any, use_cache: bool) -> list[QuestionRow
         ConfigError: the file cannot be read, a line is no question, or two have one id. Names the line.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(f"--questions {str(path)!r} cannot be read: {error.strerror}") from error
     is_plain = path.suffix == ".txt"
@@ -92,7 +94,8 @@ def _read_row(line: bytes, number: int, filter: Any, use_cache: bool) -> Questio
 class AnswerFile:
     """The file of answers, one JSON line each; each is written whole before the next one.
 
-    A last line without an end, which a killed run left, is removed.
+    A last line without an end, which a killed run left, is removed; so are the lines of questions that failed, which
+    are asked again.
 
     Raises:
         ConfigError: the file cannot be written, or holds something else.
@@ -103,27 +106,28 @@ class AnswerFile:
         self.questions: dict[str, str] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab+", buffering=0)
-            self._file.seek(0)
-            data = self._file.read()
-            end = data.rfind(b"\n") + 1
-            for number, line in enumerate(data[:end].splitlines(), 1):
-                self._read(line, number)
-            self._file.truncate(end)
-        except ConfigError:
-            self._file.close()
-            raise
+            data = path.read_bytes() if path.exists() else b""
+            lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+            answered = b"".join(line for number, line in enumerate(lines, 1) if self._is_answer(line, number))
+            if answered != data:
+                replace_durably(path, answered)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"--out {str(path)!r} cannot be written: {error.strerror}") from error
 
-    def _read(self, line: bytes, number: int) -> None:
+    def _is_answer(self, line: bytes, number: int) -> bool:
+        """Note the question of a line; return whether it was answered."""
         try:
             row = orjson.loads(line)
-            self.questions[row["id"]] = row["question"]
+            identity, question = row["id"], row["question"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"--out {str(self._path)!r}, line {number} is no answer of an earlier run; choose another file"
             ) from error
+        if "error" in row:
+            return False
+        self.questions[identity] = question
+        return True
 
     def missing(self, rows: Sequence[QuestionRow]) -> list[QuestionRow]:
         """Return the questions without a line; ConfigError if one has the line of another question."""

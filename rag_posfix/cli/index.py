@@ -203,13 +203,14 @@ def _show_passages(data: dict[str, Any]) -> None:
 
 def _check_paths(paths: list[Path], output: Path | None) -> None:
     """Raise for paths that are missing and a folder that cannot be used, before anything is loaded."""
-    from rag_posfix.retrieval.index.storage import check_writable
+    from rag_posfix.retrieval.index.storage import check_writable, holds_index
     from rag_posfix.retrieval.ingest.ingest import has_readable_files, no_documents
 
     for path in paths:
         if not path.exists():
             raise RetrievalError(f"no such file or folder: {str(path)!r}")
-    if not has_readable_files(paths):
+    is_update = output is not None and holds_index(output)  # which drops the passages of deleted files
+    if not is_update and not has_readable_files(paths):
         raise no_documents(paths)
     if output is not None:
         check_writable(output)

@@ -22,6 +22,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from rag_posfix.caching.deadline import DeadlineRunner
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.answer import warn
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, RerankerFailures, RerankerHealth
@@ -82,7 +83,9 @@ def check_deadline() -> None:
 
     Raises:
         RerankingTimeoutError: it was cancelled, or its time is over.
+        RagPosfixError: the request has ended, as ``check_cancelled`` says.
     """
+    check_cancelled()
     for active in _DEADLINES.get():
         active.check()
 
@@ -180,6 +183,7 @@ class GuardedReranker(Checked, BaseDocumentCompressor):
         except ConfigError:
             raise
         except Exception as error:
+            check_cancelled()  # a request that has ended is no failure of the reranker
             return self._report_failure(documents, error)
         self.health.count_success(self.name)
         return ranked
@@ -195,6 +199,7 @@ class GuardedReranker(Checked, BaseDocumentCompressor):
         except ConfigError:
             raise
         except Exception as error:
+            check_cancelled()  # a request that has ended is no failure of the reranker
             return self._report_failure(documents, error)
         self.health.count_success(self.name)
         return ranked

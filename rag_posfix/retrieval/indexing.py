@@ -223,11 +223,14 @@ def _compare(
     roots = [os.path.abspath(source) for source in sources]
     unread = {os.path.abspath(file) for file in unreadable}
 
+    def is_unread(path: Path) -> bool:
+        return not unread.isdisjoint(map(str, (path, *path.parents)))  # a folder can be unreadable too
+
     def remaining_files(entry: IndexEntry) -> tuple[str, ...]:
         """Return the files of an entry that are elsewhere, or could not be read now."""
         paths = [(file, os.path.abspath(file)) for file in entry.files]
         under = {p for _, p in paths for root in roots if p == root or p.startswith(root.rstrip(os.sep) + os.sep)}
-        return tuple(file for file, path in paths if path not in under or path in unread)
+        return tuple(file for file, path in paths if path not in under or is_unread(Path(path)))
 
     for name, entry in new.items():
         before = old.get(name)

@@ -259,6 +259,8 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be 'user'"),
         ({"messages": asked(document(BRIDGE), text=" ")}, 400, "last message is empty"),
         ({"messages": asked(PDF)}, 400, "'base64'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "output_config.format is not"),
+        ({"output_format": {"type": "json_schema"}}, 400, "output_format is not supported"),
         ({"messages": asked({"type": "document"})}, 400, "has no source"),
         ({"messages": asked({"type": "image", "source": {"type": "url"}})}, 400, "'image'"),
         ({"system": [{"type": "document", "text": "x"}]}, 400, "system: a block of type 'document'"),

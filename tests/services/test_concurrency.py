@@ -9,11 +9,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
+from rag_posfix.reranking import GuardedReranker
+from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestTimeoutError
@@ -123,6 +126,36 @@ def test_when_the_client_goes_away_the_computation_stops(stream: bool):
         steps = generator.steps
         time.sleep(0.05)
         assert generator.steps == steps
+
+
+class StepwiseReranker(BaseDocumentCompressor):
+    """Takes twenty steps of a tenth of a second."""
+
+    steps: int = 0
+
+    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> Any:
+        for _ in range(20):
+            check_deadline()
+            time.sleep(0.1)
+            self.steps += 1
+        return [document.model_copy(update={"metadata": {"relevance_score": 0.5}}) for document in documents]
+
+
+def test_a_reranking_stops_with_its_request_and_counts_as_no_failure_of_the_reranker():
+    reranker = StepwiseReranker()
+    pipeline = make_pipeline(reranker=GuardedReranker(reranker=reranker, deadline_seconds=60))
+    scored = {"query": "x", "documents": [BRIDGE, HARBOUR]}
+    with serving(pipeline, request_timeout_seconds=1) as url:
+        late = httpx2.post(url + "/v1/rerank", json=scored)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert post(url, documents=[BRIDGE, HARBOUR]).status_code == 504
+        with httpx2.Client(timeout=0.3) as client, pytest.raises(httpx2.TimeoutException):
+            client.post(url + "/v1/rerank", json=scored)
+        wait_until(lambda: in_flight(url) == 0)
+        steps = reranker.steps
+        time.sleep(0.3)
+        assert reranker.steps == steps < 60
+        assert httpx2.get(url + "/readyz").json() == {"status": "ready"}
 
 
 def test_a_client_that_goes_away_while_it_waits_never_reaches_the_model():

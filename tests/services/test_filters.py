@@ -227,6 +227,23 @@ def test_tenants_that_share_an_index_read_their_own_passages(tmp_path: Path):
     assert documents_of(ask(acme, collection="notes")) == ["n"]  # collections have one tenant anyway
 
 
+def test_a_collection_does_not_open_a_shared_index_to_another_tenant(tmp_path: Path):
+    document = SECRET.model_copy(update={"metadata": {"owner": "bolt"}})
+    index = BM25Retriever.from_documents([document])
+    tenants = Tenants(
+        tmp_path, pipeline_with_embeddings(retriever=index, indexes={"shared": index}), tenant_field="owner"
+    )
+    acme = tenants.client("acme")
+    acme.post("/v1/collections", json={"name": "notes"})
+    count = {"/v1/messages/count_tokens": {**CHAT_BODIES["/v1/messages"]}}
+    for path, body in (CHAT_BODIES | count).items():
+        text = json.dumps(body).replace(QUESTION, BOTH)
+        response = acme.post(path, json={**json.loads(text), "posfix": {"collection": "notes", "index": "shared"}})
+        assert response.status_code == 400, path
+        assert "an index and a collection are given; give one of them" in response.text, path
+        assert "1963" not in response.text, path
+
+
 class CheckedRetriever:
     """A retriever whose store may be gone."""
 

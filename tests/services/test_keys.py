@@ -375,3 +375,16 @@ def test_with_a_key_the_service_listens_anywhere(single: bool, tmp_path: Path, m
 def test_an_unknown_id_cannot_be_revoked(tmp_path: Path):
     with pytest.raises(UnknownNameError, match="list the keys"):
         KeyStore(tmp_path).revoke("0")
+
+
+def test_a_file_of_keys_that_cannot_be_written_is_no_fault_of_the_caller(tmp_path: Path):
+    tenants = Tenants(tmp_path)
+    admin = tenants.client("ops", scopes=("admin",))
+    (tmp_path / "keys.lock").unlink(missing_ok=True)
+    (tmp_path / "keys.lock").mkdir()
+    for response in (
+        admin.post("/admin/keys", json={"tenant": "acme"}),
+        admin.delete(f"/admin/keys/{next(iter(tenants.made.values()))}"),
+    ):
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "not_stored")
+        assert str(tmp_path) not in response.text

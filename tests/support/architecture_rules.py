@@ -173,7 +173,7 @@ IMPORT_RULES = [
         files=("rag_posfix/reranking/*",),
         among=("rag_posfix",),
         only=within_rag_posfix(
-            "assembly caching.deadline checked checkpoints contracts errors parameters plan.bias_profile "
+            "assembly caching.deadline cancellation checked checkpoints contracts errors parameters plan.bias_profile "
             "registry reranking text"
         ),
         never=("torch", "transformers"),

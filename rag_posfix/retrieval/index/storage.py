@@ -148,6 +148,15 @@ def write_similarity(folder: Path, similarity: SimilarityRange) -> None:
             raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
 
 
+def holds_index(folder: Path) -> bool:
+    """Return whether a folder has the manifest of an index."""
+    try:
+        read_manifest(folder)
+    except RetrievalError:
+        return False
+    return True
+
+
 def read_manifest(folder: Path) -> IndexManifest:
     """Return the manifest of the index in ``folder``.
 

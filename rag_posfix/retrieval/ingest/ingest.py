@@ -18,6 +18,7 @@ from langchain_core.documents import Document
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.errors import ConfigError, NotTextError, RetrievalError
 from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.index.storage import holds_index
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_document, split_text
 from rag_posfix.retrieval.ingest.readers import TEXT_SUFFIXES, read_text
 from rag_posfix.retrieval.ingest.records import RECORD_SUFFIXES, FieldRoles, parse_fields, read_records
@@ -224,6 +225,9 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
 
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail):
+        if "manifest.json" in names and holds_index(Path(parent)):
+            folders[:] = []
+            continue
         corpus = next((name for name in _BEIR_CORPORA if name in names), None)
         if corpus is not None and any(name in names or name in folders for name in _BEIR_QUESTIONS):
             folders[:], names = [], [corpus]  # leave out queries and judgements
@@ -312,7 +316,7 @@ class _FileReader:
         read = read_text(file)
         self._note_encoding(name, read.encoding_note)
         title = read.title or title_from_path(file)
-        cut = 0
+        cut, text_hash = 0, content_hash(read.text)
         for passage, full_title in split_text(read, title, self.size, self.splitter):
             metadata: dict[str, Any] = {**read.metadata, "source": name, "start": passage.start, "end": passage.end}
             if full_title:
@@ -326,7 +330,7 @@ class _FileReader:
             )
             position = f"{name} (characters {passage.start} to {passage.end})"
             stated = passage_title(read.title, passage.headings)
-            yield _ReadDocument(document, position, (name,), content_hash(stated, passage.text))
+            yield _ReadDocument(document, position, (name,), content_hash(text_hash, stated, passage.text))
         if cut:
             self.notes.append(FileNote(name, "cut", self.size.describe_cut(cut)))
 

@@ -32,7 +32,7 @@ from rag_posfix.text import clean_text
 
 if TYPE_CHECKING:
     import pypdf
-    from docx.table import Table
+    from docx.table import Table, _Cell
     from docx.text.paragraph import Paragraph
 
 _SAMPLE_BYTES = 8192
@@ -144,6 +144,7 @@ TEXT_SUFFIXES = (".docx", ".htm", ".html", ".md", ".pdf", ".txt", *OFFICE_SUFFIX
 """Suffixes of text files, in upper or lower case."""
 
 _MARKUP_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+_DOCX_RUNS = ".//w:r[not(ancestor::w:del or ancestor::w:moveFrom or ancestor::w:txbxContent)]"
 _HEADING_STYLE = re.compile(r"Heading (\d)")
 
 _LARGER = 1.15
@@ -307,7 +308,7 @@ def _read_docx(path: Path) -> FileText:
     title, length = "", 0
     with _open_document(path, "a Word file", "as .docx") as handle:
         for item in docx.Document(handle).iter_inner_content():
-            text = clean_text(_table_text(item) if isinstance(item, Table) else item.text)
+            text = clean_text(_table_text(item) if isinstance(item, Table) else _docx_text(item))
             if not text.strip():
                 continue
             style = "table" if isinstance(item, Table) else _docx_style(item)
@@ -333,7 +334,15 @@ def _read_docx(path: Path) -> FileText:
 
 
 def _table_text(table: Table) -> str:
-    return "\n".join("\t".join(" ".join(cell.text.split()) for cell in row.cells) for row in table.rows)
+    def cell_text(cell: _Cell) -> str:
+        return " ".join(word for paragraph in cell.paragraphs for word in _docx_text(paragraph).split())
+
+    return "\n".join("\t".join(map(cell_text, row.cells)) for row in table.rows)
+
+
+def _docx_text(paragraph: Paragraph) -> str:
+    """Return the text with tracked insertions and content controls, which ``Paragraph.text`` leaves out."""
+    return "".join(run.text for run in paragraph._p.xpath(_DOCX_RUNS))
 
 
 def _docx_style(paragraph: Paragraph) -> str:

@@ -28,6 +28,7 @@ RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 
 _SNIFFED_CHARACTERS = 8192
 _DELIMITERS = ",;\t|"
+_STATED_DELIMITER = re.compile(r'"?sep=([,;\t|])"?\s*')
 _SAMPLED_RECORDS = 1000
 _MAX_OPEN_QUOTES = 20
 """Rows whose quote is never closed, before the remaining rows are given up: each of them costs a pass."""
@@ -221,9 +222,11 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
         raise RetrievalError(f"{source}:{error.lineno}: not JSON ({error})") from error
     except ValueError as error:
         raise RetrievalError(f"{source}: not JSON ({error})") from error
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not any(isinstance(value.get(name), str) for name in _TEXT_FIELDS):
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = lists[0] if len(lists) == 1 else [value]
+        value = lists[0] if len(lists) == 1 else value
+    if isinstance(value, dict):
+        value = [value]
     if not isinstance(value, list):
         raise RetrievalError(f"{source}: a {type(value).__name__}, expected a list of JSON objects")
     for number, item in enumerate(value, start=1):
@@ -237,15 +240,20 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
 def _table_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
     """Yield the rows of a table. The first row has the names of the columns.
 
-    The delimiter is a comma, semicolon, tab or vertical bar. A row whose quote is never closed is reported, and
-    reading continues on the next line.
+    The delimiter is a comma, semicolon, tab or vertical bar: that of a first line ``sep=;``, as spreadsheets write it,
+    a tab in ``.tsv`` files, else the most frequent one of the header. A row whose quote is never closed is reported,
+    and reading continues on the next line.
     """
-    header = text[:_SNIFFED_CHARACTERS].split("\n", 1)[0]
-    delimiter = max(_DELIMITERS, key=header.count)  # the first of several that are equally frequent
     lines = list(io.StringIO(text, newline=""))
+    header = lines[0][:_SNIFFED_CHARACTERS] if lines else ""
+    stated = _STATED_DELIMITER.fullmatch(header)
+    is_tabbed = source.lower().endswith(".tsv") and "\t" in header
+    # the first of several that are equally frequent
+    delimiter = stated.group(1) if stated else "\t" if is_tabbed else max(_DELIMITERS, key=header.count)
     names: list[str] | None = None
-    start = open_quotes = 0
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    start, open_quotes = int(stated is not None), 0
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the limit of the process; it is only raised
+    rows = csv.reader(lines[start:], delimiter=delimiter, strict=True)
     while True:
         first = start + rows.line_num + 1
         try:
@@ -265,7 +273,7 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
         line = start + rows.line_num
         if names is None:
             names = [name.strip() for name in row]
-            if len(set(names)) != len(names):
+            if len(set(filter(None, names))) != len(list(filter(None, names))):
                 raise RetrievalError(f"{source}: a column name occurs twice; make the names in the first row distinct")
         elif len(row) > len(names):
             report(f"{source}:{line}: {len(row)} cells, but the first row names {len(names)} columns")
@@ -278,9 +286,10 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
     """Return the document of a record; ValueError with the reason if a field is missing or of a wrong type."""
     fields = record.fields
     title = fields.get(roles.title)
-    has_known_text = bool(roles.text) and set(roles.text) <= set(_TEXT_FIELDS)
+    has_known_text = len(roles.text) == 1 and roles.text[0] in _TEXT_FIELDS
     if has_known_text:
-        names: tuple[str, ...] = tuple(name for name in _TEXT_FIELDS if fields.get(name) is not None)[:1]
+        by_rank = dict.fromkeys((*roles.text, *_TEXT_FIELDS))
+        names: tuple[str, ...] = tuple(name for name in by_rank if fields.get(name) is not None)[:1]
         text = fields[names[0]] if names else None
         if not isinstance(text, str):
             raise ValueError(f"no text; the record needs a string in one of {', '.join(_TEXT_FIELDS)}")
@@ -301,7 +310,10 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
     known = next((fields[name] for name in (roles.id, *_ID_FIELDS) if fields.get(name) not in (None, "")), None)
     if known is not None and (not isinstance(known, str | int) or isinstance(known, bool)):
         raise ValueError(f"id {known!r} must be a string or an integer")
-    content = (str(metadata.get("title", "")), text)
+    stated = {name: value for name, value in metadata.items() if name not in ("source", "title", *record.metadata)}
+    content: tuple[str, ...] = (str(metadata.get("title", "")), text)
+    if stated:  # rows with one text differ in what filters read
+        content += (json.dumps(stated, sort_keys=True),)
     # An id counts where it is asked for, or beside a text with one of our names: many tables number rows from 1.
     if known is None or not has_ids:
         document_id = content_hash(*content) if known is None else content_hash(str(known), *content)

@@ -154,14 +154,32 @@ def passage_title(title: str, headings: Sequence[str]) -> str:
 
 def read_markdown(text: str) -> FileText:
     """Return Markdown with its blocks; front matter gives title and metadata, and is no block."""
-    fields: dict[str, str] = {}
-    start = 0
-    if front := _FRONT_MATTER.match(text):
-        fields = {name.lower(): value.strip("\"'") for name, value in _FRONT_FIELD.findall(front.group(1))}
-        start = front.end()
+    front = _FRONT_MATTER.match(text)
+    fields = None if front is None else _front_fields(front.group(1))
+    start = 0 if front is None or fields is None else front.end()
     headings, blocks = _parse_markdown(text, start)
-    title = fields.pop("title", "") or stated_title(headings, blocks)
-    return FileText(text, title, blocks=blocks_under(headings, blocks), metadata=fields)
+    metadata = fields or {}
+    title = str(metadata.pop("title", "")) or stated_title(headings, blocks)
+    return FileText(text, title, blocks=blocks_under(headings, blocks), metadata=metadata)
+
+
+def _front_fields(front: str) -> dict[str, Any] | None:
+    """Return the fields of front matter that are texts or lists of texts; None for text between two rules."""
+    import yaml
+
+    try:
+        fields = yaml.load(front, Loader=yaml.BaseLoader)  # makes texts, lists and dicts alone
+    except (yaml.YAMLError, RecursionError):  # "title: Rome: a guide" is no YAML, and common
+        fields = {name: value.strip("\"'") for name, value in _FRONT_FIELD.findall(front)} or None
+    if not front.strip():
+        return {}
+    if not isinstance(fields, dict):
+        return None
+    texts = {
+        name: [item for item in value if isinstance(item, str)] if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
+    return {str(name).lower(): value for name, value in texts.items() if value and isinstance(value, str | list)}
 
 
 def read_plain(text: str) -> FileText:

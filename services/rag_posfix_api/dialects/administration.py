@@ -7,9 +7,10 @@ tenants.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -21,12 +22,14 @@ from starlette.responses import Response
 from rag_posfix.errors import UnknownNameError
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import WHOLE, MetadataFilter, RequestModel
-from rag_posfix_api.http.errors import NotFoundError
+from rag_posfix_api.http.errors import NotFoundError, StorageError
 from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_VALUES, CleanRoute
-from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN
+from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN, KeyFileError
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState, package_version
 
 _PACKAGES = ("torch", "transformers", "langchain-core", "fastapi", "faiss-cpu", "sentence-transformers")
+
+T = TypeVar("T")
 
 operations = APIRouter()
 information = APIRouter(tags=["info"])
@@ -299,6 +302,13 @@ async def list_keys(service: ServiceState) -> KeyList:
     return KeyList(keys=[KeyObject(**key.to_dict()) for key in service.keys.table().keys.values()])
 
 
+async def _changed(change: Callable[[], T]) -> T:
+    try:
+        return await anyio.to_thread.run_sync(change)
+    except KeyFileError as error:
+        raise StorageError(str(error)) from error
+
+
 @keys.post("/admin/keys", status_code=201, responses=OPENAI.responses(400, 401, 403, 413, 422, 429, 500))
 async def create_key(body: NewKey, service: ServiceState) -> CreatedKey:
     """Create a key. The response has it in ``key``; it is shown this once and kept nowhere."""
@@ -311,7 +321,7 @@ async def create_key(body: NewKey, service: ServiceState) -> CreatedKey:
         max_concurrent=body.max_concurrent,
         filter=body.filter,
     )
-    created, key = await anyio.to_thread.run_sync(make)
+    created, key = await _changed(make)
     return CreatedKey(**created.to_dict(), key=key)
 
 
@@ -319,7 +329,7 @@ async def create_key(body: NewKey, service: ServiceState) -> CreatedKey:
 async def revoke_key(key_id: str, service: ServiceState) -> KeyObject:
     """Revoke a key. Its next request is refused; running ones end."""
     try:
-        key = await anyio.to_thread.run_sync(service.keys.revoke, key_id)
+        key = await _changed(partial(service.keys.revoke, key_id))
     except UnknownNameError as error:
         raise NotFoundError(str(error), param="key_id") from error
     return KeyObject(**key.to_dict())

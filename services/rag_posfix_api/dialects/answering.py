@@ -130,6 +130,8 @@ def pipeline_of(service: Service, question: Question, name: str | None) -> Calla
         return lambda: pipeline
     if question.documents is not None:
         raise InvalidRequestError("documents and a collection are given; give one of them", param="posfix.collection")
+    if question.index is not None:  # its passages need the tenant's filter, which those of a collection do not have
+        raise InvalidRequestError("an index and a collection are given; give one of them", param="posfix.index")
     tenant_pipeline, collection = service.collection_pipeline, service.collection(name)
     k = question.k or tenant_pipeline.defaults.k
     return lambda: tenant_pipeline.with_retriever(collection.retriever(k))

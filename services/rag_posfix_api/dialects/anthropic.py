@@ -192,6 +192,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "thinking": (None, {"type": "disabled"}),
     "mcp_servers": (None, []),
     "container": (None,),
+    "output_format": (None,),
 }
 
 
@@ -365,6 +366,9 @@ async def count_tokens(body: CountTokensRequest, request: Request, service: Read
 def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[CitableDocument]]:
     service.check_model(body.model)
     reject_fields(body.model_extra, _UNSUPPORTED)
+    output = (body.model_extra or {}).get("output_config")
+    if isinstance(output, dict):  # its "effort" is harmless
+        reject_fields({"output_config.format": output.get("format")}, {"output_config.format": (None,)})
     contents = [message.content for message in body.messages if not isinstance(message.content, str)]
     blocks = [block for content in contents for block in content if block.type in _PASSAGES]
     check_count(len(blocks), service.limits.max_documents, "messages")

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, rerank_indexed
 from rag_posfix.errors import PromptTooLongError, RerankingError
@@ -83,6 +84,7 @@ def _score(pipeline: Pipeline, query: str, texts: Sequence[str]) -> tuple[Rankin
     documents = [Document(page_content=text) for text in texts]
     with salted(tenant_salt(pipeline.defaults.tenant)), pipeline.tracer.stage("reranker", query, documents) as stage:
         reranked = rerank_indexed(pipeline.reranker, query, documents)
+        check_cancelled()  # not each scorer works in steps
         stage.done([entry.document for entry in reranked])
     ranking = []
     for entry in reranked:

@@ -48,6 +48,10 @@ _WAIT_SECONDS = 10.0
 _SCRYPT_MEMORY_BYTES = 64 * 1024**2
 
 
+class KeyFileError(ConfigError):
+    """The file of keys cannot be read or written."""
+
+
 def split_key(key: str) -> tuple[str, str] | None:
     """Return id and secret part of a key, or None for any other text."""
     match = _KEY.fullmatch(key)
@@ -225,7 +229,8 @@ class KeyStore:
         """Create a key; return it, and the key itself as text, which is kept nowhere. The tenant need not exist.
 
         Raises:
-            ConfigError: a value is not allowed, or the file cannot be read or written.
+            ConfigError: a value is not allowed.
+            KeyFileError: the file cannot be read or written.
         """
         _check_tenant(tenant)
         if len(name) > _MAX_NAME or not name.isprintable():
@@ -285,9 +290,9 @@ class KeyStore:
             with lock.acquire(timeout=_WAIT_SECONDS):
                 yield KeyTable() if _signature(self._file) is None else _read(self._file)
         except Timeout:
-            raise ConfigError(f"another process is changing {str(self._file)!r}; try again") from None
+            raise KeyFileError(f"another process is changing {str(self._file)!r}; try again") from None
         except OSError as error:
-            raise ConfigError(f"{str(self._file)!r} cannot be written: {error.strerror or error}") from error
+            raise KeyFileError(f"{str(self._file)!r} cannot be written: {error.strerror or error}") from error
 
     def _write(self, table: KeyTable) -> None:
         data = {
@@ -320,9 +325,9 @@ def _read(file: Path) -> KeyTable:
         if not all(salts.get(key.tenant) for key in keys):
             raise ValueError("a tenant has no salt")
     except OSError as error:
-        raise ConfigError(f"the key file {str(file)!r} cannot be read: {error.strerror or error}") from error
+        raise KeyFileError(f"the key file {str(file)!r} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
+        raise KeyFileError(
             f"the key file {str(file)!r} is damaged or of another release ({type(error).__name__}); restore it from a "
             "copy, or remove it and create new keys"
         ) from error

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from rag_posfix.cli.ask_many import read_questions
+
 pytestmark = pytest.mark.weights
 
 QUESTIONS = [
@@ -43,13 +45,16 @@ def test_each_question_has_a_line_and_a_second_run_asks_what_is_missing(ask, run
     assert {key: row["answer"] for key, row in again.items()} == {key: row["answer"] for key, row in answers.items()}
 
 
-def test_a_question_that_fails_has_a_line_and_the_others_go_on(ask, tmp_path):
+def test_a_question_that_fails_has_a_line_until_it_is_asked_again(ask, tmp_path):
     long = {"id": "long", "question": "Why? " * 5000}
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, [long, QUESTIONS[0]])))
     result = ask()
     assert (result.code, result.out.strip()) == (1, "2 questions, 0 skipped, 1 failed")
     answers = rows(tmp_path / "a.jsonl")
     assert (answers["long"]["type"], "answer" in answers["a"]) == ("PromptTooLongError", True)
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, [{**QUESTIONS[1], "id": "long"}, QUESTIONS[0]])))
+    assert ask("--json").json == {"questions": 2, "skipped": 1, "failed": 0}  # what failed is asked again
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,11 @@ def test_a_question_that_fails_has_a_line_and_the_others_go_on(ask, tmp_path):
 def test_a_wrong_line_is_an_error_before_anything_is_loaded(ask, tmp_path, lines, message):
     (tmp_path / "q.jsonl").write_text(lines)
     assert message in ask("--json").error["message"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_question(tmp_path):
+    (tmp_path / "q.txt").write_text("Who?\nWhere?\n", encoding="utf-8-sig")
+    assert [row.question.text for row in read_questions(tmp_path / "q.txt", None, True)] == ["Who?", "Where?"]
 
 
 def test_another_file_under_out_and_options_that_do_not_go_together_are_refused(ask, run, index, tmp_path):

@@ -77,3 +77,9 @@ def test_no_two_kept_documents_have_the_same_text_and_none_is_lost(rows):
     assert len(kept) + len(dropped) == len(rows)
     expected = {document.text_key for document in documents if document.text.strip()}
     assert {documents[index].text_key for index in kept} == expected
+
+
+def test_an_equal_text_under_another_title_is_no_duplicate():
+    answers = [Document(page_content="Yes.", metadata={"title": title}) for title in ("Dogs?", "Parking?", "Dogs?")]
+    kept, dropped = distinct_indices([checked_document(document, index) for index, document in enumerate(answers)])
+    assert (kept, [reason for _, reason in dropped]) == ((0, 1), ["duplicate"])

@@ -2,6 +2,7 @@
 in an index that is built from the same files."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -261,3 +262,27 @@ def test_words_of_an_older_index_are_counted_again(tmp_path, monkeypatch):
     (document,) = BM25Retriever.load(tmp_path / "index").invoke("产假有多长?")
     assert document.page_content == "青石镇的产假为六个月。"
     assert "产假" in BM25Retriever.load(tmp_path / "index").statistics().words
+
+
+def test_an_index_below_the_files_is_not_read_as_files(embeddings, tmp_path):
+    (tmp_path / "a.md").write_text("old price")
+    update_index([tmp_path], tmp_path / "my.index", embeddings)
+    (tmp_path / "a.md").write_text("new price")
+    update = update_index([tmp_path], tmp_path / "my.index", embeddings)
+    assert (update.added, update.removed) == (1, 1)
+    assert [d.page_content for d in read_documents([tmp_path])] == ["new price"]
+
+
+def test_a_folder_that_cannot_be_listed_keeps_what_the_index_holds_of_it(corpus, embeddings, tmp_path, monkeypatch):
+    update_index([corpus], tmp_path / "index", embeddings)
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("more"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    update = update_index([corpus], tmp_path / "index", embeddings, strict=False)
+    assert (update.removed, update.unchanged) == (0, 4)
+    assert [(file.file, file.kind) for file in update.skipped] == [(str(corpus / "more"), "unreadable")]

@@ -201,3 +201,26 @@ def test_entries_name_all_files_that_contain_the_document_and_progress_counts_fi
     assert [[Path(file).name for file in entry.files] for entry in found] == [["a.txt", "c.txt"], ["b.txt"]]
     assert found[0].document.metadata["source"].endswith("a.txt")
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_equal_sections_of_two_files_keep_their_titles_and_copies_of_a_file_do_not(tmp_path):
+    for name, pay in (("germany", "Euros."), ("france", "Also euros."), ("germany copy", "Euros.")):
+        (tmp_path / f"{name}.md").write_text(f"## Leave\n\nSix months, paid.\n\n## Pay\n\n{pay}\n")
+    titles = {document.metadata["title"] for document in read_documents([tmp_path])}
+    assert titles == {"germany copy > Leave", "germany copy > Pay", "france > Leave", "france > Pay"}
+
+
+def test_front_matter_has_texts_and_lists_and_a_rule_is_none(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "---\ntitle: >-\n  Parental\n  leave\nyear: 1999\ndate: 2024-01-02\nacl:\n  - staff\n  - board\n"
+        "tags: [a, b]\nowner: {name: Ann}\n---\nSix months.\n"
+    )
+    (tmp_path / "b.md").write_text("---\nThis text stands between two rules.\n\n---\nMore text.\n")
+    (tmp_path / "c.md").write_text("---\ntitle: Rome: a guide\n---\nThe Tiber.\n")
+    first, *rest = read_documents([tmp_path])
+    stated = {name: value for name, value in first.metadata.items() if name not in ("source", "start", "end")}
+    assert stated == {
+        "title": "Parental leave", "year": "1999", "date": "2024-01-02", "acl": ["staff", "board"], "tags": ["a", "b"],
+    }  # fmt: skip
+    assert "between two rules" in rest[0].page_content
+    assert rest[-1].metadata["title"] == "Rome: a guide"

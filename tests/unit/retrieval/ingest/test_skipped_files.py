@@ -111,6 +111,22 @@ def test_a_word_file_is_read_with_its_tables_in_order(tmp_path):
         read_documents([tmp_path])
 
 
+def test_tracked_insertions_of_a_word_file_are_text_and_deletions_are_not(tmp_path):
+    import docx
+    from docx.oxml import parse_xml
+
+    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    written = docx.Document()
+    paragraph = written.add_paragraph("The limit is ")
+    paragraph._p.append(parse_xml(f"<w:ins {space}><w:r><w:t>20 euros</w:t></w:r></w:ins>"))
+    paragraph._p.append(parse_xml(f"<w:del {space}><w:r><w:delText>5 euros</w:delText></w:r></w:del>"))
+    paragraph._p.append(
+        parse_xml(f"<w:sdt {space}><w:sdtContent><w:r><w:t> a day.</w:t></w:r></w:sdtContent></w:sdt>")
+    )
+    written.save(tmp_path / "a.docx")
+    assert read_documents([tmp_path])[0].page_content == "The limit is 20 euros a day."
+
+
 def test_without_python_docx_the_extra_is_named(tmp_path, monkeypatch):
     import sys
 
@@ -118,3 +134,44 @@ def test_without_python_docx_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "docx", None)
     with pytest.raises(ConfigError, match=r"python-docx .*\.\[docx\]"):
         read_documents([tmp_path])
+
+
+def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer,product\nDogs?,Yes.,A1\nDogs?,Yes.,B2\nDogs?,Yes.,B2\n")
+    assert [d.metadata["product"] for d in read_documents([tmp_path])] == ["A1", "B2"]
+
+
+def test_an_object_with_a_text_is_a_document_whatever_lists_it_has(tmp_path):
+    (tmp_path / "a.json").write_text('{"title": "Leave", "text": "Six months.", "authors": [{"name": "Ann"}]}')
+    (only,) = read_documents([tmp_path])
+    assert (only.page_content, only.metadata["authors"]) == ("Six months.", [{"name": "Ann"}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"), [("text=contents", "long"), ("text=text,text=contents", "short\n\ncontents: long")]
+)
+def test_a_text_field_that_is_asked_for_counts_before_the_others(tmp_path, fields, text):
+    (tmp_path / "a.jsonl").write_text('{"text": "short", "contents": "long"}\n')
+    assert read_documents([tmp_path], fields=[fields])[0].page_content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("a.csv", "sep=;\nQuestion, short, or long;Answer\nDogs?;Yes, they may.\n"),
+        ("a.tsv", "Question, short, or long\tAnswer\nDogs?\tYes, they may.\n"),
+        ("a.csv", "Question;Answer;;\nDogs?;Yes, they may.;;\n"),
+    ],
+)
+def test_the_delimiter_of_spreadsheets(tmp_path, name, table):
+    (tmp_path / name).write_text(table)
+    assert "Yes, they may." in read_documents([tmp_path])[0].page_content
+    assert "Dogs?" in str(read_documents([tmp_path])[0])
+
+
+def test_a_long_cell_of_a_table_is_read_whole(tmp_path):
+    cell = "\n".join(f"line {number}" for number in range(20_000))  # longer than the limit of the csv module
+    (tmp_path / "a.csv").write_text(f'id,text\n1,"{cell}"\n2,short\n')
+    read = read_files([tmp_path], strict=False)
+    assert {e.document.metadata["row"] for e in read.entries} == {20_001, 20_002}
+    assert not [note for note in read.notes if note.kind == "rows"]
