@@ -224,7 +224,7 @@ def _compare(
     unread = {os.path.abspath(file) for file in unreadable}
 
     def is_unread(path: Path) -> bool:
-        return not unread.isdisjoint(map(str, (path, *path.parents)))  # a folder can be unreadable too
+        return bool(unread) and not unread.isdisjoint(map(str, (path, *path.parents)))  # folders can be unreadable too
 
     def remaining_files(entry: IndexEntry) -> tuple[str, ...]:
         """Return the files of an entry that are elsewhere, or could not be read now."""
