@@ -203,6 +203,11 @@ class TieredCache(Generic[V]):
         return [{"name": name} if counts is None else asdict(counts) for name, counts in stats]
 
     @property
+    def position(self) -> int:
+        """How far the log of deletions was read. An entry gets the position from before it was computed."""
+        return self._deletions_log.position
+
+    @property
     def pending_deletions(self) -> int:
         """Deleted tags that other processes may still serve, because the shared tier fails or had them just now."""
         return self._deletions_log.pending

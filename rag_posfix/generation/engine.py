@@ -132,7 +132,7 @@ class Engine:
                 f"{mitigation.name} with these parameters places a passage by the length of those around it, so that "
                 "it cannot be precomputed; use the default parameters"
             )
-        kv_lookup = KVLookup(self.passages, self.fingerprint, self.describe(mitigation).fingerprint, salt)
+        kv_lookup = KVLookup.begin(self.passages, self.fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
             return read_ahead(self.loaded, layout, rows, kv_lookup)
 
@@ -277,7 +277,7 @@ class Engine:
         if self.passages is None:
             return None
         frequencies = "" if loaded is self.loaded else "+extended"  # keys have other angles
-        return KVLookup(self.passages, self.fingerprint + frequencies, method, salt)
+        return KVLookup.begin(self.passages, self.fingerprint + frequencies, method, salt)
 
     def _check_prompt(self, n_tokens: int) -> None:
         if self.loaded.spec.ranks.count > 1:

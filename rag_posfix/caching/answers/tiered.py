@@ -203,11 +203,6 @@ class TieredAnswerCache(TieredCache[Blob]):
         self._counters.add("misses" if answer is None else "hits")
         return answer
 
-    @property
-    def position(self) -> int:
-        """How far the log of deletions was read."""
-        return self._deletions_log.position
-
     def put(
         self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
     ) -> None:

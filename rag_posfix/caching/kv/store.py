@@ -239,6 +239,7 @@ class PassageStore(TieredCache[PassageKV]):
         tags: Mapping[str, Sequence[str]] | None = None,
         *,
         memory_only: bool = False,
+        position: int | None = None,
     ) -> None:
         """Keep ``entries``: in memory at once, in slower tiers in the background.
 
@@ -247,9 +248,11 @@ class PassageStore(TieredCache[PassageKV]):
             tags: For each key the content keys of the documents it was made from. A key that is put again loses
                 its earlier tags; a hit keeps them.
             memory_only: Whether slower tiers do not get them.
+            position: ``self.position`` before the documents were read: entries of those that were deleted since are
+                not kept. None: none was deleted since.
         """
         self._deletions_log.start()
-        tags_of, position = tags or {}, self._deletions_log.position
+        tags_of, position = tags or {}, self.position if position is None else position
         tagged = {key: entry.tagged(tags_of.get(key, ()), position) for key, entry in entries.items()}
         if memory_only:
             self._write(self._on_device(tagged), len(self._tiers), immediate=True)
@@ -321,7 +324,8 @@ class PassageStore(TieredCache[PassageKV]):
             self._counters.add("dropped_writes", self._behind.add(entries, n_tiers))
 
     def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, immediate: bool) -> None:
-        """Write ``entries`` to the immediate, or to the other, tiers among the first ``n_tiers``."""
+        """Write ``entries``, without deleted ones, to the immediate, or the other, of the first ``n_tiers`` tiers."""
+        entries = self._deletions_log.surviving(dict(entries))
         for tier in self._tiers[:n_tiers]:
             if tier.immediate == immediate:
                 self._call(tier, lambda tier: tier.put_many(entries), None)

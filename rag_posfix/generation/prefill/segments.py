@@ -183,12 +183,19 @@ class KVLookup:
         model: Identity of weights and dtype.
         method: Identity of the method and its parameters.
         salt: Entries of another salt are not seen: one per tenant.
+        position: That of the store before the prompt is read.
     """
 
     store: PassageStore
     model: str
     method: str
     salt: str = ""
+    position: int | None = None
+
+    @classmethod
+    def begin(cls, store: PassageStore, model: str, method: str, salt: str) -> KVLookup:
+        """Return the store for a prompt that is read from now on."""
+        return cls(store, model, method, salt, store.position)
 
     def independent_encoding(self, overrides: Overrides) -> EncodingKey:
         """Return what changes segments that are encoded independently, besides their tokens; part of their keys.
@@ -235,7 +242,7 @@ class KVLookup:
                     entries[key] = PassageKV(kv)
                     tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
             if entries:
-                self.store.put_many(entries, tags, memory_only=is_history)
+                self.store.put_many(entries, tags, memory_only=is_history, position=self.position)
 
     def _key(self, dtype: torch.dtype, encoding: EncodingKey, request: KVRequest) -> str:
         before = tuple(token for segment in request.before for token in segment.token_ids)

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rag_posfix.caching.disk import DiskTier
+from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
@@ -262,6 +264,26 @@ def test_entries_of_a_document_can_be_dropped(loaded, read_together):
     assert store.drop([layout.keys[2]]) == 3
     assert engine.open(layout, MitigationChoice("parallel_windows")).cached_tokens == 31 - len(layout.passages[2])
     assert engine.open(layout, MitigationChoice("none")).cached_tokens == layout.passages[0].stop
+
+
+@pytest.mark.parametrize("name", ["none", "context_experts"])
+def test_a_document_that_is_deleted_while_it_is_read_is_not_kept(loaded_once, tmp_path, name):
+    layout, disk = toy_layout(), DiskTier(tmp_path, KVCodec())
+    store = PassageStore([MemoryTier(), disk])
+    engine, found = engine_of(loaded_once, store), store.get_many
+
+    def get_many(keys, **options):
+        hits = found(keys, **options)
+        store.drop([layout.keys[0]])  # between the search and the reading
+        return hits
+
+    store.get_many = get_many
+    engine.generate(request(layout, name))
+    assert store.flush()
+    assert layout.keys[0] not in store.memory_tags()
+    assert disk.delete_tags([layout.keys[0]]) == 0
+    assert name == "none" or layout.keys[1] in store.memory_tags()  # under none it was read after the first
+    store.close()
 
 
 def test_models_with_sliding_windows_answer_without_the_store():
