@@ -173,7 +173,7 @@ class FilePairs:
         if not self._pairs:
             raise ConfigError(
                 f"none of {len(examples)} question-answer pairs is left: all are in the evaluation files, or their "
-                "passages lack the answers; give other pairs or other evaluation files"
+                "gold passages are empty or lack the answers; give other pairs or other evaluation files"
             )
         documents = [document for example in examples for document in (*example.gold, *example.distractors)]
         self._fillers = sorted(set(segments_of(documents, words)), key=lambda segment: (segment.title, segment.text))
@@ -195,7 +195,7 @@ def read_examples(source: str, skip: int, limit: int | None) -> list[PositionExa
     """Return the questions of a file, or of the shipped corpus for ``demo``."""
     if source == SHIPPED and not Path(source).exists():
         return take_examples(demo_examples(), limit, skip)
-    return load_examples(Path(source), limit=limit, skip=skip)
+    return load_examples(Path(source), limit=limit, skip=skip, every_gold=True)
 
 
 def demo_examples() -> list[PositionExample]:
@@ -218,10 +218,12 @@ def demo_examples() -> list[PositionExample]:
 
 
 def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair | None:
-    """Return the pair of a question, or None if a single gold passage does not have the answer in one segment."""
+    """Return the pair of a question; None if a gold passage is empty, or the only one has no segment with the answer."""
     gold_segments = []
     for document in example.gold:
         segments = segments_of([document], words)
+        if not segments:  # an empty paragraph
+            return None
         having = [
             segment
             for segment in segments
@@ -235,7 +237,8 @@ def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair |
             gold_segments.append(segments[0])
         else:
             return None
-    around = [segments_of([document], words)[0] for document in example.distractors] if own_distractors else []
+    distractors = example.distractors if own_distractors else ()
+    around = [segment for document in distractors for segment in segments_of([document], words)[:1]]
     return Pair(example.question, example.answers, tuple(gold_segments), tuple(around))
 
 

@@ -25,6 +25,7 @@ from rag_posfix.training.data.pairs import (
     Pair,
     Segment,
     demo_examples,
+    read_examples,
     read_segments,
     seeded_random,
     template_sources,
@@ -176,6 +177,33 @@ def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
         assert not gold & {one.text for one in sample.passages}
     with pytest.raises(ConfigError, match="none of"):
         FilePairs(examples, 0, 100, Contamination(examples))
+
+
+def pairs_of(path, *rows):
+    """Return the questions of rows as ``--pairs`` reads them from a file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_examples(str(path), 0, None)
+
+
+def test_every_gold_passage_of_a_row_is_left_out_and_belongs_to_its_pair(tmp_path):
+    texts = ["first gold one two three four five six seven eight", "second gold uno dos tres cuatro cinco seis siete ocho"]
+    ctxs = [*({"text": text, "isgold": True} for text in texts), {"text": "noise", "isgold": False}]
+    examples = pairs_of(tmp_path / "rows.jsonl", {"question": "q", "answers": ["one uno"], "ctxs": ctxs})
+    known = Contamination(examples)
+    assert all(known.in_segment(Segment("", text)) for text in texts)
+    pair = FilePairs(examples, 0, 100, Contamination(), own_distractors=True).pair(0, seeded_random(0), 1)
+    assert [segment.text for segment in pair.segments] == texts
+    assert [segment.text for segment in pair.around] == ["noise"]
+
+
+def test_an_empty_paragraph_is_no_distractor_and_a_question_with_an_empty_gold_one_is_left_out(tmp_path):
+    row = {"question": "q", "answer": "ans", "supporting_facts": [["A", 0]],
+           "context": [["A", ["The ans is here."]], ["B", []], ["C", ["Other text."]]]}  # fmt: skip
+    empty_gold = {**row, "question": "p", "supporting_facts": [["A", 0], ["B", 0]]}
+    pairs = FilePairs(pairs_of(tmp_path / "rows.jsonl", row, empty_gold), 0, 100, Contamination(), True)
+    assert pairs.removed == 1
+    pair = pairs.pair(0, seeded_random(0), 1)
+    assert [segment.text for segment in (*pair.segments, *pair.around)] == ["The ans is here.", "Other text."]
 
 
 def test_no_segment_around_a_pair_has_its_answer(tmp_path):
