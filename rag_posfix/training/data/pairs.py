@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rag_posfix.evaluation.data.questions import PositionExample, load_examples,
 from rag_posfix.retrieval.index.storage import read_entries
 from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_passages
+from rag_posfix.text import split_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,8 @@ def seeded_random(*values: object) -> Random:
     return Random(":".join(map(str, values)))  # a string is hashed by SHA-512, not by hash()
 
 
-_WORD = re.compile(r"\w+")
-
-
 class Contamination:
-    """The sequences of n words of evaluation questions and their gold passages.
+    """The sequences of n words (``split_words``) of evaluation questions and their gold passages.
 
     A text with fewer words than n counts as one sequence, so that short questions are found by equality.
 
@@ -106,7 +103,7 @@ class Contamination:
         return bool(self._evaluation_grams) and any(gram in self._evaluation_grams for gram in self._grams(text))
 
     def _grams(self, text: str) -> Iterator[tuple[str, ...]]:
-        words: Sequence[str] = _WORD.findall(text.lower())
+        words = split_words(text)
         if not words:
             return
         for start in range(max(1, len(words) - self._n + 1)):
