@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from rag_posfix.encodings.base import DecoderShape
 from rag_posfix.encodings.decoder import Decoder
+from rag_posfix.evaluation.statistics import perplexity
 from rag_posfix.laboratory.tasks.base import IGNORED, Batch, Task
 from rag_posfix.parameters import Integer, Number, check_parameters
 
@@ -132,7 +133,7 @@ def measure(decoder: Decoder, task: Task, split: str, examples: int, device: tor
     n_tokens, n_wrong, n_scored = torch.cat(losses).double(), torch.cat(wrong), torch.cat(tokens)
     loss = float(n_tokens.sum() / n_scored.sum())
     failed = (n_wrong > 0).double()
-    value = math.exp(loss) if task.metric == "perplexity" else 100 * float(failed.mean())
+    value = perplexity(loss) if task.metric == "perplexity" else 100 * float(failed.mean())
     by_place = _by_place(failed, torch.cat(positions)) if task.measured_by_place else ()
     return Measured(value, 100 * float(n_wrong.sum() / n_scored.sum()), loss, by_place)
 
