@@ -215,7 +215,7 @@ def demo_examples() -> list[PositionExample]:
 
 
 def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair | None:
-    """Return the pair of a question; None if a gold passage is empty, or the only one has no segment with the answer."""
+    """Return the pair of a question; None if a gold passage is empty, or no segment of the only one has the answer."""
     gold_segments = []
     for document in example.gold:
         segments = segments_of([document], words)

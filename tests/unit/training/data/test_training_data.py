@@ -81,14 +81,14 @@ def test_other_samples_are_neither_continued_nor_replaced(tmp_path, name, change
     if change == "rows":
         path.write_text(path.read_text() + '{"question": "of the user"}\n')
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=f"{name}' holds other samples than this command makes; choose another --out"):
+    with pytest.raises(ConfigError, match=f"{name}' holds other samples .*; choose another --out"):
         made(tmp_path, settings=SETTINGS if change == "rows" else replace(SETTINGS, seed=7))
     assert path.read_bytes() == before
 
 
 def test_a_finished_file_is_not_made_again(tmp_path):
-    before = made(tmp_path).files["samples"].stat()
-    assert made(tmp_path).files["samples"].stat() == before
+    before = made(tmp_path).files["samples"].stat().st_mtime_ns
+    assert made(tmp_path).files["samples"].stat().st_mtime_ns == before
 
 
 def test_the_distractors_of_a_question_stand_around_it_before_others(tmp_path):
@@ -192,7 +192,7 @@ def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("gold", "passage"),
     [
-        ("法国的首都是巴黎，人口两百万。", "众所周知，其实法国的首都是巴黎，人口两百万，面积一百平方公里。"),
+        ("法国的首都是巴黎。人口两百万。", "其实法国的首都是巴黎。人口两百万。面积一百平方公里。"),
         ("フランスの首都はパリで人口は二百万人です。", "実はフランスの首都はパリで人口は二百万人ですが小さい。"),
         ("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "ทุกคนรู้ว่ากรุงเทพมหานครเป็นเมืองหลวงของประเทศไทยและมีคนมาก"),
     ],
@@ -229,7 +229,10 @@ def pairs_of(path, *rows):
 
 
 def test_every_gold_passage_of_a_row_is_left_out_and_belongs_to_its_pair(tmp_path):
-    texts = ["first gold one two three four five six seven eight", "second gold uno dos tres cuatro cinco seis siete ocho"]
+    texts = [
+        "gold one two three four five six seven eight nine",
+        "gold uno dos tres cuatro cinco seis siete ocho nueve",
+    ]
     ctxs = [*({"text": text, "isgold": True} for text in texts), {"text": "noise", "isgold": False}]
     examples = pairs_of(tmp_path / "rows.jsonl", {"question": "q", "answers": ["one uno"], "ctxs": ctxs})
     known = Contamination(examples)
