@@ -28,14 +28,6 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def perplexity(loss: float) -> float:
-    """Return the exponential of a mean loss in nats; infinity where the model diverged beyond what a number holds."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 def mean_if_known(values: Sequence[float | None]) -> float | None:
     """Return the arithmetic mean, or None if a value was not measured."""
     measured = [value for value in values if value is not None]

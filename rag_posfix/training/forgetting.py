@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, model_facts, silent
-from rag_posfix.evaluation.statistics import difference_interval, mean, perplexity
+from rag_posfix.evaluation.statistics import difference_interval, mean
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.patching.forward_context import Overrides
@@ -76,7 +76,8 @@ def _compare(losses: Sequence[Sequence[float]], base: Sequence[Sequence[float]])
     values = [loss for text in losses for loss in text]
     differences = [mean(before) - mean(after) for after, before in zip(losses, base, strict=True)]
     return {
-        "perplexity": perplexity(mean(values)),
+        # torch's exp of the loss of a model that diverged is infinite; that of math is an error
+        "perplexity": float(torch.tensor(mean(values), dtype=torch.float64).exp()),
         "texts": len(losses),
         "tokens": len(values),
         "difference": mean(differences),
