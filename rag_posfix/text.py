@@ -162,6 +162,18 @@ def is_pair(word: str) -> bool:
     return _FIRST_PAIRED.match(word) is not None
 
 
+def whole_words(phrase: str) -> str:
+    """Return a pattern of a phrase that no word goes on around.
+
+    Scripts whose words are pairs of characters for ``split_words`` have no ends of words: such a phrase may stand
+    anywhere, and any phrase may stand next to their characters.
+    """
+    spaced = rf"[^\W{''.join(_PAIRED)}]"
+    before = "" if is_pair(phrase[0]) else f"(?<!{spaced})"
+    after = "" if is_pair(phrase[-1]) else f"(?!{spaced})"
+    return before + re.escape(phrase) + after
+
+
 def _pairs(run: str) -> list[str]:
     characters = _CHARACTER.findall(run)
     return [first + second for first, second in pairwise(characters)] or characters

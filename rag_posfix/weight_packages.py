@@ -112,7 +112,7 @@ def fetched_folder(name: str, cache_dir: Path) -> Path:
 
 
 def located(name: str, cache_dir: Path) -> tuple[Path, ...]:
-    """Return the files of a model: installed, or fetched.
+    """Return the files of a model: installed, or fetched where the installed package lacks one.
 
     Raises:
         ConfigError: they are neither, or a file of them is gone.
@@ -120,15 +120,15 @@ def located(name: str, cache_dir: Path) -> tuple[Path, ...]:
     paths = []
     for package, file in weights_of(name).files:
         spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            folder = Path(next(iter(spec.submodule_search_locations)))
-        else:
-            folder = fetched_folder(name, cache_dir) / package
-            if not folder.is_dir():
-                raise ConfigError(f"the weights of {name!r} are missing; fetch them with: {fetch_command(name)}")
-        if not (folder / file).is_file():
-            raise ConfigError(f"{folder / file} is missing; fetch the weights again with: {fetch_command(name)}")
-        paths.append(folder / file)
+        found = () if spec is None else spec.submodule_search_locations or ()
+        folders = [*map(Path, found), fetched_folder(name, cache_dir) / package]
+        present = [folder for folder in folders if folder.is_dir()]
+        if not present:
+            raise ConfigError(f"the weights of {name!r} are missing; fetch them with: {fetch_command(name)}")
+        whole = [folder / file for folder in present if (folder / file).is_file()]
+        if not whole:
+            raise ConfigError(f"{present[0] / file} is missing; fetch the weights again with: {fetch_command(name)}")
+        paths.append(whole[0])
     return tuple(paths)
 
 

@@ -281,7 +281,8 @@ def forgetting(
     for folder in tuned:
         is_adapter = (folder / "adapter_config.json").exists()
         change = {"adapter": folder} if is_adapter else {"adapter": None, "model": str(folder)}
-        engines[str(folder)] = load_engine(settings.model_copy(update=change))
+        name = f"./{folder}" if str(folder) == BASE else str(folder)  # else it would stand for the model before
+        engines[name] = load_engine(settings.model_copy(update=change))
     record = compare_perplexity(engines, segments, tokens, output, experiment_step)
 
     def show(summary: dict[str, Any]) -> None:

@@ -130,11 +130,12 @@ def measure(decoder: Decoder, task: Task, split: str, examples: int, device: tor
             positions.append(batch.places)
     decoder.train(training)
     n_tokens, n_wrong, n_scored = torch.cat(losses).double(), torch.cat(wrong), torch.cat(tokens)
-    loss = float(n_tokens.sum() / n_scored.sum())
+    loss = n_tokens.sum() / n_scored.sum()
     failed = (n_wrong > 0).double()
-    value = math.exp(loss) if task.metric == "perplexity" else 100 * float(failed.mean())
+    # torch's exp of a loss of a decoder that diverged is infinite; that of math is an error
+    value = float(loss.exp()) if task.metric == "perplexity" else 100 * float(failed.mean())
     by_place = _by_place(failed, torch.cat(positions)) if task.measured_by_place else ()
-    return Measured(value, 100 * float(n_wrong.sum() / n_scored.sum()), loss, by_place)
+    return Measured(value, 100 * float(n_wrong.sum() / n_scored.sum()), float(loss), by_place)
 
 
 def _batches(task: Task, split: str, examples: int) -> Iterator[Batch]:

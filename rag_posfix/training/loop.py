@@ -95,7 +95,7 @@ def _train_interval(
     began, settings = time.perf_counter(), run.settings
     stop = min(settings.steps, state.step + settings.evaluate_every)
     best_place, losses = best_share(state.history[0].curves), []
-    model.loaded.model.train()
+    model.begin_steps()
     for step in range(state.step, stop):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
@@ -183,20 +183,20 @@ def tune(
     run = settings.digest(model=engine.fingerprint, data=digest, objective=objective_facts)
     files = RunFiles(out, run)
     tuned = out / ("adapter" if settings.rank else "model")
-    state = files.finished() if tuned.is_dir() else None
-    facts, parameters = model_facts(engine), 0
-    if state is None:
+    state = files.finished()  # also without that folder: another run may have finished with one of the other kind
+    facts = model_facts(engine)
+    if state is None or not tuned.is_dir():
         model = prepare(engine, settings, base, teacher)
         parameters = sum(tensor.numel() for tensor in model.trained().values())
         training_run = new_training_run(engine, objective, samples, settings)
         with progress(f"{objective.name}: {parameters} of the weights are trained, steps") as report:
-            state = train(model, training_run, files, report)
+            state = replace(train(model, training_run, files, report), trained_parameters=parameters)
         tuned = model.save(out)
         files.finish(state)
     head = {
         "kind": f"train-{objective.name}", **environment(), **facts, "settings": asdict(settings), "run": run,
         "objective": objective_facts, "data": {"name": data.name, "sha256": digest, "samples": len(samples)},
-        "trained_parameters": parameters, "summary": _summary(objective, state, settings),
+        "trained_parameters": state.trained_parameters, "summary": _summary(objective, state, settings),
     }  # fmt: skip
     record = ExperimentRecord(head, [_row(evaluation) for evaluation in state.as_json()["history"]], {}).write(out)
     record = with_figure(record, draw_training)

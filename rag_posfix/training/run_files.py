@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,8 +60,9 @@ def _score(model: TunedModel, prompts: PromptMaker, method: Mitigation, sample: 
 
 
 def worst_of(curves: Curves) -> float:
-    """Return the lowest value of all methods and places."""
-    return min(value for curve in curves.values() for value in curve)
+    """Return the lowest value of all methods and places; NaN if one is NaN."""
+    values = [value for curve in curves.values() for value in curve]
+    return math.nan if any(map(math.isnan, values)) else min(values)
 
 
 def best_share(curves: Curves) -> float:
@@ -91,7 +93,7 @@ class Evaluation:
 
     @property
     def worst(self) -> float:
-        """The lowest value of all methods and places."""
+        """The lowest value of all methods and places; NaN if one is NaN."""
         return worst_of(self.curves)
 
 
@@ -103,11 +105,13 @@ class RunState:
         step: Steps done.
         seconds: Time that they took, evaluations included.
         history: The evaluations so far; the first is of the untrained model.
+        trained_parameters: Number of trained numbers, at the end of a run; None: not known.
     """
 
     step: int = 0
     seconds: float = 0.0
     history: tuple[Evaluation, ...] = ()
+    trained_parameters: int | None = None
 
     def with_evaluation(self, curves: Curves, loss: float) -> RunState:
         """Return the state with another evaluation."""
@@ -115,8 +119,12 @@ class RunState:
 
     @property
     def best(self) -> Evaluation:
-        """The evaluation with the best worst place; the earliest of equal ones."""
-        return max(self.history, key=lambda evaluation: (evaluation.worst, -evaluation.step))
+        """The evaluation with the best worst place, one with NaN only if all have; the earliest of equal ones."""
+
+        def rank(evaluation: Evaluation) -> tuple[bool, float, int]:
+            return not math.isnan(evaluation.worst), evaluation.worst, -evaluation.step
+
+        return max(self.history, key=rank)
 
     @property
     def is_new_best(self) -> bool:
@@ -133,7 +141,10 @@ class RunState:
             {"step": evaluation.step, "curves": evaluation.curves, "loss": evaluation.loss}
             for evaluation in self.history
         ]
-        return {"step": self.step, "seconds": self.seconds, "history": history}
+        return {
+            "step": self.step, "seconds": self.seconds, "history": history,
+            "trained_parameters": self.trained_parameters,
+        }  # fmt: skip
 
     @classmethod
     def of(cls, payload: dict[str, Any]) -> RunState:
@@ -142,7 +153,8 @@ class RunState:
             Evaluation(entry["step"], {name: tuple(curve) for name, curve in entry["curves"].items()}, entry["loss"])
             for entry in payload["history"]
         )
-        return cls(payload["step"], payload["seconds"], history)
+        # Results of earlier versions lack the last.
+        return cls(payload["step"], payload["seconds"], history, payload.get("trained_parameters"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,17 @@ class TunedModel:
         """Return the tensors that are trained, by name."""
         return {name: parameter for name, parameter in self.loaded.model.named_parameters() if parameter.requires_grad}
 
+    def begin_steps(self) -> None:
+        """Make the model ready for steps: dropout is off, and layers that ``recompute_layers`` chose are recomputed.
+
+        No seed of a run reaches dropout: a run that goes on would draw other numbers than one that nobody
+        interrupted, and the untrained model of ``distill`` would say something else each time.
+        """
+        self.loaded.model.eval()
+        for module in self.loaded.model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True  # this module alone, not those in it
+
     def put(self, tensors: dict[str, Tensor]) -> None:
         """Replace the values of the tensors that are trained."""
         with torch.no_grad():
@@ -77,7 +88,8 @@ class TunedModel:
                 self.loaded.model.save_pretrained(scratch)
                 self.engine.encoder.save(scratch)
             else:
-                self.adapted.save_pretrained(scratch)
+                # peft would add the whole embeddings, which no run changes, where --targets names them.
+                self.adapted.save_pretrained(scratch, save_embedding_layers=False)
                 (scratch / "README.md").unlink(missing_ok=True)  # a form of the Hub that nobody has filled in
             shutil.rmtree(target, ignore_errors=True)
             scratch.replace(target)
@@ -104,14 +116,9 @@ def prepare(engine: Engine, settings: TrainSettings, base: str, teacher: LoadedM
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise missing_extra("peft", "train") from error
-    names = (
-        settings.targets
-        if settings.targets == "all-linear"
-        else [target.strip() for target in settings.targets.split(",")]
-    )
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, target_modules=names, lora_dropout=0.0, bias="none",
-        task_type="CAUSAL_LM",
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=_targets(model, settings.targets),
+        lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     devices = [] if engine.loaded.device.type == "cpu" else [engine.loaded.device]
     try:
@@ -125,3 +132,38 @@ def prepare(engine: Engine, settings: TrainSettings, base: str, teacher: LoadedM
         ) from error
     adapted.peft_config["default"].base_model_name_or_path = base
     return TunedModel(engine, adapted)
+
+
+ALL_LINEAR = "all-linear"
+
+
+def _targets(model: Any, text: str) -> str | list[str]:
+    """Return the targets of LoRA as peft takes them.
+
+    Raises:
+        ConfigError: a name matches no module, or the embeddings of a model that has them once for input and output:
+            the adapter that peft saves for those does not give the model that was trained.
+    """
+    if text == ALL_LINEAR:
+        return text
+    targets = [target.strip() for target in text.split(",")]
+    modules = dict(model.named_modules())
+    matched = {
+        target: [name for name in modules if name == target or name.endswith(f".{target}")] for target in targets
+    }
+    unknown = [target for target, names in matched.items() if not names]
+    if unknown:
+        linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+        raise ConfigError(
+            f"--targets {text!r}: the model has no module {' or '.join(map(repr, unknown))}; choose other --targets "
+            f"of {', '.join(sorted(linear))}, or {ALL_LINEAR}"
+        )
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if None not in ends and ends[0].weight is ends[1].weight:
+        tied = [target for target, names in matched.items() if any(modules[name] in ends for name in names)]
+        if tied:
+            raise ConfigError(
+                f"--targets {text!r}: input and output embeddings of this model are one matrix, and an adapter of it "
+                f"cannot be saved; leave out {', '.join(tied)}"
+            )
+    return targets

@@ -101,7 +101,9 @@ def position_label(gold_position: GoldPosition) -> str:
     return str(gold_position) if isinstance(gold_position, int) else "+".join(map(str, gold_position))
 
 
-def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[PositionExample]:
+def load_examples(
+    path: Path, limit: int | None = None, skip: int = 0, *, every_gold: bool = False
+) -> list[PositionExample]:
     """Read Lost-in-the-Middle rows, HotpotQA rows or SQuAD articles (XQuAD is one such file); the content tells which.
 
     Lost in the Middle is one JSON object per line with ``question``, ``answers`` and ``ctxs``, of which one has
@@ -116,6 +118,7 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
         path: The file; compressed if its name ends in ``.gz``.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start, so that settings can be chosen on others.
+        every_gold: Take all passages of a Lost-in-the-Middle row that have ``isgold``; else the first alone is gold.
 
     Raises:
         EvaluationError: the file is missing, a row or a question is malformed, or two have one id.
@@ -124,7 +127,7 @@ def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[P
     articles = squad_articles(text, path)
     stop = None if limit is None else skip + limit
     if articles is None:
-        examples = with_own_ids(_rows(text, path, skip, stop))
+        examples = with_own_ids(_rows(text, path, skip, stop, every_gold))
     else:
         examples = with_own_ids(itertools.islice(_squad_examples(articles, path), skip, stop))
     if not examples:
@@ -209,8 +212,6 @@ def malformed(error: Exception) -> str:
         return f"no {error.args[0]!r}"
     if isinstance(error, ValueError) and not isinstance(error, ValidationError):
         return str(error)
-    if isinstance(error, StopIteration):
-        return "no passage is marked as gold"
     return "a part has the wrong type"  # the texts of these errors speak of classes and attributes
 
 
@@ -234,11 +235,13 @@ def row_id(row: Mapping[str, Any], otherwise: object) -> str:
     return str(otherwise if name is None or not str(name).strip() else name)
 
 
-def _rows(text: str, path: Path, skip: int, stop: int | None) -> Iterator[tuple[str, PositionExample]]:
+def _rows(
+    text: str, path: Path, skip: int, stop: int | None, every_gold: bool
+) -> Iterator[tuple[str, PositionExample]]:
     lines = ((number, line) for number, line in enumerate(text.split("\n")) if line.strip())
     for number, line in itertools.islice(lines, skip, stop):
         try:
-            yield f"{path}:{number + 1}", example_of_row(json.loads(line), number)
+            yield f"{path}:{number + 1}", example_of_row(json.loads(line), number, every_gold)
         except ROW_ERRORS as error:
             raise EvaluationError(
                 f"{path}:{number + 1} is not a Lost-in-the-Middle row ({malformed(error)}); it needs "
@@ -247,13 +250,19 @@ def _rows(text: str, path: Path, skip: int, stop: int | None) -> Iterator[tuple[
             ) from error
 
 
-ROW_ERRORS = (AttributeError, KeyError, ValueError, TypeError, StopIteration)
+ROW_ERRORS = (AttributeError, KeyError, ValueError, TypeError)
 """What reading a malformed row raises; ``malformed`` says it in words."""
 
 
-def example_of_row(row: Mapping[str, Any], number: int) -> PositionExample:
-    """Return the question of a HotpotQA or Lost-in-the-Middle row; one of ``ROW_ERRORS`` if it is malformed."""
-    return (_hotpotqa_example if "supporting_facts" in row else _lost_in_the_middle_example)(row, number)
+def example_of_row(row: Mapping[str, Any], number: int, every_gold: bool = False) -> PositionExample:
+    """Return the question of a HotpotQA or Lost-in-the-Middle row; one of ``ROW_ERRORS`` if it is malformed.
+
+    Args:
+        every_gold: As in ``load_examples``.
+    """
+    if "supporting_facts" in row:
+        return _hotpotqa_example(row, number)
+    return _lost_in_the_middle_example(row, number, every_gold)
 
 
 def _history(row: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
@@ -264,15 +273,21 @@ def _history(row: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
     return tuple(messages)
 
 
-def _lost_in_the_middle_example(row: Mapping[str, Any], number: int) -> PositionExample:
+def _lost_in_the_middle_example(row: Mapping[str, Any], number: int, every_gold: bool) -> PositionExample:
     question, answers = question_and_answers(row["question"], row["answers"])
     documents = [
         Document(page_content=context["text"], metadata={"title": context.get("title", "")}, id=f"{number}-{i}")
         for i, context in enumerate(row["ctxs"])
     ]
-    gold = next(i for i, context in enumerate(row["ctxs"]) if context.get("isgold"))
-    distractors = (*documents[:gold], *documents[gold + 1 :])
-    return PositionExample(str(number), question, answers, (documents[gold],), distractors, history=_history(row))
+    gold = [i for i, context in enumerate(row["ctxs"]) if context.get("isgold")]
+    if not gold:
+        raise ValueError("no passage is marked as gold")
+    if not every_gold:
+        del gold[1:]
+    distractors = tuple(document for i, document in enumerate(documents) if i not in gold)
+    return PositionExample(
+        str(number), question, answers, tuple(documents[i] for i in gold), distractors, history=_history(row)
+    )
 
 
 def _hotpotqa_example(row: Mapping[str, Any], number: int) -> PositionExample:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rag_posfix.evaluation.data.questions import PositionExample, load_examples,
 from rag_posfix.retrieval.index.storage import read_entries
 from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_passages
+from rag_posfix.text import split_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,8 @@ def seeded_random(*values: object) -> Random:
     return Random(":".join(map(str, values)))  # a string is hashed by SHA-512, not by hash()
 
 
-_WORD = re.compile(r"\w+")
-
-
 class Contamination:
-    """The sequences of n words of evaluation questions and their gold passages.
+    """The sequences of n words (``split_words``) of evaluation questions and their gold passages.
 
     A text with fewer words than n counts as one sequence, so that short questions are found by equality.
 
@@ -106,7 +103,7 @@ class Contamination:
         return bool(self._evaluation_grams) and any(gram in self._evaluation_grams for gram in self._grams(text))
 
     def _grams(self, text: str) -> Iterator[tuple[str, ...]]:
-        words: Sequence[str] = _WORD.findall(text.lower())
+        words = split_words(text)
         if not words:
             return
         for start in range(max(1, len(words) - self._n + 1)):
@@ -173,7 +170,7 @@ class FilePairs:
         if not self._pairs:
             raise ConfigError(
                 f"none of {len(examples)} question-answer pairs is left: all are in the evaluation files, or their "
-                "passages lack the answers; give other pairs or other evaluation files"
+                "gold passages are empty or lack the answers; give other pairs or other evaluation files"
             )
         documents = [document for example in examples for document in (*example.gold, *example.distractors)]
         self._fillers = sorted(set(segments_of(documents, words)), key=lambda segment: (segment.title, segment.text))
@@ -195,7 +192,7 @@ def read_examples(source: str, skip: int, limit: int | None) -> list[PositionExa
     """Return the questions of a file, or of the shipped corpus for ``demo``."""
     if source == SHIPPED and not Path(source).exists():
         return take_examples(demo_examples(), limit, skip)
-    return load_examples(Path(source), limit=limit, skip=skip)
+    return load_examples(Path(source), limit=limit, skip=skip, every_gold=True)
 
 
 def demo_examples() -> list[PositionExample]:
@@ -218,10 +215,12 @@ def demo_examples() -> list[PositionExample]:
 
 
 def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair | None:
-    """Return the pair of a question, or None if a single gold passage does not have the answer in one segment."""
+    """Return the pair of a question; None if a gold passage is empty, or no segment of the only one has the answer."""
     gold_segments = []
     for document in example.gold:
         segments = segments_of([document], words)
+        if not segments:  # an empty paragraph
+            return None
         having = [
             segment
             for segment in segments
@@ -235,7 +234,8 @@ def _pair(example: PositionExample, words: int, own_distractors: bool) -> Pair |
             gold_segments.append(segments[0])
         else:
             return None
-    around = [segments_of([document], words)[0] for document in example.distractors] if own_distractors else []
+    distractors = example.distractors if own_distractors else ()
+    around = [segment for document in distractors for segment in segments_of([document], words)[:1]]
     return Pair(example.question, example.answers, tuple(gold_segments), tuple(around))
 
 

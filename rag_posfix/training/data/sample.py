@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import malformed, question_and_answers, visible
+from rag_posfix.text import whole_words
 from rag_posfix.training.data.pairs import Contamination, Pair, PairSource, Segment, seeded_random
 from rag_posfix.training.data.settings import DataSettings
 
@@ -87,7 +87,7 @@ class Sample:
 def sample_of(row: Any, number: int) -> Sample:
     """Return the sample of a row in the format of Lost in the Middle."""
     question, answers = question_and_answers(row["question"], row["answers"])
-    passages = tuple(Segment(str(context.get("title", "")), context["text"]) for context in row["ctxs"])
+    passages = tuple(Segment(str(context.get("title") or ""), context["text"]) for context in row["ctxs"])
     if not all(visible(passage.text) for passage in passages):
         raise ValueError("a passage of ctxs has no visible text")
     gold = tuple(position for position, context in enumerate(row["ctxs"]) if context.get("isgold"))
@@ -176,9 +176,7 @@ class SampleMaker:
 
     def _filler(self, source: PairSource, pair: Pair, around: list[Segment], random: Random) -> Segment:
         used_texts = {segment.text for segment in (*pair.segments, *around)}
-        answer_in = re.compile(
-            "|".join(rf"(?<!\w){re.escape(answer)}(?!\w)" for answer in pair.answers), re.IGNORECASE
-        )
+        answer_in = re.compile("|".join(map(whole_words, pair.answers)), re.IGNORECASE)
         distractors = random.sample(pair.around, len(pair.around))
         for draw in range(len(distractors) + MOST_DRAWS):
             if draw < len(distractors):
@@ -202,8 +200,6 @@ def malformed_row(path: object, number: int, reason: str) -> EvaluationError:
     )
 
 
-_log = logging.getLogger(__name__)
-
 SAMPLES = "samples.jsonl"
 _UNFINISHED = ".partial"
 
@@ -213,14 +209,18 @@ def write_samples(
 ) -> Path:
     """Write ``count`` samples to a file in ``folder``, and continue the file of an interrupted run.
 
-    Samples are appended to ``samples.jsonl.partial``, which is renamed when it is complete. A file of an earlier run
-    counts if each of its rows has the same ``run``; an incomplete last line is removed. So the file of a run that was
-    interrupted equals the file of an uninterrupted run.
+    Samples are appended to ``samples.jsonl.partial``, which is renamed when it is complete; an incomplete last line
+    of it is removed. So the file of a run that was interrupted equals the file of an uninterrupted run.
+
+    Raises:
+        ConfigError: one of the two files has rows of another ``run``, such as answers of a teacher, or other rows.
     """
     final = folder / SAMPLES
     partial = folder / (SAMPLES + _UNFINISHED)
     try:
-        if _whole_lines(final, run)[0] == count:
+        if final.exists():
+            if _whole_lines(final, run)[0] != count:
+                raise _other_samples(final)
             report(count, count)
             return final
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,24 +241,30 @@ def write_samples(
 
 
 def _whole_lines(path: Path, run: str) -> tuple[int, int]:
-    """Return the number of complete rows of this run at the start of a file, and their bytes."""
+    """Return the number of complete rows of a file and their bytes; ConfigError if one is not of this run."""
     done = length = 0
     if not path.exists():
         return 0, 0
     with path.open("rb") as file:
         for line in file:
+            if not line.endswith(b"\n"):
+                break
             try:
                 row = json.loads(line)
-                is_of_run = line.endswith(b"\n") and (row["run"], row["id"]) == (run, done)
+                is_of_run = (row["run"], row["id"]) == (run, done)
             except (ValueError, KeyError, TypeError):
                 is_of_run = False
             if not is_of_run:
-                if done == 0:
-                    _log.warning("%s is of other settings and is replaced", path)
-                break
+                raise _other_samples(path)
             done += 1
             length += len(line)
     return done, length
+
+
+def _other_samples(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{str(path)!r} holds other samples than this command makes; choose another --out, or remove the file"
+    )
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

@@ -51,6 +51,17 @@ def test_a_decoder_learns_flip_flop_and_its_error_is_measured(tmp_path):
     assert measure(loaded, FlipFlop(pairs=6, ignored=0.3), "in", 200, CPU) == run.splits["in"]
 
 
+def test_a_decoder_that_diverged_has_an_infinite_perplexity():
+    task = Language(length=16)
+    decoder = new_decoder(config(task), CPU)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1e4)
+    measured = measure(decoder, task, "in", 8, CPU)
+    assert measured.value == math.inf
+    assert 709 < measured.loss < math.inf
+
+
 @pytest.mark.parametrize("killed", [3, 6, 9, 12])
 def test_a_run_that_was_killed_continues_to_the_result_of_one_that_was_not(killed, tmp_path):
     whole = train(config(), CPU, RunFiles(tmp_path / "whole"))

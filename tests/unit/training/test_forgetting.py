@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_equal_models_do_not_differ_and_an_adapter_does(trained, tmp_path):
     assert found["base"]["difference"] == 0 != found[str(adapter)]["difference"]
     low, high = found[str(adapter)]["difference_ci95"]
     assert low <= found[str(adapter)]["difference"] <= high
+
+
+def test_a_tuned_folder_called_base_is_not_taken_for_the_model_before(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained[1], "base")
+    arguments = ["train", "forgetting", "--model", str(trained[0]), "--tuned", "base", "--texts", "demo",
+                 "--limit", "2", "--tokens", "20", "--out", "out", "--json"]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["base"]["difference"] == 0 != found["./base"]["difference"]
 
 
 def test_texts_without_two_tokens_are_refused(trained):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from random import Random
@@ -23,9 +24,10 @@ from rag_posfix.training.data.sample import read_samples
 from rag_posfix.training.loop import tune
 from rag_posfix.training.objectives import Block, add_gradients
 from rag_posfix.training.prompts import PromptMaker, end_of_answer
-from rag_posfix.training.run_files import RunFiles, RunState, best_share, shares, worst_of
+from rag_posfix.training.run_files import Evaluation, RunFiles, RunState, best_share, measure_places, shares, worst_of
 from rag_posfix.training.settings import TrainSettings
-from rag_posfix.training.tuned_model import prepare
+from rag_posfix.training.tuned_model import TunedModel, prepare
+from tests.support.tiny import save_tiny
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune
 from tests.support.toy_encoder import ToyEncoder
 
@@ -79,6 +81,35 @@ def test_a_run_whose_process_is_killed_continues_to_the_weights_of_one_that_was_
     assert record.summary["steps_of_evaluations"] == whole[1].summary["steps_of_evaluations"] == [0, 2, 4, 6]
 
 
+@pytest.fixture(scope="module")
+def with_dropout(folders, tmp_path_factory):
+    """The folder of a model whose configuration has dropout, and the file of the samples."""
+    dropout = {"resid_pdrop": 0.3, "attention_dropout": 0.3}
+    return save_tiny(tmp_path_factory.mktemp("dropout"), "phi3", max_position_embeddings=1024, **dropout), folders[1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_dropout_of_the_base_model_is_off(with_dropout, tmp_path, checkpointing):
+    settings = dataclasses.replace(SETTINGS, steps=2, checkpointing=checkpointing)
+    for name in "ab":
+        tiny_tune(*with_dropout, tmp_path / name, settings=settings)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_the_untrained_model_says_the_same_twice_and_layers_are_computed_again_in_steps(with_dropout):
+    engine = load_engine(str(with_dropout[0]), dtype="float32")
+    model = prepare(engine, dataclasses.replace(SETTINGS, checkpointing=True), "tiny")
+    prompts = PromptMaker(engine.encoder, engine.context_window)
+    sample = next(iter(read_samples(with_dropout[1])))
+    terms = list(OBJECTIVES["distill"].terms(model.loaded, prompts, sample, Random(0), 0.0))
+    model.begin_steps()
+    passes = []
+    first_layer = engine.loaded.model.model.layers[0]
+    first_layer.mlp.register_forward_pre_hook(lambda *given: passes.append(torch.is_grad_enabled()))
+    assert add_gradients(model, terms[1:], 1, 0) == [pytest.approx(0, abs=1e-6)]
+    assert passes == [False, True, True]  # the untrained model, the model, and its layers for the gradient
+
+
 class Killed(Exception):
     """Stands for the end of the process."""
 
@@ -130,7 +161,45 @@ def test_a_finished_run_is_not_repeated(folders, whole):
     again = tiny_tune(*folders, whole[0], steps=steps.append)
     assert steps == []
     assert again.summary == whole[1].summary
+    assert again.head["trained_parameters"] == whole[1].head["trained_parameters"] > 0
     assert read_record(again.files["record"]).rows[0]["step"] == 0
+
+
+def test_a_result_without_the_number_of_trained_parameters_is_read(folders, whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    del result["trained_parameters"]
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    steps = []
+    assert tiny_tune(*folders, tmp_path, steps=steps.append).head["trained_parameters"] is None
+    assert steps == []
+
+
+def test_the_folder_of_a_finished_adapter_is_refused_for_all_weights(folders, whole):
+    before = (whole[0] / "result.json").read_bytes()
+    with pytest.raises(ConfigError, match="another model, data or settings"):
+        tiny_tune(*folders, whole[0], settings=dataclasses.replace(SETTINGS, rank=0))
+    assert (whole[0] / "result.json").read_bytes() == before
+
+
+def test_a_target_that_matches_no_module_is_named(folders, tmp_path):
+    settings = dataclasses.replace(SETTINGS, targets="q_proj,v_porj")
+    with pytest.raises(ConfigError, match=r"no module 'v_porj'; choose other --targets of .*q_proj, up_proj, v_proj"):
+        tiny_tune(*folders, tmp_path, settings=settings)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_embeddings_of_input_and_output_are_trained_only_where_they_are_two_matrices(folders, tmp_path, target):
+    settings = dataclasses.replace(SETTINGS, targets=f"q_proj,{target}", learning_rate=2e-2)
+    tied = save_tiny(tmp_path / "tied", max_position_embeddings=1024, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=f"one matrix, and an adapter of it cannot be saved; leave out {target}$"):
+        tiny_tune(tied, folders[1], tmp_path / "refused", settings=settings)
+    record = tiny_tune(*folders, tmp_path / "out", settings=settings)
+    engine = load_engine(str(folders[0]), dtype="float32", adapter=record.files["adapter"])
+    held_out = list(read_samples(folders[1]))[-2:]
+    prompts = PromptMaker(engine.encoder, engine.context_window)
+    curves = measure_places(TunedModel(engine), prompts, OBJECTIVES["in2"], held_out, 3)
+    assert curves["none"] == pytest.approx(record.summary["after"]["log_probability"]["none"], abs=1e-4)
 
 
 def test_the_weights_of_the_best_worst_place_are_kept(folders, tmp_path):
@@ -241,6 +310,7 @@ def test_places_and_curves_of_cases_worked_by_hand():
     assert shares(3) == (0.0, 0.5, 1.0)
     assert shares(1) == (0.0,)
     assert worst_of({"none": (-1.0, -3.0), "x": (-2.0,)}) == -3.0
+    assert math.isnan(worst_of({"none": (-2.0, math.nan), "x": (-1.0,)}))
     assert best_share({"none": (-2.0, -1.0, -3.0)}) == 0.5
     state = (
         RunState()
@@ -251,6 +321,9 @@ def test_places_and_curves_of_cases_worked_by_hand():
     assert state.evaluations_since_best() == 1
     assert RunState.of(json.loads(json.dumps(state.as_json()))) == state
     assert not state.is_new_best
+    for values, best in (((math.nan, -2.0, -1.0), 2), ((-2.0, math.nan, -3.0), 0), ((math.nan, math.nan), 0)):
+        history = tuple(Evaluation(step, {"a": (-0.5, value)}, 0) for step, value in enumerate(values))
+        assert RunState(history=history).best.step == best
 
 
 def test_the_rate_rises_and_falls_as_worked_by_hand():

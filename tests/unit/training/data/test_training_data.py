@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from langchain_core.documents import Document
@@ -25,6 +26,7 @@ from rag_posfix.training.data.pairs import (
     Pair,
     Segment,
     demo_examples,
+    read_examples,
     read_segments,
     seeded_random,
     template_sources,
@@ -71,13 +73,22 @@ def test_a_run_that_was_interrupted_gives_the_file_of_one_that_was_not(tmp_path,
     assert not (folder / "samples.jsonl.partial").exists()
 
 
-def test_rows_of_other_settings_are_not_continued(tmp_path):
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.jsonl.partial"])
+@pytest.mark.parametrize("change", ["settings", "rows"])
+def test_other_samples_are_neither_continued_nor_replaced(tmp_path, name, change):
     made(tmp_path)
-    (tmp_path / "samples.jsonl").rename(tmp_path / "samples.jsonl.partial")
-    other = DataSettings(samples=5, min_tokens=60, max_tokens=180, seed=7)
-    found = list(read_samples(made(tmp_path, settings=other).files["samples"]))
-    assert [one.id for one in found] == [0, 1, 2, 3, 4]
-    assert found == list(read_samples(made(tmp_path / "b", settings=other).files["samples"]))
+    path = (tmp_path / "samples.jsonl").rename(tmp_path / name)
+    if change == "rows":
+        path.write_text(path.read_text() + '{"question": "of the user"}\n')
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=f"{name}' holds other samples .*; choose another --out"):
+        made(tmp_path, settings=SETTINGS if change == "rows" else replace(SETTINGS, seed=7))
+    assert path.read_bytes() == before
+
+
+def test_a_finished_file_is_not_made_again(tmp_path):
+    before = made(tmp_path).files["samples"].stat().st_mtime_ns
+    assert made(tmp_path).files["samples"].stat().st_mtime_ns == before
 
 
 def test_the_distractors_of_a_question_stand_around_it_before_others(tmp_path):
@@ -178,6 +189,69 @@ def test_contaminated_pairs_and_passages_are_removed_from_a_file(tmp_path):
         FilePairs(examples, 0, 100, Contamination(examples))
 
 
+@pytest.mark.parametrize(
+    ("gold", "passage"),
+    [
+        ("法国的首都是巴黎。人口两百万。", "其实法国的首都是巴黎。人口两百万。面积一百平方公里。"),
+        ("フランスの首都はパリで人口は二百万人です。", "実はフランスの首都はパリで人口は二百万人ですが小さい。"),
+        ("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "ทุกคนรู้ว่ากรุงเทพมหานครเป็นเมืองหลวงของประเทศไทยและมีคนมาก"),
+    ],
+)
+def test_evaluation_data_is_found_in_scripts_without_spaces(gold, passage):
+    known = Contamination([PositionExample("0", "?", ("x",), (Document(page_content=gold),), ())])
+    assert known.in_segment(Segment("", passage))
+    assert not known.in_segment(Segment("", passage[: len(passage) // 3]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "with_answer", "without"),
+    [
+        ("巴黎", "法国的首都是巴黎。", "旅行者昨天乘火车去巴黎参观博物馆。", "德国的首都是柏林。"),
+        ("ปารีส", "เมืองหลวงคือปารีส", "นักท่องเที่ยวไปปารีสเมื่อวาน", "เบอร์ลินเป็นเมืองหลวง"),
+        ("서울", "수도는 서울이다.", "어제 서울에서 기차를 탔다.", "베를린은 수도이다."),
+        ("iPhone", "他买了iPhone。", "她也用iPhone拍照。", "她的iPhones很多。"),
+    ],
+)
+def test_a_passage_with_the_answer_is_left_out_in_scripts_without_spaces(answer, gold, with_answer, without):
+    around = (Document(page_content=with_answer), Document(page_content=without))
+    examples = [PositionExample("0", "?", (answer,), (Document(page_content=gold),), around)]
+    settings = DataSettings(samples=1, min_tokens=len(gold) + 1, max_tokens=len(gold) + 1, own_distractors=True)
+    for seed in range(4):
+        pairs = FilePairs(examples, seed, 100, Contamination(), own_distractors=True)
+        sample = SampleMaker([pairs], replace(settings, seed=seed), len, [], Contamination()).make(0)
+        assert {one.text for one in sample.passages} == {gold, without}
+
+
+def pairs_of(path, *rows):
+    """Return the questions of rows as ``--pairs`` reads them from a file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_examples(str(path), 0, None)
+
+
+def test_every_gold_passage_of_a_row_is_left_out_and_belongs_to_its_pair(tmp_path):
+    texts = [
+        "gold one two three four five six seven eight nine",
+        "gold uno dos tres cuatro cinco seis siete ocho nueve",
+    ]
+    ctxs = [*({"text": text, "isgold": True} for text in texts), {"text": "noise", "isgold": False}]
+    examples = pairs_of(tmp_path / "rows.jsonl", {"question": "q", "answers": ["one uno"], "ctxs": ctxs})
+    known = Contamination(examples)
+    assert all(known.in_segment(Segment("", text)) for text in texts)
+    pair = FilePairs(examples, 0, 100, Contamination(), own_distractors=True).pair(0, seeded_random(0), 1)
+    assert [segment.text for segment in pair.segments] == texts
+    assert [segment.text for segment in pair.around] == ["noise"]
+
+
+def test_an_empty_paragraph_is_no_distractor_and_a_question_with_an_empty_gold_one_is_left_out(tmp_path):
+    row = {"question": "q", "answer": "ans", "supporting_facts": [["A", 0]],
+           "context": [["A", ["The ans is here."]], ["B", []], ["C", ["Other text."]]]}  # fmt: skip
+    empty_gold = {**row, "question": "p", "supporting_facts": [["A", 0], ["B", 0]]}
+    pairs = FilePairs(pairs_of(tmp_path / "rows.jsonl", row, empty_gold), 0, 100, Contamination(), True)
+    assert pairs.removed == 1
+    pair = pairs.pair(0, seeded_random(0), 1)
+    assert [segment.text for segment in (*pair.segments, *pair.around)] == ["The ans is here.", "Other text."]
+
+
 def test_no_segment_around_a_pair_has_its_answer(tmp_path):
     record = made(tmp_path, pairs=[demo_examples()], segments=read_segments("demo", 100))
     for sample in read_samples(record.files["samples"]):
@@ -256,6 +330,12 @@ def test_a_malformed_row_is_named(tmp_path, row, said):
     path.write_text(row + "\n")
     with pytest.raises(EvaluationError, match=said):
         list(read_samples(path))
+
+
+def test_a_title_that_is_null_is_empty(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"question": "q", "answers": ["a"], "ctxs": [{"title": null, "text": "t", "isgold": true}]}\n')
+    assert next(read_samples(path)).passages == (Segment("", "t"),)
 
 
 def test_settings_out_of_range_are_refused(tmp_path):
