@@ -70,6 +70,8 @@ class PieceEncoder(TokenEncoder):
 
 DEFAULT_CONTEXT_WINDOW = 8192
 _ROUTE = "/chat/completions"
+_GAVE_UP = ("abort", "error")
+"""Reasons with which vLLM, SGLang and others end an answer that they did not finish."""
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 Events = Generated[Event, None, None]
@@ -184,7 +186,7 @@ class RemoteGenerator:
 
     def _read(self, request: GenerationRequest, answer: Event, started: float) -> Generation:
         choice = self._choice(answer)
-        finish = None if choice is None else self._finish(choice)
+        finish = None if choice is None else self._finish(choice, whole=True)
         if choice is None or finish is None:
             raise self._unreadable("an answer without a choice or its finish_reason")
         timings = {"decode": time.perf_counter() - started}
@@ -292,12 +294,20 @@ class RemoteGenerator:
             raise self._unreadable("an object without choices")
         return choices[0] if choices else None
 
-    def _finish(self, choice: Event) -> FinishReason | None:
-        """Return why the answer ended, None if it has not ended. Reasons of single servers count as ``stop``."""
+    def _finish(self, choice: Event, *, whole: bool = False) -> FinishReason | None:
+        """Return why the answer ended, None if it has not ended. Other reasons of single servers count as ``stop``.
+
+        Servers without null send "" with each part of a stream. A ``whole`` answer with it has ended.
+        """
         reason = choice.get("finish_reason")
+        if reason in _GAVE_UP:
+            raise UpstreamError(
+                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try again, and "
+                "look at its log if it happens again"
+            )
         if reason == "content_filter":
             raise UpstreamError(f"{self._connection.url} withheld the answer: its content filter stopped it")
-        if reason is None:
+        if reason is None or (reason == "" and not whole):
             return None
         return "length" if reason == "length" else "stop"
 

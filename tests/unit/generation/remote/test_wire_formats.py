@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rag_posfix.generation.remote.connection import ServerLimits, error_message
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.generation.remote.judge import Form
 from rag_posfix.reranking import YesNoReranker
-from tests.support.upstream import Reply, Upstream, as_json, event, upstream
+from tests.support.upstream import Reply, Upstream, as_json, event, piece, upstream, whole
 
 FOLDER = Path(__file__).parents[3] / "data" / "servers"
 QUESTION = "In which year did the ferry Ostrilla sink?"
@@ -64,6 +64,12 @@ def replayed(name: str, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstr
             yield generator, server
         finally:
             generator.close()
+
+
+@contextmanager
+def asking(*replies: Reply) -> Iterator[RemoteGenerator]:
+    with upstream(*replies) as server, closing(open_remote(server.model)) as generator:
+        yield generator
 
 
 def request_of(generator: RemoteGenerator) -> GenerationRequest:
@@ -119,6 +125,15 @@ def test_a_server_without_log_probabilities_votes(name: str, caplog: pytest.LogC
     assert scores["ferry"] - scores["harbour"] == pytest.approx(2 * math.log(11))
     assert "judged by sampled answers" in caplog.text
     assert sum(body.get("seed") is not None for body in server.bodies) == 15
+
+
+def test_servers_without_null_send_an_empty_finish_reason():
+    parts = [event(piece("In ", "")), event(piece("1963.", "")), event(piece("", "length")), event(b"[DONE]")]
+    with asking(whole("In 1963.", ""), Reply(*parts)) as generator:
+        answer = generator.generate(request_of(generator))
+        *_, last = generator.stream(request_of(generator))
+    assert (answer.text, answer.finish_reason) == ("In 1963.", "stop")
+    assert (last.generation.text, last.generation.finish_reason) == ("In 1963.", "length")
 
 
 def test_the_rate_limit_of_openai_is_waited_for():
