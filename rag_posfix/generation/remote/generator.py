@@ -233,7 +233,7 @@ class RemoteGenerator:
         with closing(events):
             for event in events:
                 usage = event.get("usage") or usage
-                choice = self._choice(event)
+                choice = self._choice(event, is_part=True)
                 if choice is None:
                     continue
                 delta = choice.get("delta")
@@ -283,13 +283,19 @@ class RemoteGenerator:
             body["stream_options"] = {"include_usage": True}
         return body
 
-    def _choice(self, event: Event) -> Event | None:
-        """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage."""
+    def _choice(self, event: Event, *, is_part: bool = False) -> Event | None:
+        """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage.
+
+        Args:
+            is_part: It is an object of a stream; some servers send usage there without ``choices``, or with null.
+        """
         if event.get("error"):
             reason = error_message(event)
             said = f": {reason}" if reason else ""
             raise UpstreamError(f"{self._connection.url} failed while it generated the answer{said}")
         choices = event.get("choices")
+        if choices is None and is_part and "usage" in event:
+            return None
         if not isinstance(choices, list) or (choices and not isinstance(choices[0], dict)):
             raise self._unreadable("an object without choices")
         return choices[0] if choices else None

@@ -18,7 +18,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.request import GenerationRequest, Sampling
+from rag_posfix.contracts.request import GenerationRequest, Sampling, Usage
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import OverloadedError, UpstreamError
 from rag_posfix.generation.remote.connection import ServerLimits, error_message
@@ -134,6 +134,19 @@ def test_servers_without_null_send_an_empty_finish_reason():
         *_, last = generator.stream(request_of(generator))
     assert (answer.text, answer.finish_reason) == ("In 1963.", "stop")
     assert (last.generation.text, last.generation.finish_reason) == ("In 1963.", "length")
+
+
+@pytest.mark.parametrize("choices", [{}, {"choices": None}])
+def test_usage_without_choices_in_a_stream_is_read_and_ends_nothing(choices: dict[str, Any]):
+    counted = {**choices, "usage": {"prompt_tokens": 30, "completion_tokens": 4}}
+    parts = [event(piece("In ")), event(counted), event(piece("1963.", "stop")), event(b"[DONE]")]
+    with asking(Reply(*parts), as_json(counted), Reply(event(piece("In ")), event({**counted, "error": "x"}))) as generator:
+        *_, last = generator.stream(request_of(generator))
+        with pytest.raises(UpstreamError, match="without choices"):
+            generator.generate(request_of(generator))
+        with pytest.raises(UpstreamError, match="failed while it generated the answer: x"):
+            list(generator.stream(request_of(generator)))
+    assert (last.generation.text, last.generation.usage) == ("In 1963.", Usage(30, 4))
 
 
 def test_the_rate_limit_of_openai_is_waited_for():
