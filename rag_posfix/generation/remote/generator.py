@@ -437,8 +437,11 @@ def open_remote(
         ConfigError: the model has another form, the key cannot be sent, or httpx2 is not installed.
     """
     address = parse_remote(model)
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
-        raise ConfigError("RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks; check how it is set")
+    if api_key is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", api_key):
+        raise ConfigError(
+            "RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks, and without spaces around it; check "
+            "how it is set"
+        )
     connection = Connection(address.url, api_key, limits, check_cancelled, remaining_seconds)
     return RemoteGenerator(
         address, connection,
