@@ -185,6 +185,8 @@ def test_a_killed_server_loses_no_answer_and_takes_its_passages_back(monkeypatch
         ("openai:m@https://user:pass@host:8/v1", "openai:m@https://...@host:8/v1"),
         ("openai:m@http://a:p@ss@h1,http://b:c@h2/v1", "openai:m@http://...@h1,http://...@h2/v1"),
         ("openai:m@qwen@http://host/v1/a@b", "openai:m@qwen@http://host/v1/a@b"),
+        ("redis://:p/a#s?s@h1", "redis://...@h1"),
+        ("openai:m@http://a:p/ss@h1,http://h2/v1/a@b", "openai:m@http://...@h1,http://h2/v1/a@b"),
         ("a name @ work.txt", "a name @ work.txt"),
     ],
 )
