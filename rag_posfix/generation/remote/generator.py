@@ -32,7 +32,8 @@ from rag_posfix.errors import (
     UpstreamError,
 )
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
-from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits, error_message
+from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits
+from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.generation.remote.judge import ByteCache, ServerFacts, ServerJudge, read_usage
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, plain_prompts
 from rag_posfix.plan.layout import Layout
@@ -308,8 +309,8 @@ class RemoteGenerator:
         reason = choice.get("finish_reason")
         if reason in _GAVE_UP:
             raise UpstreamError(
-                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try again, and "
-                "look at its log if it happens again"
+                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try again, or "
+                "see its log"
             )
         if reason == "content_filter":
             raise UpstreamError(f"{self._connection.url} withheld the answer: its content filter stopped it")
@@ -439,8 +440,7 @@ def open_remote(
     address = parse_remote(model)
     if api_key is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", api_key):
         raise ConfigError(
-            "RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks, and without spaces around it; check "
-            "how it is set"
+            "RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks or outer spaces; check what sets it"
         )
     connection = Connection(address.url, api_key, limits, check_cancelled, remaining_seconds)
     return RemoteGenerator(

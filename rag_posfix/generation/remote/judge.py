@@ -20,7 +20,8 @@ from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import LEAST, Usage, own_tags
 from rag_posfix.contracts.spent_usage import spend, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
-from rag_posfix.generation.remote.connection import Connection, Event, error_message
+from rag_posfix.generation.remote.connection import Connection, Event
+from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.text import content_hash
 
 _log = logging.getLogger(__name__)
@@ -288,8 +289,8 @@ class ServerJudge:
 
 
 _NO_WORDS = (
-    "{} cannot judge passages: its {} sampled answers of at most {} tokens are all empty, as those of models that think "
-    "first; turn its thinking off on the server, or use the reranker embedding or cross_encoder"
+    "{} cannot judge passages: its {} sampled answers of at most {} tokens are all empty, as those of models that "
+    "think first; turn its thinking off on the server, or use the reranker embedding or cross_encoder"
 )
 _NO_PROMPT_SCORES = (
     "the server gives no log-probabilities of prompts (completions with echo and logprobs), which likelihood needs; "

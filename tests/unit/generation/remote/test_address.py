@@ -73,14 +73,14 @@ def test_a_password_in_the_url_is_refused_and_not_repeated():
     ],
 )
 def test_no_secret_of_a_wrong_address_is_shown(address: str):
-    with pytest.raises(ConfigError, match="must be openai|the URL|a URL|the base URL") as refused:
+    with pytest.raises(ConfigError, match=r"must be openai|the URL|a URL|the base URL") as refused:
         parse_remote(f"openai:{address}")
     assert "SECRET" not in str(refused.value)
     assert refused.value.__cause__ is None, "the text of urllib quotes the URL, and logs show causes"
 
 
 def test_what_is_wrong_with_an_address_without_secrets_is_shown():
-    with pytest.raises(ConfigError, match="openai:m@http://host:99999/v1': .* port of 0 to 65535"):
+    with pytest.raises(ConfigError, match=r"openai:m@http://host:99999/v1': .* port of 0 to 65535"):
         parse_remote("openai:m@http://host:99999/v1")
 
 

@@ -27,10 +27,11 @@ from rag_posfix.errors import (
     UpstreamError,
     UpstreamTimeoutError,
 )
+from rag_posfix.generation.remote import connection
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout, Span
-from tests.support.upstream import Reply, Upstream, as_json, error, event, piece, streamed, upstream, whole
+from tests.support.upstream import Answering, Reply, Upstream, as_json, error, event, piece, streamed, upstream, whole
 from tests.support.waiting import wait_until
 
 KEY = "sk-very-secret"
@@ -38,7 +39,7 @@ FAST = ServerLimits(connect_seconds=5, read_seconds=20, retries=0)
 
 
 @contextmanager
-def asking(*replies: Reply, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
+def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
     with upstream(*replies) as server:
         generator = open_remote(server.model, **{"api_key": KEY, "limits": FAST, **options})
         try:
@@ -176,7 +177,7 @@ class TestRefusedBeforeAnyRequest:
 
     @pytest.mark.parametrize("key", ["a\nb", "schlüssel", "", " ", "sk-1 ", " sk-1", "sk-1\n"])
     def test_a_key_that_no_header_can_hold(self, key: str):
-        with pytest.raises(ConfigError, match="printable ASCII without line breaks, and without spaces") as refused:
+        with pytest.raises(ConfigError, match="printable ASCII without line breaks or outer spaces") as refused:
             open_remote("openai:m@http://h", api_key=key)
         assert key.strip() not in str(refused.value) or not key.strip()
 
@@ -351,10 +352,22 @@ class TestRetries:
                 generator.generate(request)
         assert len(server.bodies) == 2
 
-    def test_a_connection_that_is_closed_before_an_answer(self):
+    def test_a_connection_that_is_closed_at_once(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(connection, "STALE_SECONDS", 60.0)  # test machines may be slow
         with asking(Reply(status=0), whole("In 1901."), limits=self.LIMITS) as (generator, server):
             assert generator.generate(request_of(generator)).text == "In 1901."
         assert len(server.bodies) == 2
+
+    def test_a_connection_that_is_closed_after_a_while_may_have_cost_an_answer(self):
+        def late(_body: dict[str, Any]) -> Reply:
+            time.sleep(0.3)
+            return Reply(status=0)
+
+        with asking(late, whole("x"), limits=self.LIMITS) as (generator, server):
+            request = request_of(generator)
+            with pytest.raises(UpstreamError, match="closed the connection without an answer"):
+                generator.generate(request)
+        assert len(server.bodies) == 1
 
     def test_an_answer_that_has_begun_is_not_asked_for_again(self):
         with asking(as_json(b'{"choices', cut=True), whole("x"), limits=self.LIMITS) as (generator, server):

@@ -139,7 +139,7 @@ def test_a_model_that_thinks_first_and_gives_only_empty_samples_is_named():
 
     with (
         asking(thinking) as (generator, _),
-        pytest.raises(UnsupportedModelError, match="10 sampled answers .* all empty.* turn its thinking off"),
+        pytest.raises(UnsupportedModelError, match=r"10 sampled answers .* all empty.* turn its thinking off"),
     ):
         generator.log_odds(layout_of("passage 1"), YES, NO)
 

@@ -21,7 +21,8 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, Sampling, Usage
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import OverloadedError, UpstreamError
-from rag_posfix.generation.remote.connection import ServerLimits, error_message
+from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.generation.remote.judge import Form
 from rag_posfix.reranking import YesNoReranker
@@ -140,7 +141,9 @@ def test_servers_without_null_send_an_empty_finish_reason():
 def test_usage_without_choices_in_a_stream_is_read_and_ends_nothing(choices: dict[str, Any]):
     counted = {**choices, "usage": {"prompt_tokens": 30, "completion_tokens": 4}}
     parts = [event(piece("In ")), event(counted), event(piece("1963.", "stop")), event(b"[DONE]")]
-    with asking(Reply(*parts), as_json(counted), Reply(event(piece("In ")), event({**counted, "error": "x"}))) as generator:
+    with asking(
+        Reply(*parts), as_json(counted), Reply(event(piece("In ")), event({**counted, "error": "x"}))
+    ) as generator:
         *_, last = generator.stream(request_of(generator))
         with pytest.raises(UpstreamError, match="without choices"):
             generator.generate(request_of(generator))
