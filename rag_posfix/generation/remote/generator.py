@@ -309,8 +309,8 @@ class RemoteGenerator:
         reason = choice.get("finish_reason")
         if reason in _GAVE_UP:
             raise UpstreamError(
-                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try again, or "
-                "see its log"
+                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try "
+                "again, or see its log"
             )
         if reason == "content_filter":
             raise UpstreamError(f"{self._connection.url} withheld the answer: its content filter stopped it")
