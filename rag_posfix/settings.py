@@ -152,7 +152,7 @@ class RemoteSettings(CheckedSettings):
             estimated.
         connect_timeout_seconds: Time limit for opening a connection.
         timeout_seconds: How long the server may be silent: before the first token, and between pieces of an answer.
-        retries: Further attempts after status 429 or 503 or a failed connection.
+        retries: Further attempts after status 429 or 503, or if no connection is made or it is closed at once.
         concurrency: Requests about single passages (``yes_no``, ``likelihood``, rows that vote) that are sent to the
             server at the same time, those of all questions together.
         max_tokens_field: The field of the request that bounds the answer; OpenAI's newer models take

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -343,9 +344,14 @@ def _as_config_error(source: str, action: str = "be loaded", advice: str = "") -
         advice = advice or f"give a folder, a Hub id, or one of {', '.join(PACKAGED)}"
         if source.startswith(_STARTS_OF_PATHS) and not Path(source).exists():
             reason = "there is no such folder"
-        elif isinstance(error, MemoryError) or "out of memory" in reason:
+        elif _is_lack_of_memory(error):
             advice = "use a smaller or quantised model, tp, or device_map='auto'"
         raise ConfigError(f"model {source!r} cannot {action}: {reason}; {advice}") from error
+
+
+def _is_lack_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error says that memory ran out: torch's allocators raise errors of several classes."""
+    return isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)) is not None
 
 
 def _load_converted(
@@ -356,6 +362,8 @@ def _load_converted(
     try:
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)
     except ConfigError as error:
+        if _is_lack_of_memory(error.__cause__):  # the weights are sound, and making them again takes more memory
+            raise
         _log.warning("the converted weights are damaged and are made again: %s", error)
         source = str(_converted_folder(converted, cache_dir, again=True))
         loaded, tokenizer = load_pretrained(source, dtype, device, **options)

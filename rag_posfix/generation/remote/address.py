@@ -88,10 +88,11 @@ def _base_url(model: str, text: str) -> str:
     try:
         url = urlsplit(text)
         url.port  # noqa: B018 - raises for a port that is no number
-    except ValueError as error:
+    except ValueError:  # its text quotes the URL, also where a password looks like a port
         raise ConfigError(
-            f"model={_redact(model)}: the URL cannot be read ({error}); for example {EXAMPLE}"
-        ) from error
+            f"model={_redact(model)}: the URL cannot be read: its host, or its port of 0 to 65535, is not valid; for "
+            f"example {EXAMPLE}"
+        ) from None
     if url.username is not None or url.password is not None:  # names of models are shown and logged
         raise ConfigError(
             "model=openai:...: the URL holds a user or a password; give the key in RAG_POSFIX_REMOTE_API_KEY"
@@ -108,11 +109,17 @@ def _base_url(model: str, text: str) -> str:
 
 
 def hide_passwords(text: str) -> str:
-    """Return a text with ``...`` in place of the user and password of each URL."""
-    return re.sub(r"//[^/]*@", "//...@", text)
+    """Return a text with ``...`` in place of the user and password of each URL.
+
+    A password may hold slashes, so that ``...`` also takes the place of a port before a path with ``@``.
+    """
+    return re.sub(r"//(?:[^/:,]*:(?:(?!,\w+://).)*|[^/]*)@", "//...@", text, flags=re.DOTALL)
 
 
 def _redact(model: str) -> str:
-    """Return a model name for an error message, shortened, without what may be a password."""
-    hidden = hide_passwords(model)
+    """Return a model name for an error message, shortened, without what may be a password or the key of a query.
+
+    Where a wrong address has one of them is a guess, so all is left out behind the first place that it may begin at.
+    """
+    hidden = re.sub(r"(//|@)(?=.*[@?#]).*", r"\1...", model, flags=re.DOTALL)
     return repr(hidden if len(hidden) <= 200 else f"{hidden[:200]}...")

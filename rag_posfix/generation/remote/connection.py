@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -22,16 +22,9 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.errors import (
-    ConfigError,
-    GenerationError,
-    OverloadedError,
-    PromptTooLongError,
-    UpstreamError,
-    UpstreamTimeoutError,
-    missing_extra,
-)
+from rag_posfix.errors import ConfigError, GenerationError, UpstreamError, UpstreamTimeoutError, missing_extra
 from rag_posfix.generation.remote.address import Servers
+from rag_posfix.generation.remote.failures import failure_of_status
 
 if TYPE_CHECKING:
     import httpx2
@@ -45,6 +38,8 @@ POLL_SECONDS = 0.05
 """How often a waiting caller checks whether its request was cancelled."""
 LONGEST_PAUSE_SECONDS = 10.0
 """The longest pause before another attempt; a server that asks for more is not asked again."""
+STALE_SECONDS = 0.2
+"""A server that drops a request sooner did not work on it: it had closed the idle connection before."""
 _FIRST_PAUSE_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _ERROR_BYTES = 16 * 1024
@@ -53,13 +48,6 @@ _BYTES_PER_TOKEN = 4096
 """An event of one token takes about 300 bytes, more with log-probabilities; a server that sends more is stopped."""
 _RETRIED = frozenset({429, 503})
 """Statuses after which the same request may succeed later."""
-_SHOWN = 300
-_TOO_LONG = re.compile(r"context[ _](length|window|size)|maximum context|too many tokens|n_ctx", re.IGNORECASE)
-_ADVICE = {
-    401: "; set RAG_POSFIX_REMOTE_API_KEY to a key of that server",
-    403: "; set RAG_POSFIX_REMOTE_API_KEY to a key that may use this model",
-    404: "; check the name of the model and the base URL in openai:NAME@URL",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +57,9 @@ class ServerLimits:
     Attributes:
         connect_seconds: Time limit for opening a connection.
         read_seconds: How long the server may be silent: before the first token, and between two pieces of an answer.
-        retries: Further attempts after status 429 or 503 or a failed connection, before any part of an answer came.
-            Every further server adds one attempt.
+        retries: Further attempts after status 429 or 503, where no connection was made, and where one was closed at
+            once. One that is closed later may have cost a whole answer, and only another server is asked. Every
+            further server adds one attempt.
         concurrency: Requests of ``post_all`` that are sent at the same time, those of all questions together.
     """
 
@@ -311,6 +300,7 @@ class Connection:
         is_stream = body is not None and bool(body.get("stream"))
         headers = {"accept": "text/event-stream" if is_stream else "application/json"}
         method = "GET" if body is None else "POST"
+        started = time.monotonic()
         async with AsyncExitStack() as stack:
             try:
                 response = await stack.enter_async_context(
@@ -318,14 +308,15 @@ class Connection:
                 )
             except (httpx2.ReadTimeout, httpx2.WriteTimeout):
                 raise  # the server may be at work: asking again would double it
+            except httpx2.LocalProtocolError:  # its text may quote a header, and with it the key
+                raise UpstreamError(f"the request to {url} is no valid HTTP; check the URL and the key") from None
             except httpx2.TransportError as error:
                 self.servers.rest(url)
-                _log.warning("the server at %s cannot be reached (%s)", url, type(error).__name__)
-                if longest_pause is not None:
+                failure, is_unread = _failure_of_transport(url, error, time.monotonic() - started)
+                _log.warning("%s", failure)
+                if longest_pause == inf or (longest_pause is not None and is_unread):
                     return 0.0
-                raise UpstreamError(
-                    f"{url} cannot be reached ({type(error).__name__}); check the URL, and that the server runs"
-                ) from error
+                raise UpstreamError(failure) from error
             pause = _retry_after(response.headers.get("retry-after", ""))
             failed = response.status_code >= 500
             if failed:
@@ -352,6 +343,17 @@ class Connection:
                     )
                 emit(event)
         return None
+
+
+def _failure_of_transport(url: str, error: httpx2.TransportError, seconds: float) -> tuple[str, bool]:
+    """Return what failed, and whether the same request may be sent again: the server has not worked on it."""
+    import httpx2
+
+    name = type(error).__name__
+    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.ProxyError):
+        return f"{url} cannot be reached ({name}); check the URL, and that the server runs", True
+    message = f"{url} closed the connection without an answer ({name}); see its log, and the time limits of proxies"
+    return message, seconds < STALE_SECONDS
 
 
 async def _contents(response: httpx2.Response, max_bytes: int, *, stream: bool) -> AsyncIterator[str | bytes | None]:
@@ -389,53 +391,3 @@ def _retry_after(header: str) -> float:
     except ValueError:
         return 0.0
     return seconds if 0 <= seconds < float("inf") else 0.0
-
-
-def failure_of_status(
-    server: str, status: int, body: bytes, retry_seconds: float = 0.0
-) -> GenerationError | OverloadedError | PromptTooLongError:
-    """Return the error for a response that is not a success; ``retry_seconds`` is its ``Retry-After``.
-
-    Messages hold no key. A server's text may quote a prompt, so it is only in errors whose text the HTTP service
-    does not send; ``OverloadedError`` and ``PromptTooLongError`` are sent as they are.
-    """
-    try:
-        payload: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        payload = None
-    reason = error_message(payload)
-    message = f"{server} answered with status {status}{f': {reason}' if reason else ''}"
-    if status in (400, 413, 422) and _TOO_LONG.search(reason):
-        return PromptTooLongError(
-            "the prompt exceeds the context window of the remote generator; use fewer or shorter passages, and set "
-            "RAG_POSFIX_REMOTE_CONTEXT_WINDOW to the server's limit, so that passages are left out in time"
-        )
-    if status == 429:
-        return OverloadedError(
-            "the remote generator has no capacity now (status 429); try again later", retry_seconds or None
-        )
-    if status in (408, 504):
-        return UpstreamTimeoutError(f"{message}; try again later, or lower max_tokens")
-    if status == 400 and "max_completion_tokens" in reason:
-        message += "; set RAG_POSFIX_REMOTE_MAX_TOKENS_FIELD=max_completion_tokens"
-    return UpstreamError(message + _ADVICE.get(status, ""), status)
-
-
-def error_message(payload: Any) -> str:
-    """Return the message and the code of an error object, on one line; empty if there are none.
-
-    Forms: ``{"error": {"message", "code"}}``, ``{"error": text}``, ``{"message": text}``, ``{"detail": text}`` or
-    ``{"detail": [{"msg": text}]}``; Gemini puts them into a list.
-    """
-    if isinstance(payload, list) and payload:
-        payload = payload[0]
-    if not isinstance(payload, dict):
-        return ""
-    inner = payload.get("error", payload)
-    if not isinstance(inner, dict):
-        inner = {"message": inner}
-    detail = inner.get("detail")
-    problems = [each.get("msg") for each in detail if isinstance(each, dict)] if isinstance(detail, list) else []
-    texts = [inner.get("message"), detail, *problems, inner.get("code")]
-    line = " ".join(" ".join(text for text in texts if isinstance(text, str))[: 4 * _SHOWN].split())
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."

@@ -32,7 +32,8 @@ from rag_posfix.errors import (
     UpstreamError,
 )
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
-from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits, error_message
+from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits
+from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.generation.remote.judge import ByteCache, ServerFacts, ServerJudge, read_usage
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, plain_prompts
 from rag_posfix.plan.layout import Layout
@@ -70,6 +71,8 @@ class PieceEncoder(TokenEncoder):
 
 DEFAULT_CONTEXT_WINDOW = 8192
 _ROUTE = "/chat/completions"
+_GAVE_UP = ("abort", "error")
+"""Reasons with which vLLM, SGLang and others end an answer that they did not finish."""
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 Events = Generated[Event, None, None]
@@ -184,7 +187,7 @@ class RemoteGenerator:
 
     def _read(self, request: GenerationRequest, answer: Event, started: float) -> Generation:
         choice = self._choice(answer)
-        finish = None if choice is None else self._finish(choice)
+        finish = None if choice is None else self._finish(choice, whole=True)
         if choice is None or finish is None:
             raise self._unreadable("an answer without a choice or its finish_reason")
         timings = {"decode": time.perf_counter() - started}
@@ -231,7 +234,7 @@ class RemoteGenerator:
         with closing(events):
             for event in events:
                 usage = event.get("usage") or usage
-                choice = self._choice(event)
+                choice = self._choice(event, is_part=True)
                 if choice is None:
                     continue
                 delta = choice.get("delta")
@@ -281,23 +284,37 @@ class RemoteGenerator:
             body["stream_options"] = {"include_usage": True}
         return body
 
-    def _choice(self, event: Event) -> Event | None:
-        """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage."""
+    def _choice(self, event: Event, *, is_part: bool = False) -> Event | None:
+        """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage.
+
+        Args:
+            is_part: It is an object of a stream; some servers send usage there without ``choices``, or with null.
+        """
         if event.get("error"):
             reason = error_message(event)
             said = f": {reason}" if reason else ""
             raise UpstreamError(f"{self._connection.url} failed while it generated the answer{said}")
         choices = event.get("choices")
+        if choices is None and is_part and "usage" in event:
+            return None
         if not isinstance(choices, list) or (choices and not isinstance(choices[0], dict)):
             raise self._unreadable("an object without choices")
         return choices[0] if choices else None
 
-    def _finish(self, choice: Event) -> FinishReason | None:
-        """Return why the answer ended, None if it has not ended. Reasons of single servers count as ``stop``."""
+    def _finish(self, choice: Event, *, whole: bool = False) -> FinishReason | None:
+        """Return why the answer ended, None if it has not ended. Other reasons of single servers count as ``stop``.
+
+        Servers without null send "" with each part of a stream. A ``whole`` answer with it has ended.
+        """
         reason = choice.get("finish_reason")
+        if reason in _GAVE_UP:
+            raise UpstreamError(
+                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try "
+                "again, or see its log"
+            )
         if reason == "content_filter":
             raise UpstreamError(f"{self._connection.url} withheld the answer: its content filter stopped it")
-        if reason is None:
+        if reason is None or (reason == "" and not whole):
             return None
         return "length" if reason == "length" else "stop"
 
@@ -421,8 +438,10 @@ def open_remote(
         ConfigError: the model has another form, the key cannot be sent, or httpx2 is not installed.
     """
     address = parse_remote(model)
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
-        raise ConfigError("RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks; check how it is set")
+    if api_key is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", api_key):
+        raise ConfigError(
+            "RAG_POSFIX_REMOTE_API_KEY must be printable ASCII without line breaks or outer spaces; check what sets it"
+        )
     connection = Connection(address.url, api_key, limits, check_cancelled, remaining_seconds)
     return RemoteGenerator(
         address, connection,

@@ -17,10 +17,11 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import Usage, own_tags
+from rag_posfix.contracts.request import LEAST, Usage, own_tags
 from rag_posfix.contracts.spent_usage import spend, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
-from rag_posfix.generation.remote.connection import Connection, Event, error_message
+from rag_posfix.generation.remote.connection import Connection, Event
+from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.text import content_hash
 
 _log = logging.getLogger(__name__)
@@ -123,6 +124,9 @@ class ServerJudge:
             spellings: Those of yes and those of no.
             salt: Judgements are shared within a salt.
             check: Called while answers are awaited; what it raises ends the judgement.
+
+        Raises:
+            UnsupportedModelError: all sampled answers are empty.
         """
         server = self._connection.servers.urls[0]
         names = [content_hash("judgement-1", server, self._model, salt, repr((prompt, spellings)))
@@ -193,6 +197,8 @@ class ServerJudge:
         ]  # fmt: skip
         repeated = [key for key in keys for _ in range(SAMPLES)]
         texts = [_text(answer) for answer in self._send(Form.CHAT, bodies, _SAMPLE_TOKENS, check, repeated)]
+        if not any(text.strip() for text in texts):  # all passages would have the same score
+            raise UnsupportedModelError(_NO_WORDS.format(self._model, len(texts), _SAMPLE_TOKENS))
         return [_majority(texts[at : at + SAMPLES], spellings) for at in range(0, len(texts), SAMPLES)]
 
     def _send(
@@ -282,6 +288,10 @@ class ServerJudge:
         return None
 
 
+_NO_WORDS = (
+    "{} cannot judge passages: its {} sampled answers of at most {} tokens are all empty, as those of models that "
+    "think first; turn its thinking off on the server, or use the reranker embedding or cross_encoder"
+)
 _NO_PROMPT_SCORES = (
     "the server gives no log-probabilities of prompts (completions with echo and logprobs), which likelihood needs; "
     "use the reranker yes_no"
@@ -336,7 +346,7 @@ def _alternatives(form: Form, answer: Event) -> dict[str, float]:
     for token, value in pairs:
         if isinstance(token, str) and isinstance(value, int | float) and not math.isnan(value):
             text = token.translate(_SPACES)
-            found[text] = max(found.get(text, -math.inf), float(value))
+            found[text] = max(found.get(text, LEAST), float(value))  # minus infinity less itself is no number
     return found
 
 
@@ -386,4 +396,4 @@ def _mean_log_prob(answer: Event, start: int, stop: int) -> float:
             "the server took tokens of the question from its prefix cache, whose log-probabilities may be wrong "
             "(vllm#42019); use the reranker yes_no"
         )
-    return math.fsum(values[i] for i in within) / len(within)
+    return math.fsum(max(values[i], LEAST) for i in within) / len(within)

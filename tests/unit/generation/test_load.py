@@ -202,6 +202,28 @@ def test_weights_that_stay_damaged_are_converted_again_once_and_then_an_error(co
     assert len(conversions) == 2
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_sound_converted_weights_stay_where_memory_runs_out(conversions, tmp_path, monkeypatch, error):
+    load_engine(cache_dir=tmp_path)
+
+    def full(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+        with pytest.raises(ConfigError, match="use a smaller or quantised model"):
+            load_engine(cache_dir=tmp_path)
+    load_engine(cache_dir=tmp_path)
+    assert len(conversions) == 1
+
+
 class TestConversion:
     """The real conversion, of a model that is small."""
 

@@ -86,6 +86,8 @@ def test_each_request_is_prefix_passage_question():
         ({"x": -0.1, "y": -4.0}, 0.0),
         ({"ĠYes": -0.1, "▁No": -1.1}, 0.0),  # " Yes" and " No" are other spellings
         ({"Ġyes": -0.1, "No": -1.1}, 1.0),
+        ({"x": 0.0, "y": -math.inf}, 0.0),
+        ({"Yes": 0.0, "No": -math.inf}, 9999.0),
     ],
 )
 def test_spellings_that_are_not_listed(alternatives: dict[str, float], expected: float):
@@ -129,6 +131,27 @@ def test_samples_vote_where_a_server_gives_no_log_probabilities(caplog):
     sampled = [body for body in server.bodies if body.get("seed") is not None]
     assert sorted(body["seed"] for body in sampled) == sorted([*range(5)] * 2)
     assert "judged by sampled answers" in caplog.text
+
+
+def test_a_model_that_thinks_first_and_gives_only_empty_samples_is_named():
+    def thinking(body: dict[str, Any]) -> Reply:
+        return error(403, "no logprobs for this model") if "logprobs" in body else whole("", "length")
+
+    with (
+        asking(thinking) as (generator, _),
+        pytest.raises(UnsupportedModelError, match=r"10 sampled answers .* all empty.* turn its thinking off"),
+    ):
+        generator.log_odds(layout_of("passage 1"), YES, NO)
+
+
+def test_some_empty_samples_count_for_neither():
+    def halting(body: dict[str, Any]) -> Reply:
+        said = "yes" if body.get("seed") == 0 and "passage 1" in content_of(body) else ""
+        return error(403, "no logprobs for this model") if "logprobs" in body else whole(said)
+
+    with asking(halting) as (generator, _):
+        found = generator.log_odds(layout_of("passage 1"), YES, NO)
+    assert found == pytest.approx((math.log(1.5 / 0.5), 0.0))
 
 
 def test_what_fails_otherwise_is_an_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -21,7 +22,7 @@ from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout
 from tests.support.engine_process import EngineProcess
-from tests.support.upstream import Upstream, as_json, error, event, judging, piece, streamed, upstream, whole
+from tests.support.upstream import Reply, Upstream, as_json, error, event, judging, piece, streamed, upstream, whole
 from tests.support.waiting import wait_until
 
 URLS = [f"http://10.0.0.{number}:8000/v1" for number in range(1, 5)]
@@ -185,6 +186,8 @@ def test_a_killed_server_loses_no_answer_and_takes_its_passages_back(monkeypatch
         ("openai:m@https://user:pass@host:8/v1", "openai:m@https://...@host:8/v1"),
         ("openai:m@http://a:p@ss@h1,http://b:c@h2/v1", "openai:m@http://...@h1,http://...@h2/v1"),
         ("openai:m@qwen@http://host/v1/a@b", "openai:m@qwen@http://host/v1/a@b"),
+        ("redis://:p/a#s?s@h1", "redis://...@h1"),
+        ("openai:m@http://a:p/ss@h1,http://h2/v1/a@b", "openai:m@http://...@h1,http://h2/v1/a@b"),
         ("a name @ work.txt", "a name @ work.txt"),
     ],
 )
@@ -224,6 +227,19 @@ def test_each_server_is_tried_before_one_is_tried_again():
         with pytest.raises(OverloadedError):
             generator.generate(request_of(generator, "why?", "passage"))
         assert sorted(len(server.bodies) for server in servers) == [1, 1, 2]  # 3 servers and 1 retry
+
+
+def test_a_request_that_is_dropped_late_goes_to_another_server():
+    def late(_body: object) -> Reply:
+        time.sleep(0.3)
+        return Reply(status=0)
+
+    with ExitStack() as stack:
+        broken, sound = (stack.enter_context(upstream(reply)) for reply in (late, whole("fine")))
+        generator = stack.enter_context(closing(opened([broken.url, sound.url])))
+        requests = [request_of(generator, "why?", f"passage {number}") for number in range(24)]
+        assert {generator.generate(request).text for request in requests} == {"fine"}
+        assert len(broken.bodies) == 1, "it rests"
 
 
 def test_an_answer_that_is_cut_is_repeated_elsewhere_and_a_stream_that_has_begun_is_an_error():

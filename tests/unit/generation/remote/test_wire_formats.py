@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.request import GenerationRequest, Sampling
+from rag_posfix.contracts.request import GenerationRequest, Sampling, Usage
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import OverloadedError, UpstreamError
-from rag_posfix.generation.remote.connection import ServerLimits, error_message
+from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.generation.remote.judge import Form
 from rag_posfix.reranking import YesNoReranker
-from tests.support.upstream import Reply, Upstream, as_json, event, upstream
+from tests.support.upstream import Reply, Upstream, as_json, event, piece, upstream, whole
 
 FOLDER = Path(__file__).parents[3] / "data" / "servers"
 QUESTION = "In which year did the ferry Ostrilla sink?"
@@ -64,6 +65,12 @@ def replayed(name: str, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstr
             yield generator, server
         finally:
             generator.close()
+
+
+@contextmanager
+def asking(*replies: Reply) -> Iterator[RemoteGenerator]:
+    with upstream(*replies) as server, closing(open_remote(server.model)) as generator:
+        yield generator
 
 
 def request_of(generator: RemoteGenerator) -> GenerationRequest:
@@ -119,6 +126,30 @@ def test_a_server_without_log_probabilities_votes(name: str, caplog: pytest.LogC
     assert scores["ferry"] - scores["harbour"] == pytest.approx(2 * math.log(11))
     assert "judged by sampled answers" in caplog.text
     assert sum(body.get("seed") is not None for body in server.bodies) == 15
+
+
+def test_servers_without_null_send_an_empty_finish_reason():
+    parts = [event(piece("In ", "")), event(piece("1963.", "")), event(piece("", "length")), event(b"[DONE]")]
+    with asking(whole("In 1963.", ""), Reply(*parts)) as generator:
+        answer = generator.generate(request_of(generator))
+        *_, last = generator.stream(request_of(generator))
+    assert (answer.text, answer.finish_reason) == ("In 1963.", "stop")
+    assert (last.generation.text, last.generation.finish_reason) == ("In 1963.", "length")
+
+
+@pytest.mark.parametrize("choices", [{}, {"choices": None}])
+def test_usage_without_choices_in_a_stream_is_read_and_ends_nothing(choices: dict[str, Any]):
+    counted = {**choices, "usage": {"prompt_tokens": 30, "completion_tokens": 4}}
+    parts = [event(piece("In ")), event(counted), event(piece("1963.", "stop")), event(b"[DONE]")]
+    with asking(
+        Reply(*parts), as_json(counted), Reply(event(piece("In ")), event({**counted, "error": "x"}))
+    ) as generator:
+        *_, last = generator.stream(request_of(generator))
+        with pytest.raises(UpstreamError, match="without choices"):
+            generator.generate(request_of(generator))
+        with pytest.raises(UpstreamError, match="failed while it generated the answer: x"):
+            list(generator.stream(request_of(generator)))
+    assert (last.generation.text, last.generation.usage) == ("In 1963.", Usage(30, 4))
 
 
 def test_the_rate_limit_of_openai_is_waited_for():
