@@ -24,6 +24,7 @@ from rag_posfix.evaluation.answers.answering import (
     answer_key,
     best_subspan_em,
     first_line,
+    graded_again,
     score_passages,
 )
 from rag_posfix.evaluation.answers.experiment import (
@@ -247,7 +248,11 @@ def _answer_rows(
     tick: Callable[[], None],
 ) -> list[PositionRow]:
     """Return the rows with their answers, in order; what the journal lacks is computed, each key once."""
-    answers = {row.key: answer for row in planned if (answer := journal.get(row.key)) is not None}
+    answers = {
+        row.key: graded_again(answer, row.trial.example)
+        for row in planned
+        if (answer := journal.get(row.key)) is not None
+    }
     missing: dict[str, list[_PlannedRow]] = {}
     for row in planned:
         if row.key in answers:

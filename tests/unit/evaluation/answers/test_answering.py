@@ -64,6 +64,14 @@ def test_answers_are_normalised_as_squad_does(text, expected):
         ("anything", ["the", "!"], 0.0),
         ("anything", [], 0.0),
         ("Parisian", ["Paris"], 1.0),
+        ("面积约为3.5平方公里。", ["3.5"], 1.0),
+        ("比分是24–10。", ["24-10"], 1.0),
+        ("1000人です。", ["1,000"], 1.0),
+        ("ＮＨＫです", ["NHK"], 1.0),
+        ("NHK", ["ＮＨＫ"], 1.0),
+        ("สูง 3.5 เมตร", ["3.5"], 1.0),
+        ("1、2、3です", ["12"], 0.0),
+        ("東京です", ["！"], 0.0),
     ],
 )
 def test_an_answer_is_right_if_it_holds_an_accepted_one(answer, accepted, score):

@@ -177,6 +177,14 @@ class TestJournal:
         assert second == [replace(outcome, reused=True) for outcome in first]
         assert reported == [(done, 12) for done in range(1, 13)]
 
+    def test_answers_of_an_earlier_version_are_graded_again(self, engine, tmp_path):
+        path = tmp_path / "journal.jsonl"
+        first = sweep(engine, journal=AnswerJournal(path))
+        journal = AnswerJournal(path)
+        for key, answer in journal.rows().items():
+            journal.add(key, replace(answer, accuracy=0.5, accuracy_full_text=0.5))
+        assert sweep(engine, journal=AnswerJournal(path)) == [replace(outcome, reused=True) for outcome in first]
+
     def test_more_questions_positions_and_methods_compute_only_those(self, engine, tmp_path):
         path = tmp_path / "journal.jsonl"
         sweep(engine, EXAMPLES[:1], names=("none",), gold_positions=[0], journal=AnswerJournal(path))
