@@ -20,6 +20,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import checked_document
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import filter_key
 from rag_posfix.contracts.generator import ChatMessage
@@ -245,6 +246,11 @@ def prompt_of(question: AskedQuestion, order: Sequence[int], arrangement: Arrang
         reranker=arrangement.reranker,
         use_cache=False,
     )
+
+
+def template_of(pipeline: Pipeline, question: str) -> PromptTemplate:
+    """Return the prompt template of a question: that of its language, if the pipeline has one."""
+    return pipeline.defaults.template_of(question) or pipeline.assembler.template
 
 
 def _key(

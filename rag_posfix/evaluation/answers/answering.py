@@ -17,7 +17,7 @@ import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,7 @@ class Trial:
     documents: tuple[Document, ...]
     choice: MitigationChoice
     order: str = "original"
+    template: PromptTemplate = field(default_factory=PromptTemplate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class GradedAnswer:
     seconds: float
 
 
-_FIELDS = {field.name: str if field.name == "answer" else float for field in fields(GradedAnswer)}
+_FIELDS = {each.name: str if each.name == "answer" else float for each in fields(GradedAnswer)}
 
 
 def answer_and_score(
@@ -217,7 +218,7 @@ def answer_all(
 
 def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> GenerationRequest:
     count = len(trial.documents)
-    assembled = assembler.assemble(
+    assembled = assembler.with_template(trial.template).assemble(
         trial.example.question,
         trial.documents,
         order=trial.order,
@@ -311,7 +312,7 @@ def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_orde
         "model": engine.fingerprint,
         "device": engine.loaded.device.type if isinstance(engine, Engine) else "remote",
         "method": engine.describe(trial.choice).fingerprint,
-        "template": PromptTemplate().fingerprint(),
+        "template": trial.template.fingerprint(),
         "question": trial.example.question,
         "answers": trial.example.answers,
         "passages": sorted(passages, key=str) if any_order else list(passages),

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.contracts.retrieval import Reranker
@@ -184,6 +185,7 @@ def answer_at_positions(
     journal: AnswerJournal | None = None,
     rankings: RankJournal | None = None,
     check_orders: bool = False,
+    template_of: Callable[[str], PromptTemplate] = lambda question: PromptTemplate(),
 ) -> list[PositionRow]:
     """Answer every question under every condition: closed book, gold only, and each method at each gold position.
 
@@ -201,17 +203,16 @@ def answer_at_positions(
     scorers = {OWN_SCORER: reranker, **rerankers}
     labels = dict.fromkeys(arrangement.scorer for arrangement in arrangements)
     total = len(examples) * (2 + len(choices) * len(gold_positions))
-    count = 0
+    done = itertools.count(1)
 
     def tick() -> None:
-        nonlocal count
-        count += 1
         if progress is not None:
-            progress(count, total)
+            progress(next(done), total)
 
     def planned_rows(example: PositionExample) -> Iterator[_PlannedRow]:
+        template = template_of(example.question)
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
-            trial = Trial(example, passages, MitigationChoice("none"))
+            trial = Trial(example, passages, MitigationChoice("none"), template=template)
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
         scored = {label: score_passages(scorers[label], example, n_documents, rankings) for label in labels}
         gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
@@ -220,7 +221,7 @@ def answer_at_positions(
             for arrangement in arrangements:
                 by_id = scored[arrangement.scorer]
                 documents = tuple(by_id[name] for name in names if name in by_id)
-                trial = Trial(example, documents, arrangement.mitigation, arrangement.order)
+                trial = Trial(example, documents, arrangement.mitigation, arrangement.order, template)
                 any_order = arrangement.order_free and not check_orders
                 key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
                 yield _PlannedRow(trial, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from threading import Barrier
 from uuid import uuid4
 
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.request import Generation, MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import Trial, answer_all
@@ -32,7 +35,7 @@ from rag_posfix.measuring.flips import (
 )
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.pipeline.build import build_pipeline
-from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.retrieval.base import as_retriever
@@ -226,6 +229,30 @@ def weights(count):
         )
         for number in range(count)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"), [("What does it weigh?", "OWN."), ("Was ist das und wie schwer ist es?", "DEUTSCH.")]
+)
+def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_language(question, expected):
+    class Read(OrderBiasedGenerator):
+        prompts = ()
+
+        def generate(self, request):
+            self.prompts += (self.encoder.decode(request.layout.token_ids),)
+            return super().generate(request)
+
+    generator = Read()
+    templates = {"de": PromptTemplate(instruction="DEUTSCH.")}
+    pipeline = Pipeline(
+        generator, Assembler(generator.encoder, generator.context_window, PromptTemplate(instruction="OWN.")),
+        reranker=ByWords(), choose_reranker=lambda spec: ByWords(), defaults=Defaults(templates=templates),
+    )  # fmt: skip
+    examples = [replace(example, question=question) for example in weights(3)]
+    measure(pipeline, from_examples(examples, 5), examples=examples, options=MeasureOptions(documents=5))
+    read = [prompt for prompt in generator.prompts if "weighs" in prompt]  # closed book has another instruction
+    assert [prompt for prompt in read if expected not in prompt] == []
+    assert read
 
 
 class ByWords:

@@ -8,6 +8,7 @@ import torch
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import (
@@ -273,10 +274,10 @@ class TestKey:
     )
 
     def key(
-        self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, order="original"
+        self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields
     ):
         documents = self.passages if documents is None else documents
-        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), order)
+        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), **fields)
         return answer_key(engine or self.engine, trial, tokens, any_order=any_order)
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):
@@ -302,6 +303,7 @@ class TestKey:
             self.key(any_order=True),
             self.key(order="relevance"),
             self.key(order="reverse"),
+            self.key(template=PromptTemplate(instruction="Answer in one word.")),
         ]
         assert len(set(keys)) == len(keys)
 
