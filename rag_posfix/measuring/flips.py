@@ -25,11 +25,12 @@ from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import filter_key
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import EvaluationError, RerankingError
-from rag_posfix.evaluation.answers.answering import normalize
+from rag_posfix.evaluation.answers.answering import device_of, normalize
 from rag_posfix.evaluation.answers.experiment import Arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
+from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking.deadline import UNRANKED
 from rag_posfix.text import content_hash
@@ -262,7 +263,9 @@ def _key(
         "model": pipeline.generator.fingerprint,
         "method": pipeline.generator.describe(arrangement.mitigation).fingerprint,
         "arrangement": arrangement.label,
-        "template": pipeline.assembler.template.fingerprint(),
+        "device": device_of(unbatched(pipeline.generator)),
+        "template": template_of(pipeline, question.text).fingerprint(),
+        "budget": repr(pipeline.assembler.budget),
         "sampling": repr(pipeline.defaults.sampling),
         "question": [question.text, *question.history],
         "passages": [[passage.key, passage.relevance] for passage in passages],

@@ -304,13 +304,18 @@ def _read_unscored(row: Any) -> GradedAnswer | None:
     return None if answer is None else replace(answer, log_probability=None)
 
 
+def device_of(engine: Generator) -> str:
+    """Return the type of the device that answers, for keys of journals."""
+    return engine.loaded.device.type if isinstance(engine, Engine) else "remote"
+
+
 def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
     passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
     fields = {
         "version": PROMPT_VERSION,
         "model": engine.fingerprint,
-        "device": engine.loaded.device.type if isinstance(engine, Engine) else "remote",
+        "device": device_of(engine),
         "method": engine.describe(trial.choice).fingerprint,
         "template": trial.template.fingerprint(),
         "question": trial.example.question,

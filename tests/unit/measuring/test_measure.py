@@ -12,6 +12,7 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.request import Generation, MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -115,6 +116,27 @@ def test_an_interrupted_measurement_asks_only_what_is_missing(tmp_path):
     assert len(first.asked) == len(lines)
     assert len(second.asked) == 4
     assert len(StackJournal(journal).rows()) == len(lines)
+
+
+def test_answers_of_another_budget_template_or_device_are_asked_again(monkeypatch):
+    generator, journal = OrderBiasedGenerator(), StackJournal()
+    questions, _ = find_questions(pipeline_of(generator), [("0", Question("Wie hoch ist das rote Haus?"))])
+
+    def asked(budget=None, **defaults):
+        before = len(generator.asked)
+        assembler = Assembler(generator.encoder, generator.context_window, budget=budget)
+        pipeline = Pipeline(generator, assembler, defaults=Defaults(**defaults))
+        ask_in_orders(
+            pipeline, questions, parse_arrangement("none"), orders=2, repeats=0, seed=0, journal=journal
+        )  # fmt: skip
+        return len(generator.asked) - before
+
+    assert (asked(), asked()) == (2, 0)
+    assert asked(PassageBudget(8)) == 2
+    assert asked(templates={"de": PromptTemplate(instruction="DEUTSCH.")}) == 2
+    assert asked(templates={"fr": PromptTemplate(instruction="FRANÇAIS.")}) == 0
+    monkeypatch.setattr("rag_posfix.measuring.flips.device_of", lambda engine: "cuda")
+    assert asked() == 2
 
 
 def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
