@@ -42,7 +42,13 @@ from rag_posfix.evaluation.answers.experiment import (
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.hostile import with_hostile_passage
-from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples, with_joined_passages
+from rag_posfix.evaluation.data.questions import (
+    GoldPosition,
+    PositionExample,
+    check_positions,
+    take_examples,
+    with_joined_passages,
+)
 from rag_posfix.evaluation.figures import draw_positions, with_figure
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
@@ -88,7 +94,7 @@ def evaluate_positions(
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
-        gold_positions: Positions of the gold passage in the prompt, from 0; (0, 9) places two gold passages.
+        gold_positions: Positions of the gold passage in the prompt, from 0, each once; (0, 9) places two passages.
         documents: Number of passages per prompt.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
@@ -110,9 +116,10 @@ def evaluate_positions(
         progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is wrong.
+        ConfigError: a method, a gold position, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
+    check_positions(gold_positions)
     examples = _changed(take_examples(data, limit, skip), hostile, joined)
     arrangements = with_baselines(check_arrangements(choices)) if baselines else check_arrangements(choices)
     for example, gold_position in itertools.product(examples, gold_positions):  # before the model is loaded

@@ -12,6 +12,7 @@ from rag_posfix.evaluation.data.hostile import hostile_id, with_hostile_passage
 from rag_posfix.evaluation.data.questions import (
     GoldPosition,
     PositionExample,
+    check_positions,
     data_facts,
     position_label,
     take_examples,
@@ -105,8 +106,7 @@ def evaluate_reranking_positions(
         raise ConfigError(
             f"{len(rerankers)} rerankers at {len(gold_positions)} gold positions; give at least one of each"
         )
-    if len(set(gold_positions)) < len(gold_positions):
-        raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
+    check_positions(gold_positions)
     check_rerankers(rerankers)
     examples = take_examples(data, limit, skip)
     examples = with_hostile_passage(examples, hostile) if hostile else examples

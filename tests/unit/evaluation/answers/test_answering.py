@@ -66,13 +66,13 @@ def test_answers_are_normalised_as_squad_does(text, expected):
         ("anything", [], 0.0),
         ("Parisian", ["Paris"], 1.0),
         ("面积约为3.5平方公里。", ["3.5"], 1.0),
-        ("比分是24–10。", ["24-10"], 1.0),
+        ("比分是24\u201310。", ["24-10"], 1.0),
         ("1000人です。", ["1,000"], 1.0),
-        ("ＮＨＫです", ["NHK"], 1.0),
-        ("NHK", ["ＮＨＫ"], 1.0),
+        ("\uff2e\uff28\uff2bです", ["NHK"], 1.0),
+        ("NHK", ["\uff2e\uff28\uff2b"], 1.0),
         ("สูง 3.5 เมตร", ["3.5"], 1.0),
         ("1、2、3です", ["12"], 0.0),
-        ("東京です", ["！"], 0.0),
+        ("東京です", ["\uff01"], 0.0),
     ],
 )
 def test_an_answer_is_right_if_it_holds_an_accepted_one(answer, accepted, score):
@@ -273,9 +273,7 @@ class TestKey:
         for text, score in (("b", 0.5), ("a", 0.25))
     )
 
-    def key(
-        self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields
-    ):
+    def key(self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields):
         documents = self.passages if documents is None else documents
         trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), **fields)
         return answer_key(engine or self.engine, trial, tokens, any_order=any_order)

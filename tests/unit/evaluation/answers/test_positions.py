@@ -7,7 +7,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import EvaluationError, RerankingError
+from rag_posfix.errors import ConfigError, EvaluationError, RerankingError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
@@ -159,6 +159,12 @@ class TestExperiment:
         assert read[1] < read[0]
         assert engine.passages is None
         assert [row["answer"] for row in found.rows] == [row["answer"] for row in expected.rows]
+
+    @pytest.mark.parametrize("positions", [(0, 0), (0, 1, 0)])
+    def test_a_position_that_is_given_twice_is_refused_before_anything_is_asked(self, engine, positions):
+        with CountedForwards(engine) as forwards, pytest.raises(ConfigError, match="has a position twice; remove"):
+            self.evaluate(engine, gold_positions=positions)
+        assert forwards.shapes == []
 
     def test_progress_is_told_by_step(self, engine):
         seen = []
