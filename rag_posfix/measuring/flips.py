@@ -25,9 +25,10 @@ from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import filter_key
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import EvaluationError, RerankingError
-from rag_posfix.evaluation.answers.answering import device_of, normalize
+from rag_posfix.evaluation.answers.answering import device_of
 from rag_posfix.evaluation.answers.experiment import Arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.grading import normalize
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched

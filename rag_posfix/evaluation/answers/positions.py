@@ -23,8 +23,6 @@ from rag_posfix.evaluation.answers.answering import (
     Trial,
     answer_all,
     answer_key,
-    best_subspan_em,
-    first_line,
     graded_again,
     score_passages,
 )
@@ -45,11 +43,12 @@ from rag_posfix.evaluation.data.hostile import with_hostile_passage
 from rag_posfix.evaluation.data.questions import (
     GoldPosition,
     PositionExample,
-    check_positions,
+    checked_positions,
     take_examples,
     with_joined_passages,
 )
 from rag_posfix.evaluation.figures import draw_positions, with_figure
+from rag_posfix.evaluation.grading import best_subspan_em, first_line
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.generation.engine import Engine
@@ -119,11 +118,10 @@ def evaluate_positions(
         ConfigError: a method, a gold position, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
-    check_positions(gold_positions)
     examples = _changed(take_examples(data, limit, skip), hostile, joined)
     arrangements = with_baselines(check_arrangements(choices)) if baselines else check_arrangements(choices)
-    for example, gold_position in itertools.product(examples, gold_positions):  # before the model is loaded
-        example.documents(documents, gold_position)
+    for example, place in itertools.product(examples, checked_positions(gold_positions)):  # before the model is loaded
+        example.documents(documents, place)
     journal_file = out and out / JOURNAL
     answer = partial(
         answer_at_positions, choices=arrangements, gold_positions=gold_positions, n_documents=documents,

@@ -101,10 +101,11 @@ def position_label(gold_position: GoldPosition) -> str:
     return str(gold_position) if isinstance(gold_position, int) else "+".join(map(str, gold_position))
 
 
-def check_positions(gold_positions: Sequence[GoldPosition]) -> None:
-    """Raise ConfigError if a position is there twice: rows are paired by question and position."""
+def checked_positions(gold_positions: Sequence[GoldPosition]) -> Sequence[GoldPosition]:
+    """Return the positions; ConfigError if one is there twice, as rows are paired by question and position."""
     if len(set(gold_positions)) < len(gold_positions):
         raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
+    return gold_positions
 
 
 def load_examples(path: Path, limit: int | None = None, skip: int = 0) -> list[PositionExample]:

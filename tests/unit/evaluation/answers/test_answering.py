@@ -18,12 +18,10 @@ from rag_posfix.evaluation.answers.answering import (
     answer_all,
     answer_and_score,
     answer_key,
-    best_subspan_em,
-    first_line,
     is_sound,
-    normalize,
     summarize_form,
 )
+from rag_posfix.evaluation.grading import best_subspan_em, first_line, normalize
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny_evaluation import EXAMPLES, CountedForwards, tiny_engine
 

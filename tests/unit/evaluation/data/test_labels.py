@@ -75,6 +75,31 @@ def test_every_problem_has_its_row(tmp_path, passages):
     assert "must be a JSON object" in text[9]
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("会议在1月末举行。", "1月"),
+        ("那里是京都的北边。", "京"),
+        ("여섯 달이 걸렸다.", "여섯 달"),
+    ],
+)
+def test_an_answer_of_a_script_without_clear_words_is_found_in_its_passage(tmp_path, text, answer):
+    table = lines(tmp_path / "p.jsonl", [{"id": "a", "text": text}, {"id": "b", "text": "Bread is baked."}])
+    path = lines(tmp_path / "q.jsonl", [{"question": "?", "answers": [answer], "passage": "a"}])
+    assert check_labels(path, table) == (1, [])
+
+
+def test_an_answer_of_articles_and_punctuation_alone_is_named(tmp_path, passages):
+    path = lines(
+        tmp_path / "q.jsonl", [{"question": "Which word?", "answers": ["The", "1901", "?!"], "passage": "a"}]
+    )  # fmt: skip
+    _, problems = check_labels(path, passages)
+    assert [problem.message.split(" has ")[0] for problem in problems[:2]] == [
+        "the accepted answer 'The'", "the accepted answer '?!'",
+    ]  # fmt: skip
+    assert {problem.severity for problem in problems} == {"warning"}
+
+
 def test_a_malformed_row_stops_loading_and_says_how_to_find_all(tmp_path, passages):
     path = lines(tmp_path / "q.jsonl", [{"question": "Which bridge?", "answers": ["a"], "passage": "z"}])
     with pytest.raises(EvaluationError, match=r"row 1: .*data check"):
