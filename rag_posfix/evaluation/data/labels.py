@@ -111,7 +111,7 @@ def _doubts(example: PositionExample) -> Iterator[str]:
 
     for answer in example.answers:
         if not normalize(answer):
-            yield f"the accepted answer {answer!r} has only articles and punctuation; nothing matches it, write another"
+            yield f"the accepted answer {answer!r} has only articles and punctuation; write one that answers match"
     if not holds(example.gold):
         yield "no accepted answer is in the gold passage, word by word"
     others = sum(holds([document]) for document in example.distractors[:20])
@@ -151,6 +151,7 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield number and row of a file of CSV, Parquet or JSON lines; for what is no row, a text with the reason."""
     text = read_text(path)
     if path.name.removesuffix(".gz").endswith(".csv"):
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the limit of the process; it is only raised
         for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
             yield number, {**row, "answers": [answer for answer in (row.get("answers") or "").split("|") if answer]}
         return

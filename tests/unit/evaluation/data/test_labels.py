@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -40,6 +41,14 @@ def test_csv_has_several_answers_in_one_cell(tmp_path, passages):
     path.write_text("question,answers,passage\nWhen was the Arn bridge built?,1901|in 1901,a\n")
     (example,) = load_labels(path, passages)
     assert example.answers == ("1901", "in 1901")
+
+
+def test_a_long_cell_of_a_csv_file_is_read(tmp_path, passages):
+    csv.field_size_limit(131_072)  # Python's default, which an earlier test may have raised
+    path, long = tmp_path / "q.csv", "When was the Arn bridge built? " * 5000
+    path.write_text(f"question,answers,passage\n{long},1901,a\n")
+    assert load_labels(path, passages)[0].question.strip() == long.strip()
+    assert check_labels(path, passages) == (1, [])
 
 
 def test_every_problem_has_its_row(tmp_path, passages):
