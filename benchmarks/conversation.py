@@ -28,7 +28,7 @@ from rag_posfix.contracts.generator import ChatMessage, Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.contracts.retrieval import Retriever, SearchQuery, retrieve_query
 from rag_posfix.demo_data import load_passages
-from rag_posfix.evaluation.answers.answering import best_subspan_em, first_line
+from rag_posfix.evaluation.grading import best_subspan_em, first_line
 from rag_posfix.evaluation.record import environment, file_digest, model_facts, save_record
 from rag_posfix.evaluation.statistics import difference_interval, mcnemar_p
 from rag_posfix.generation.batching.scheduler import unbatched

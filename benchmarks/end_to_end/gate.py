@@ -16,7 +16,7 @@ from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.contracts.retrieval import retrieve_query
-from rag_posfix.evaluation.answers.answering import best_subspan_em, normalize
+from rag_posfix.evaluation.grading import best_subspan_em, normalize
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.query import search_query
 

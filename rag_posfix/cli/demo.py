@@ -101,7 +101,8 @@ def _compare(
 ) -> list[_Cell]:
     from rag_posfix.assembly.assembler import Assembler
     from rag_posfix.demo_data import load_questions
-    from rag_posfix.evaluation.answers.answering import answer_and_score, best_subspan_em
+    from rag_posfix.evaluation.answers.answering import answer_and_score
+    from rag_posfix.evaluation.grading import best_subspan_em
 
     assembler = Assembler(engine.encoder, engine.context_window)
     questions = load_questions()[:count]

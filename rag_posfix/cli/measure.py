@@ -83,7 +83,7 @@ def measure(
     Every answer is appended to a journal in OUT as soon as it is there; the same command continues after an
     interruption.
     """
-    _check_usage(index, questions, data, settings)
+    _check_usage(index, questions, data, passages, settings)
     rows = None if questions is None else read_questions(questions, None, False)
     from rag_posfix.evaluation.data.labels import load_labels
     from rag_posfix.evaluation.record import file_digest
@@ -118,12 +118,19 @@ def measure(
     emit(record.to_json(), as_json, _show)
 
 
-def _check_usage(index: Path | None, questions: Path | None, data: Path | None, settings: Settings) -> None:
+def _check_usage(
+    index: Path | None, questions: Path | None, data: Path | None, passages: Path | None, settings: Settings
+) -> None:
     """Raise unless the options name one source of passages, and its index is there."""
-    if (index is None) == (data is None) and (index is not None or questions is None):
+    if (data is None) == (index is None and questions is None):
         raise ConfigError(
             "give one of three: --index, with --questions or without; --data, with labels; --questions, with a vector "
             "store as --retriever KIND:key=value,..."
+        )
+    if data is None and passages is not None:
+        raise ConfigError(
+            f"--passages {str(passages)!r} is read for --data alone; give the labelled questions as --data, or index "
+            "the passages and give --index"
         )
     if data is None:
         check_searchable(index, settings)

@@ -1,4 +1,4 @@
-"""Offline evaluation: records, journals and statistics that every experiment shares.
+"""Offline evaluation: records, journals, grading and statistics that every experiment shares.
 
 Every experiment is a function that returns its record; the commands ``rag-posfix eval`` and ``rag-posfix bench`` call
 these. Each name is imported from its module when it is first used, so that importing this package loads no model

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rag_posfix.errors import ConfigError, PromptTooLongError, RerankingError, UnsupportedModelError
-from rag_posfix.evaluation.answers.answering import is_sound, normalize
+from rag_posfix.evaluation.answers.answering import is_sound
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.answers.position_summary import BASELINE, PositionRow
+from rag_posfix.evaluation.grading import normalize
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.measuring.flips import AskedQuestion, least_change, prompt_of

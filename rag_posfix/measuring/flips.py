@@ -20,15 +20,18 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import checked_document
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import filter_key
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import EvaluationError, RerankingError
-from rag_posfix.evaluation.answers.answering import normalize
+from rag_posfix.evaluation.answers.answering import device_of
 from rag_posfix.evaluation.answers.experiment import Arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.grading import normalize
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
+from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking.deadline import UNRANKED
 from rag_posfix.text import content_hash
@@ -247,6 +250,11 @@ def prompt_of(question: AskedQuestion, order: Sequence[int], arrangement: Arrang
     )
 
 
+def template_of(pipeline: Pipeline, question: str) -> PromptTemplate:
+    """Return the prompt template of a question: that of its language, if the pipeline has one."""
+    return pipeline.defaults.template_of(question) or pipeline.assembler.template
+
+
 def _key(
     pipeline: Pipeline, arrangement: Arrangement, question: AskedQuestion, order: Sequence[int], repeat: int
 ) -> str:
@@ -256,7 +264,9 @@ def _key(
         "model": pipeline.generator.fingerprint,
         "method": pipeline.generator.describe(arrangement.mitigation).fingerprint,
         "arrangement": arrangement.label,
-        "template": pipeline.assembler.template.fingerprint(),
+        "device": device_of(unbatched(pipeline.generator)),
+        "template": template_of(pipeline, question.text).fingerprint(),
+        "budget": repr(pipeline.assembler.budget),
         "sampling": repr(pipeline.defaults.sampling),
         "question": [question.text, *question.history],
         "passages": [[passage.key, passage.relevance] for passage in passages],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -54,6 +55,7 @@ from rag_posfix.measuring.flips import (
     ask_in_orders,
     order_matters,
     summarize_flips,
+    template_of,
     time_first_tokens,
 )
 from rag_posfix.pipeline.defaults import PROFILE_KIND
@@ -129,7 +131,7 @@ class Measurement:
             n_documents=self.options.documents, reranker=_reranker(self.pipeline),
             rerankers={} if spec is None else {spec.label: _reranker(self.pipeline, spec)},
             max_new_tokens=self.pipeline.defaults.sampling.max_tokens, journal=self.answers,
-            rankings=self.rankings,
+            rankings=self.rankings, template_of=partial(template_of, self.pipeline),
         )  # fmt: skip
 
 

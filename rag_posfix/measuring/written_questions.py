@@ -22,8 +22,8 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.documents import checked_document
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator
-from rag_posfix.evaluation.answers.answering import best_subspan_em, normalize
 from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.grading import best_subspan_em, normalize
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.query import text_request

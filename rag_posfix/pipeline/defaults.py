@@ -25,6 +25,7 @@ from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampl
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import accept_old_names
+from rag_posfix.pipeline.language import language_of
 from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.text import NO_PASSAGE_TEXT
@@ -161,6 +162,10 @@ class Defaults:
     floor: FloorChoice = "auto"
     measured: MeasuredProfile | None = None
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"traced": "attribution"})
+
+    def template_of(self, text: str) -> PromptTemplate | None:
+        """Return the template of the language of a question; None for that of the pipeline."""
+        return self.templates.get(language_of(text) or "")
 
 
 LEAST_GAIN = 0.8

@@ -30,7 +30,6 @@ from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelErr
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, PassageFloor
-from rag_posfix.pipeline.language import language_of
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.query import checked_query, search_query
@@ -383,7 +382,7 @@ class Pipeline(AskedInBatches):
         return ranked
 
     def _assembler_of(self, question: Question) -> Assembler:
-        template = question.template or self.defaults.templates.get(language_of(question.text) or "")
+        template = question.template or self.defaults.template_of(question.text)
         return self.assembler if template is None else self.assembler.with_template(template)
 
     def _retriever_of(self, question: Question) -> Retriever | None:

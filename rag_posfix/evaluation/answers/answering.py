@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-import string
 import time
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ from rag_posfix.contracts.request import Generation, GenerationRequest, Mitigati
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.grading import best_subspan_em, first_line
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.ranking.rankings import (
     OpenedReranker,
@@ -57,40 +55,6 @@ QUESTIONS_TOGETHER = 8
 
 MAX_WORDS = 30
 """A short answer has at most this many words in its first line."""
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_SPACES = re.compile("[\u0e01-\u0ecd\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-_SURPLUS_SPACE = re.compile(f"(?<={_NO_SPACES.pattern}) | (?={_NO_SPACES.pattern})")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalize(text: str) -> str:
-    """Return ``text`` in lower case without punctuation, articles and surplus spaces, as SQuAD compares answers.
-
-    A text of a script without spaces (Chinese, Japanese, Thai, ...) is compared in Unicode's NFKC form, without the
-    punctuation of any script, and without the spaces next to characters of such a script.
-    """
-    unspaced = _NO_SPACES.search(text) is not None
-    if unspaced:
-        text = unicodedata.normalize("NFKC", text)
-        text = "".join(" " if unicodedata.category(character).startswith("P") else character for character in text)
-    words = " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-    return _SURPLUS_SPACE.sub("", words) if unspaced else words
-
-
-def first_line(text: str) -> str:
-    """Return the text before the first line break, as Lost in the Middle scores it."""
-    return text.split("\n", 1)[0].strip()
-
-
-def best_subspan_em(answer: str, accepted: Sequence[str]) -> float:
-    """Return 1.0 if ``answer`` contains any accepted answer after normalisation, else 0.0.
-
-    Source: Liu et al. (2024), Lost in the Middle, section 2.2, https://arxiv.org/abs/2307.03172. Their scripts cut the
-    answer at the first line break before this; use ``first_line`` for that.
-    """
-    normalized = normalize(answer)
-    return float(any((gold := normalize(candidate)) and gold in normalized for candidate in accepted))
 
 
 def is_sound(answer: str) -> bool:
@@ -117,6 +81,7 @@ class Trial:
     documents: tuple[Document, ...]
     choice: MitigationChoice
     order: str = "original"
+    template: PromptTemplate = field(default_factory=PromptTemplate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +104,7 @@ class GradedAnswer:
     seconds: float
 
 
-_FIELDS = {field.name: str if field.name == "answer" else float for field in fields(GradedAnswer)}
+_FIELDS = {each.name: str if each.name == "answer" else float for each in fields(GradedAnswer)}
 
 
 def answer_and_score(
@@ -200,7 +165,7 @@ def answer_all(
 
 def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> GenerationRequest:
     count = len(trial.documents)
-    assembled = assembler.assemble(
+    assembled = assembler.with_template(trial.template).assemble(
         trial.example.question,
         trial.documents,
         order=trial.order,
@@ -218,12 +183,15 @@ def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> Generat
 def _grade(
     generation: Generation, example: PositionExample, log_probability: float | None, seconds: float
 ) -> GradedAnswer:
-    return GradedAnswer(
-        answer=generation.text,
-        accuracy=best_subspan_em(first_line(generation.text), example.answers),
-        accuracy_full_text=best_subspan_em(generation.text, example.answers),
-        log_probability=log_probability,
-        seconds=seconds,
+    return graded_again(GradedAnswer(generation.text, 0.0, 0.0, log_probability, seconds), example)
+
+
+def graded_again(answer: GradedAnswer, example: PositionExample) -> GradedAnswer:
+    """Return an answer with the grades of this version: a journal may have those of an earlier one."""
+    return replace(
+        answer,
+        accuracy=best_subspan_em(first_line(answer.answer), example.answers),
+        accuracy_full_text=best_subspan_em(answer.answer, example.answers),
     )
 
 
@@ -283,15 +251,20 @@ def _read_unscored(row: Any) -> GradedAnswer | None:
     return None if answer is None else replace(answer, log_probability=None)
 
 
+def device_of(engine: Generator) -> str:
+    """Return the type of the device that answers, for keys of journals."""
+    return engine.loaded.device.type if isinstance(engine, Engine) else "remote"
+
+
 def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
     passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
     fields = {
         "version": PROMPT_VERSION,
         "model": engine.fingerprint,
-        "device": engine.loaded.device.type if isinstance(engine, Engine) else "remote",
+        "device": device_of(engine),
         "method": engine.describe(trial.choice).fingerprint,
-        "template": PromptTemplate().fingerprint(),
+        "template": trial.template.fingerprint(),
         "question": trial.example.question,
         "answers": trial.example.answers,
         "passages": sorted(passages, key=str) if any_order else list(passages),

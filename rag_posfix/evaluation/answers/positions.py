@@ -12,6 +12,7 @@ from types import MappingProxyType
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.contracts.retrieval import Reranker
@@ -22,8 +23,7 @@ from rag_posfix.evaluation.answers.answering import (
     Trial,
     answer_all,
     answer_key,
-    best_subspan_em,
-    first_line,
+    graded_again,
     score_passages,
 )
 from rag_posfix.evaluation.answers.experiment import (
@@ -40,8 +40,15 @@ from rag_posfix.evaluation.answers.experiment import (
 from rag_posfix.evaluation.answers.position_summary import CLOSED_BOOK, GOLD_ONLY, PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.hostile import with_hostile_passage
-from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, take_examples, with_joined_passages
+from rag_posfix.evaluation.data.questions import (
+    GoldPosition,
+    PositionExample,
+    checked_positions,
+    take_examples,
+    with_joined_passages,
+)
 from rag_posfix.evaluation.figures import draw_positions, with_figure
+from rag_posfix.evaluation.grading import best_subspan_em, first_line
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.generation.engine import Engine
@@ -86,7 +93,7 @@ def evaluate_positions(
     Args:
         data: A file of Lost-in-the-Middle or HotpotQA rows or in SQuAD's format, or questions.
         choices: Arrangements; a method alone has the order of the experiment and relevance from ``reranker``.
-        gold_positions: Positions of the gold passage in the prompt, from 0; (0, 9) places two gold passages.
+        gold_positions: Positions of the gold passage in the prompt, from 0, each once; (0, 9) places two passages.
         documents: Number of passages per prompt.
         limit: Maximum number of questions.
         skip: Number of questions to leave out at the start.
@@ -108,13 +115,13 @@ def evaluate_positions(
         progress: Progress callback (``evaluation.record.Progress``).
 
     Raises:
-        ConfigError: a method, the model or a setting is wrong.
+        ConfigError: a method, a gold position, the model or a setting is wrong.
         EvaluationError: the file cannot be used, too few passages, or they do not fit the context window.
     """
     examples = _changed(take_examples(data, limit, skip), hostile, joined)
     arrangements = with_baselines(check_arrangements(choices)) if baselines else check_arrangements(choices)
-    for example, gold_position in itertools.product(examples, gold_positions):  # before the model is loaded
-        example.documents(documents, gold_position)
+    for example, place in itertools.product(examples, checked_positions(gold_positions)):  # before the model is loaded
+        example.documents(documents, place)
     journal_file = out and out / JOURNAL
     answer = partial(
         answer_at_positions, choices=arrangements, gold_positions=gold_positions, n_documents=documents,
@@ -183,6 +190,7 @@ def answer_at_positions(
     journal: AnswerJournal | None = None,
     rankings: RankJournal | None = None,
     check_orders: bool = False,
+    template_of: Callable[[str], PromptTemplate] = lambda question: PromptTemplate(),
 ) -> list[PositionRow]:
     """Answer every question under every condition: closed book, gold only, and each method at each gold position.
 
@@ -200,17 +208,16 @@ def answer_at_positions(
     scorers = {OWN_SCORER: reranker, **rerankers}
     labels = dict.fromkeys(arrangement.scorer for arrangement in arrangements)
     total = len(examples) * (2 + len(choices) * len(gold_positions))
-    count = 0
+    done = itertools.count(1)
 
     def tick() -> None:
-        nonlocal count
-        count += 1
         if progress is not None:
-            progress(count, total)
+            progress(next(done), total)
 
     def planned_rows(example: PositionExample) -> Iterator[_PlannedRow]:
+        template = template_of(example.question)
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
-            trial = Trial(example, passages, MitigationChoice("none"))
+            trial = Trial(example, passages, MitigationChoice("none"), template=template)
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
         scored = {label: score_passages(scorers[label], example, n_documents, rankings) for label in labels}
         gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
@@ -219,7 +226,7 @@ def answer_at_positions(
             for arrangement in arrangements:
                 by_id = scored[arrangement.scorer]
                 documents = tuple(by_id[name] for name in names if name in by_id)
-                trial = Trial(example, documents, arrangement.mitigation, arrangement.order)
+                trial = Trial(example, documents, arrangement.mitigation, arrangement.order, template)
                 any_order = arrangement.order_free and not check_orders
                 key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
                 yield _PlannedRow(trial, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])
@@ -247,7 +254,11 @@ def _answer_rows(
     tick: Callable[[], None],
 ) -> list[PositionRow]:
     """Return the rows with their answers, in order; what the journal lacks is computed, each key once."""
-    answers = {row.key: answer for row in planned if (answer := journal.get(row.key)) is not None}
+    answers = {
+        row.key: graded_again(answer, row.trial.example)
+        for row in planned
+        if (answer := journal.get(row.key)) is not None
+    }
     missing: dict[str, list[_PlannedRow]] = {}
     for row in planned:
         if row.key in answers:

@@ -26,7 +26,8 @@ from rag_posfix.evaluation.data.questions import (
     visible,
     with_own_ids,
 )
-from rag_posfix.text import split_words
+from rag_posfix.evaluation.grading import best_subspan_em, is_unspaced, normalize
+from rag_posfix.text import is_pair, split_words
 
 Severity = Literal["error", "warning"]
 
@@ -105,12 +106,12 @@ def check_labels(path: Path, passages: Path | None = None) -> tuple[int, list[La
 
 
 def _doubts(example: PositionExample) -> Iterator[str]:
-    answers = [" ".join(split_words(answer)) for answer in example.answers]
-
     def holds(documents: Sequence[Document]) -> bool:
-        texts = [f" {' '.join(split_words(document.page_content))} " for document in documents]
-        return any(f" {answer} " in text for text in texts for answer in answers)
+        return any(_holds(document.page_content, answer) for document in documents for answer in example.answers)
 
+    for answer in example.answers:
+        if not normalize(answer):
+            yield f"the accepted answer {answer!r} has only articles and punctuation; write one that answers match"
     if not holds(example.gold):
         yield "no accepted answer is in the gold passage, word by word"
     others = sum(holds([document]) for document in example.distractors[:20])
@@ -118,6 +119,14 @@ def _doubts(example: PositionExample) -> Iterator[str]:
         yield f"an accepted answer is also in {others} other passages; they count as wrong positions"
     if not example.distractors:
         yield "there is no other passage, so the position of the gold passage cannot change"
+
+
+def _holds(text: str, answer: str) -> bool:
+    """Return whether a text has an answer: word by word, in scripts without clear words as answers are graded."""
+    words = split_words(answer)
+    if is_unspaced(answer) or any(map(is_pair, words)):
+        return best_subspan_em(text, [answer]) > 0
+    return f" {' '.join(words)} " in f" {' '.join(split_words(text))} "
 
 
 class _Passage(NamedTuple):
@@ -142,6 +151,7 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield number and row of a file of CSV, Parquet or JSON lines; for what is no row, a text with the reason."""
     text = read_text(path)
     if path.name.removesuffix(".gz").endswith(".csv"):
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the limit of the process; it is only raised
         for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
             yield number, {**row, "answers": [answer for answer in (row.get("answers") or "").split("|") if answer]}
         return

@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 from pydantic import ValidationError
 
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.errors import EvaluationError, missing_extra
+from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.pipeline.query import history_query
 
@@ -99,6 +99,13 @@ class PositionExample:
 def position_label(gold_position: GoldPosition) -> str:
     """Return positions as text: ``4``, or ``0+9`` for two gold passages."""
     return str(gold_position) if isinstance(gold_position, int) else "+".join(map(str, gold_position))
+
+
+def checked_positions(gold_positions: Sequence[GoldPosition]) -> Sequence[GoldPosition]:
+    """Return the positions; ConfigError if one is there twice, as rows are paired by question and position."""
+    if len(set(gold_positions)) < len(gold_positions):
+        raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
+    return gold_positions
 
 
 def load_examples(

@@ -12,6 +12,7 @@ from rag_posfix.evaluation.data.hostile import hostile_id, with_hostile_passage
 from rag_posfix.evaluation.data.questions import (
     GoldPosition,
     PositionExample,
+    checked_positions,
     data_facts,
     position_label,
     take_examples,
@@ -105,13 +106,11 @@ def evaluate_reranking_positions(
         raise ConfigError(
             f"{len(rerankers)} rerankers at {len(gold_positions)} gold positions; give at least one of each"
         )
-    if len(set(gold_positions)) < len(gold_positions):
-        raise ConfigError(f"gold_positions={list(gold_positions)} has a position twice; remove one of them")
     check_rerankers(rerankers)
     examples = take_examples(data, limit, skip)
     examples = with_hostile_passage(examples, hostile) if hostile else examples
     for example in examples:  # before the model is loaded
-        for gold_position in gold_positions:
+        for gold_position in checked_positions(gold_positions):
             example.documents(documents, gold_position)
     chosen = settings or Settings()
     journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)

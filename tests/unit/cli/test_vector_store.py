@@ -61,6 +61,22 @@ def test_measure_writes_no_questions_from_a_store(run, tmp_path):
     assert "--questions, with a vector store as --retriever" in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--data", "q.jsonl", "--questions", "log.txt"), "give one of three: --index"),
+        (("--data", "q.jsonl", "--questions", "log.txt", "--passages", "p.jsonl"), "give one of three: --index"),
+        (("--questions", "log.txt", "--passages", "p.jsonl"), "--passages 'p.jsonl' is read for --data alone"),
+    ],
+)
+def test_measure_refuses_options_that_it_would_mix_or_ignore(run, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.txt").write_text(QUESTION)
+    code, _, err = run("measure", *SHELF, *options, "--out", tmp_path / "out")
+    assert code == 1
+    assert message in " ".join(err.split())
+
+
 @pytest.mark.parametrize("words", [("ask", "x"), ("prompt", "x"), ("measure", "--questions", "q", "--out", "out")])
 def test_without_index_and_store_the_usage_names_both(run, words: tuple[str, ...]):
     code, out, err = run(*words)

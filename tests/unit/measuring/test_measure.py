@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from threading import Barrier
 from uuid import uuid4
 
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
+from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.budget import PassageBudget
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.request import Generation, MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.evaluation.answers.answering import Trial, answer_all
@@ -32,7 +36,7 @@ from rag_posfix.measuring.flips import (
 )
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.pipeline.build import build_pipeline
-from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.retrieval.base import as_retriever
@@ -112,6 +116,27 @@ def test_an_interrupted_measurement_asks_only_what_is_missing(tmp_path):
     assert len(first.asked) == len(lines)
     assert len(second.asked) == 4
     assert len(StackJournal(journal).rows()) == len(lines)
+
+
+def test_answers_of_another_budget_template_or_device_are_asked_again(monkeypatch):
+    generator, journal = OrderBiasedGenerator(), StackJournal()
+    questions, _ = find_questions(pipeline_of(generator), [("0", Question("Wie hoch ist das rote Haus?"))])
+
+    def asked(budget=None, **defaults):
+        before = len(generator.asked)
+        assembler = Assembler(generator.encoder, generator.context_window, budget=budget)
+        pipeline = Pipeline(generator, assembler, defaults=Defaults(**defaults))
+        ask_in_orders(
+            pipeline, questions, parse_arrangement("none"), orders=2, repeats=0, seed=0, journal=journal
+        )  # fmt: skip
+        return len(generator.asked) - before
+
+    assert (asked(), asked()) == (2, 0)
+    assert asked(PassageBudget(8)) == 2
+    assert asked(templates={"de": PromptTemplate(instruction="DEUTSCH.")}) == 2
+    assert asked(templates={"fr": PromptTemplate(instruction="FRANÇAIS.")}) == 0
+    monkeypatch.setattr("rag_posfix.measuring.flips.device_of", lambda engine: "cuda")
+    assert asked() == 2
 
 
 def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
@@ -226,6 +251,30 @@ def weights(count):
         )
         for number in range(count)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"), [("What does it weigh?", "OWN."), ("Was ist das und wie schwer ist es?", "DEUTSCH.")]
+)
+def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_language(question, expected):
+    class Read(OrderBiasedGenerator):
+        prompts = ()
+
+        def generate(self, request):
+            self.prompts += (self.encoder.decode(request.layout.token_ids),)
+            return super().generate(request)
+
+    generator = Read()
+    templates = {"de": PromptTemplate(instruction="DEUTSCH.")}
+    pipeline = Pipeline(
+        generator, Assembler(generator.encoder, generator.context_window, PromptTemplate(instruction="OWN.")),
+        reranker=ByWords(), choose_reranker=lambda spec: ByWords(), defaults=Defaults(templates=templates),
+    )  # fmt: skip
+    examples = [replace(example, question=question) for example in weights(3)]
+    measure(pipeline, from_examples(examples, 5), examples=examples, options=MeasureOptions(documents=5))
+    read = [prompt for prompt in generator.prompts if "weighs" in prompt]  # closed book has another instruction
+    assert [prompt for prompt in read if expected not in prompt] == []
+    assert read
 
 
 class ByWords:

@@ -8,6 +8,7 @@ import torch
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.answering import (
@@ -17,12 +18,10 @@ from rag_posfix.evaluation.answers.answering import (
     answer_all,
     answer_and_score,
     answer_key,
-    best_subspan_em,
-    first_line,
     is_sound,
-    normalize,
     summarize_form,
 )
+from rag_posfix.evaluation.grading import best_subspan_em, first_line, normalize
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny_evaluation import EXAMPLES, CountedForwards, tiny_engine
 
@@ -64,6 +63,14 @@ def test_answers_are_normalised_as_squad_does(text, expected):
         ("anything", ["the", "!"], 0.0),
         ("anything", [], 0.0),
         ("Parisian", ["Paris"], 1.0),
+        ("面积约为3.5平方公里。", ["3.5"], 1.0),
+        ("比分是24\u201310。", ["24-10"], 1.0),
+        ("1000人です。", ["1,000"], 1.0),
+        ("\uff2e\uff28\uff2bです", ["NHK"], 1.0),
+        ("NHK", ["\uff2e\uff28\uff2b"], 1.0),
+        ("สูง 3.5 เมตร", ["3.5"], 1.0),
+        ("1、2、3です", ["12"], 0.0),
+        ("東京です", ["\uff01"], 0.0),
     ],
 )
 def test_an_answer_is_right_if_it_holds_an_accepted_one(answer, accepted, score):
@@ -264,11 +271,9 @@ class TestKey:
         for text, score in (("b", 0.5), ("a", 0.25))
     )
 
-    def key(
-        self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, order="original"
-    ):
+    def key(self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields):
         documents = self.passages if documents is None else documents
-        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), order)
+        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), **fields)
         return answer_key(engine or self.engine, trial, tokens, any_order=any_order)
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):
@@ -294,6 +299,7 @@ class TestKey:
             self.key(any_order=True),
             self.key(order="relevance"),
             self.key(order="reverse"),
+            self.key(template=PromptTemplate(instruction="Answer in one word.")),
         ]
         assert len(set(keys)) == len(keys)
 

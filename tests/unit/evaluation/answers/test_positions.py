@@ -7,7 +7,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import EvaluationError, RerankingError
+from rag_posfix.errors import ConfigError, EvaluationError, RerankingError
 from rag_posfix.evaluation.answers.answering import AnswerJournal
 from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
@@ -160,6 +160,12 @@ class TestExperiment:
         assert engine.passages is None
         assert [row["answer"] for row in found.rows] == [row["answer"] for row in expected.rows]
 
+    @pytest.mark.parametrize("positions", [(0, 0), (0, 1, 0)])
+    def test_a_position_that_is_given_twice_is_refused_before_anything_is_asked(self, engine, positions):
+        with CountedForwards(engine) as forwards, pytest.raises(ConfigError, match="has a position twice; remove"):
+            self.evaluate(engine, gold_positions=positions)
+        assert forwards.shapes == []
+
     def test_progress_is_told_by_step(self, engine):
         seen = []
         self.evaluate(engine, progress=lambda step: nullcontext(lambda done, total: seen.append((step, done, total))))
@@ -176,6 +182,14 @@ class TestJournal:
         assert forwards.shapes == []
         assert second == [replace(outcome, reused=True) for outcome in first]
         assert reported == [(done, 12) for done in range(1, 13)]
+
+    def test_answers_of_an_earlier_version_are_graded_again(self, engine, tmp_path):
+        path = tmp_path / "journal.jsonl"
+        first = sweep(engine, journal=AnswerJournal(path))
+        journal = AnswerJournal(path)
+        for key, answer in journal.rows().items():
+            journal.add(key, replace(answer, accuracy=0.5, accuracy_full_text=0.5))
+        assert sweep(engine, journal=AnswerJournal(path)) == [replace(outcome, reused=True) for outcome in first]
 
     def test_more_questions_positions_and_methods_compute_only_those(self, engine, tmp_path):
         path = tmp_path / "journal.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -42,6 +43,14 @@ def test_csv_has_several_answers_in_one_cell(tmp_path, passages):
     assert example.answers == ("1901", "in 1901")
 
 
+def test_a_long_cell_of_a_csv_file_is_read(tmp_path, passages):
+    csv.field_size_limit(131_072)  # Python's default, which an earlier test may have raised
+    path, long = tmp_path / "q.csv", "When was the Arn bridge built? " * 5000
+    path.write_text(f"question,answers,passage\n{long},1901,a\n")
+    assert load_labels(path, passages)[0].question.strip() == long.strip()
+    assert check_labels(path, passages) == (1, [])
+
+
 def test_every_problem_has_its_row(tmp_path, passages):
     good = {"question": "When was the Arn bridge built?", "answers": ["1901"], "passage": "a"}
     path = lines(
@@ -73,6 +82,31 @@ def test_every_problem_has_its_row(tmp_path, passages):
     assert "no accepted answer is in the gold passage" in text[7]
     assert "that of row 1" in text[8]
     assert "must be a JSON object" in text[9]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("会议在1月末举行。", "1月"),
+        ("那里是京都的北边。", "京"),
+        ("여섯 달이 걸렸다.", "여섯 달"),
+    ],
+)
+def test_an_answer_of_a_script_without_clear_words_is_found_in_its_passage(tmp_path, text, answer):
+    table = lines(tmp_path / "p.jsonl", [{"id": "a", "text": text}, {"id": "b", "text": "Bread is baked."}])
+    path = lines(tmp_path / "q.jsonl", [{"question": "?", "answers": [answer], "passage": "a"}])
+    assert check_labels(path, table) == (1, [])
+
+
+def test_an_answer_of_articles_and_punctuation_alone_is_named(tmp_path, passages):
+    path = lines(
+        tmp_path / "q.jsonl", [{"question": "Which word?", "answers": ["The", "1901", "?!"], "passage": "a"}]
+    )  # fmt: skip
+    _, problems = check_labels(path, passages)
+    assert [problem.message.split(" has ")[0] for problem in problems[:2]] == [
+        "the accepted answer 'The'", "the accepted answer '?!'",
+    ]  # fmt: skip
+    assert {problem.severity for problem in problems} == {"warning"}
 
 
 def test_a_malformed_row_stops_loading_and_says_how_to_find_all(tmp_path, passages):
