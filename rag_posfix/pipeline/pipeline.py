@@ -116,8 +116,8 @@ class Pipeline(AskedInBatches):
         return self._with(generator=generator, cache=self.cache if cache is None else cache)
 
     def with_retriever(self, retriever: Retriever) -> Pipeline:
-        """Return a pipeline with another retriever and no named ones; this pipeline does not change."""
-        return self._with(retriever=retriever, indexes={})
+        """Return a pipeline with the same parts and another retriever; this pipeline does not change."""
+        return self._with(retriever=retriever)
 
     def with_template(self, template: object) -> Pipeline:
         """Return a pipeline with the same parts and another prompt template; this pipeline does not change.

@@ -117,10 +117,11 @@ def test_tracked_insertions_of_a_word_file_are_text_and_deletions_are_not(tmp_pa
 
     space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
     written = docx.Document()
-    paragraph = written.add_paragraph("The limit is ")
-    paragraph._p.append(parse_xml(f"<w:ins {space}><w:r><w:t>20 euros</w:t></w:r></w:ins>"))
-    paragraph._p.append(parse_xml(f"<w:del {space}><w:r><w:delText>5 euros</w:delText></w:r></w:del>"))
-    paragraph._p.append(
+    written.add_paragraph("The limit is ")
+    paragraph = written.element.body[0]
+    paragraph.append(parse_xml(f"<w:ins {space}><w:r><w:t>20 euros</w:t></w:r></w:ins>"))
+    paragraph.append(parse_xml(f"<w:del {space}><w:r><w:delText>5 euros</w:delText></w:r></w:del>"))
+    paragraph.append(
         parse_xml(f"<w:sdt {space}><w:sdtContent><w:r><w:t> a day.</w:t></w:r></w:sdtContent></w:sdt>")
     )
     written.save(tmp_path / "a.docx")
