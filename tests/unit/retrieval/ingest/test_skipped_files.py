@@ -121,9 +121,7 @@ def test_tracked_insertions_of_a_word_file_are_text_and_deletions_are_not(tmp_pa
     paragraph = written.element.body[0]
     paragraph.append(parse_xml(f"<w:ins {space}><w:r><w:t>20 euros</w:t></w:r></w:ins>"))
     paragraph.append(parse_xml(f"<w:del {space}><w:r><w:delText>5 euros</w:delText></w:r></w:del>"))
-    paragraph.append(
-        parse_xml(f"<w:sdt {space}><w:sdtContent><w:r><w:t> a day.</w:t></w:r></w:sdtContent></w:sdt>")
-    )
+    paragraph.append(parse_xml(f"<w:sdt {space}><w:sdtContent><w:r><w:t> a day.</w:t></w:r></w:sdtContent></w:sdt>"))
     written.save(tmp_path / "a.docx")
     assert read_documents([tmp_path])[0].page_content == "The limit is 20 euros a day."
 
