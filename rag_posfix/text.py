@@ -6,6 +6,7 @@ contain both. They are replaced by U+FFFD once, at the input, so that hashes, to
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -131,6 +132,11 @@ def content_hash(*texts: str) -> str:
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()
+
+
+def allow_long_cells(text: str) -> None:
+    """Let the csv module read any cell of a text: its limit, 131,072 characters in a process, is only raised."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
 
 
 WORDS_VERSION = 2

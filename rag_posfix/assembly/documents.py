@@ -55,7 +55,7 @@ class CheckedDocument:
     document: Document
 
     @property
-    def text_key(self) -> str:
+    def duplicate_key(self) -> str:
         """A content hash of title and text with each run of white space as one space: equal for duplicates."""
         return content_hash(single_spaced(self.title), single_spaced(self.text))
 
@@ -135,18 +135,18 @@ def ranked_indices(documents: Sequence[CheckedDocument]) -> tuple[int, ...]:
 def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, ...], tuple[Dropped, ...]]:
     """Return the indices of the documents with text, without duplicates, ascending; and the documents left out.
 
-    Of documents whose text differs in white space only, the highest ranked is kept; of equal rank, the first.
+    Of documents whose titles and texts differ in white space only, the highest ranked is kept; of equal rank, the first.
     """
     best: dict[str, int] = {}
-    text_keys = [document.text_key for document in documents] if len(documents) > 1 else [""]
+    duplicate_keys = [document.duplicate_key for document in documents] if len(documents) > 1 else [""]
     for index in ranked_indices(documents):
-        best.setdefault(text_keys[index], index)
+        best.setdefault(duplicate_keys[index], index)
     distinct: list[int] = []
     dropped: list[Dropped] = []
     for index, document in enumerate(documents):
         if not document.text.strip():
             dropped.append(Dropped(document.id, "empty"))
-        elif best[text_keys[index]] != index:
+        elif best[duplicate_keys[index]] != index:
             dropped.append(Dropped(document.id, "duplicate"))
         else:
             distinct.append(index)

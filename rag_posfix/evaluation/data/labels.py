@@ -27,7 +27,7 @@ from rag_posfix.evaluation.data.questions import (
     with_own_ids,
 )
 from rag_posfix.evaluation.grading import best_subspan_em, is_unspaced, normalize
-from rag_posfix.text import is_pair, split_words
+from rag_posfix.text import allow_long_cells, is_pair, split_words
 
 Severity = Literal["error", "warning"]
 
@@ -151,7 +151,7 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield number and row of a file of CSV, Parquet or JSON lines; for what is no row, a text with the reason."""
     text = read_text(path)
     if path.name.removesuffix(".gz").endswith(".csv"):
-        csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the limit of the process; it is only raised
+        allow_long_cells(text)
         for number, row in enumerate(csv.DictReader(io.StringIO(text)), 1):
             yield number, {**row, "answers": [answer for answer in (row.get("answers") or "").split("|") if answer]}
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,9 +110,8 @@ def evaluate_reranking_positions(
     check_rerankers(rerankers)
     examples = take_examples(data, limit, skip)
     examples = with_hostile_passage(examples, hostile) if hostile else examples
-    for example in examples:  # before the model is loaded
-        for gold_position in checked_positions(gold_positions):
-            example.documents(documents, gold_position)
+    for example, place in itertools.product(examples, checked_positions(gold_positions)):  # before the model is loaded
+        example.documents(documents, place)
     chosen = settings or Settings()
     journal = RankJournal(None if out is None else out / JOURNAL, fresh=fresh)
     from rag_posfix.pipeline.build import build_reranker_models

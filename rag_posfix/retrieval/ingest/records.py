@@ -20,7 +20,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.readers import decode_text
-from rag_posfix.text import clean_text, content_hash, parse_json
+from rag_posfix.text import allow_long_cells, clean_text, content_hash, parse_json
 
 JSON_SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
 TABLE_SUFFIXES = (".csv", ".tsv")
@@ -252,7 +252,7 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
     delimiter = stated.group(1) if stated else "\t" if is_tabbed else max(_DELIMITERS, key=header.count)
     names: list[str] | None = None
     start, open_quotes = int(stated is not None), 0
-    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # the limit of the process; it is only raised
+    allow_long_cells(text)
     rows = csv.reader(lines[start:], delimiter=delimiter, strict=True)
     while True:
         first = start + rows.line_num + 1

@@ -73,10 +73,10 @@ def test_each_empty_document_is_counted():
 def test_no_two_kept_documents_have_the_same_text_and_none_is_lost(rows):
     documents = [read(text, score) for text, score in rows]
     kept, dropped = distinct_indices(documents)
-    assert len({documents[index].text_key for index in kept}) == len(kept)
+    assert len({documents[index].duplicate_key for index in kept}) == len(kept)
     assert len(kept) + len(dropped) == len(rows)
-    expected = {document.text_key for document in documents if document.text.strip()}
-    assert {documents[index].text_key for index in kept} == expected
+    expected = {document.duplicate_key for document in documents if document.text.strip()}
+    assert {documents[index].duplicate_key for index in kept} == expected
 
 
 def test_an_equal_text_under_another_title_is_no_duplicate():
