@@ -135,7 +135,8 @@ def ranked_indices(documents: Sequence[CheckedDocument]) -> tuple[int, ...]:
 def distinct_indices(documents: Sequence[CheckedDocument]) -> tuple[tuple[int, ...], tuple[Dropped, ...]]:
     """Return the indices of the documents with text, without duplicates, ascending; and the documents left out.
 
-    Of documents whose titles and texts differ in white space only, the highest ranked is kept; of equal rank, the first.
+    Of documents whose titles and texts differ in white space only, the highest ranked is kept; of equal rank, the
+    first.
     """
     best: dict[str, int] = {}
     duplicate_keys = [document.duplicate_key for document in documents] if len(documents) > 1 else [""]

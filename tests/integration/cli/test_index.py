@@ -51,6 +51,15 @@ class TestIndex:
         again = run("index", folder, "--out", index, "--rebuild", "--json").json
         assert [again[name] for name in ("added", "unchanged", "removed")] == [3, 0, 0]
 
+    def test_the_passages_of_an_emptied_folder_are_removed_beside_others(self, run, files, tmp_path):
+        index, folder = tmp_path / "new.index", tmp_path / "more"
+        folder.mkdir()
+        (folder / "a.txt").write_text("A page that goes.")
+        assert run("index", files, folder, "--out", index, "--json").json["added"] == 4
+        (folder / "a.txt").unlink()
+        found = run("index", folder, "--out", index, "--json").json
+        assert (found["passages"], found["removed"]) == (3, 1)
+
     def test_an_empty_folder_is_refused_and_nothing_is_written(self, run, tmp_path):
         (tmp_path / "empty").mkdir()
         error = run("index", tmp_path / "empty", "--out", tmp_path / "new.index", "--json").error
