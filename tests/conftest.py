@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
 
 # Read by their libraries at import, so before anything imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,19 +29,23 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-@pytest.fixture(scope="session")
-def _no_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of API keys and collections that nobody creates: tests with any bring their own."""
-    return str(tmp_path_factory.mktemp("data") / "none")
+@pytest.fixture(scope="session", autouse=True)
+def _settings_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A developer's own RAG_POSFIX_ variables, keys and collections change no test, and no fixture of many tests."""
+    folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as environment:
+        for name in list(os.environ):
+            if name.upper().startswith("RAG_POSFIX_"):
+                environment.delenv(name)
+        environment.setenv("RAG_POSFIX_SERVICE_DATA_DIR", str(folder / "shared"))
+        yield folder
+    assert not (folder / "shared").exists(), "a fixture of many tests wrote keys or collections where others read"
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, _no_data: str) -> None:
-    """A developer's own RAG_POSFIX_ variables, keys and collections change no test."""
-    for name in list(os.environ):
-        if name.upper().startswith("RAG_POSFIX_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("RAG_POSFIX_SERVICE_DATA_DIR", _no_data)
+def _own_data(monkeypatch: pytest.MonkeyPatch, _settings_folder: Path) -> None:
+    """The keys that a service of a test creates are not those of the next test."""
+    monkeypatch.setenv("RAG_POSFIX_SERVICE_DATA_DIR", str(_settings_folder / uuid4().hex))
 
 
 @pytest.fixture(scope="session")
