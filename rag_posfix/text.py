@@ -139,12 +139,24 @@ def allow_long_cells(text: str) -> None:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
 
 
-WORDS_VERSION = 2
-"""What ``split_words`` does, as the files of an index note it. 1: each Han or Kana character is a word."""
+WORDS_VERSION = 3
+"""What ``split_words`` does, as the files of an index note it.
+
+1: each Han or Kana character is a word. 2: words end at the vowel signs of Indic scripts, and at other marks.
+"""
 
 # Scripts without spaces between words, and Hangul, whose words end in particles: their words are pairs of characters.
 _PAIRED = ("\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff", "\uac00-\ud7a3", "\u0e01-\u0e4e\u0e80-\u0ecd")
-_WORD = re.compile("|".join(f"[{script}]+" for script in _PAIRED) + rf"|[^\W_{''.join(_PAIRED)}]+")
+_LETTER = rf"[^\W_{''.join(_PAIRED)}]"
+# Devanagari to Sinhala without their punctuation: the vowel signs, which are no letters for ``\w``, belong to a word.
+_INDIC = "[\u0900-\u0963\u0966-\u096f\u0971-\u0df3]"
+_WORD = re.compile("|".join(f"[{script}]+" for script in _PAIRED) + f"|{_LETTER}+(?:{_INDIC}+{_LETTER}*)*")
+# Accents without a composed letter, Hebrew points, Arabic vowels and tatweel, the soft hyphen and joiners: the same word
+# is written with and without them. A non-joiner separates parts of words in Persian.
+_OPTIONAL = re.compile(
+    "[\u00ad\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670"
+    "\u06d6-\u06dc\u06df-\u06e4\u06e7\u06e8\u06ea-\u06ed\u200d\u2060]|(?<=[\u0900-\u0df3])\u200c"
+)
 _FIRST_PAIRED = re.compile(f"[{''.join(_PAIRED)}]")
 # Thai and Lao: a consonant with its vowels and tone marks counts as one character.
 _CHARACTER = re.compile("[\u0e40-\u0e44\u0ec0-\u0ec4]?.[\u0e30-\u0e3a\u0e45-\u0e4e\u0eb0-\u0ebd\u0ec8-\u0ecd]*")
@@ -154,12 +166,12 @@ def split_words(text: str) -> list[str]:
     """Return the words of ``text`` in order: runs of letters and digits, in lower case and Unicode's NFKC form.
 
     A run of Chinese, Japanese, Korean, Thai or Lao characters is split into overlapping pairs of characters, as
-    Lucene's CJKAnalyzer does; a single character is a word. No stemming and no stop words. For ASCII this is
-    ``[a-z0-9]+`` of the lower-cased text.
+    Lucene's CJKAnalyzer does; a single character is a word. Arabic vowels, Hebrew points and soft hyphens are left
+    out. No stemming and no stop words. For ASCII this is ``[a-z0-9]+`` of the lower-cased text.
     """
     if text.isascii():
         return _WORD.findall(text.lower())
-    runs = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    runs = _WORD.findall(_OPTIONAL.sub("", unicodedata.normalize("NFKC", text).lower()))
     return [word for run in runs for word in (_pairs(run) if _FIRST_PAIRED.match(run) else (run,))]
 
 
@@ -174,9 +186,8 @@ def whole_words(phrase: str) -> str:
     Scripts whose words are pairs of characters for ``split_words`` have no ends of words: such a phrase may stand
     anywhere, and any phrase may stand next to their characters.
     """
-    spaced = rf"[^\W{''.join(_PAIRED)}]"
-    before = "" if is_pair(phrase[0]) else f"(?<!{spaced})"
-    after = "" if is_pair(phrase[-1]) else f"(?!{spaced})"
+    before = "" if is_pair(phrase[0]) else f"(?<!{_LETTER}|{_INDIC})"
+    after = "" if is_pair(phrase[-1]) else f"(?!{_LETTER}|{_INDIC})"
     return before + re.escape(phrase) + after
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.text import checked_question, clean_json, clean_text, content_hash, parse_json
+from rag_posfix.text import checked_question, clean_json, clean_text, content_hash, parse_json, whole_words
 
 # Any code point, and the troublesome ones often.
 characters = st.one_of(st.characters(exclude_categories=()), st.sampled_from("\ud800\udbff\udc00\udfff\x00\ufeffa😀"))
@@ -103,3 +103,18 @@ def test_a_question_without_a_visible_character_is_refused(question):
 
 def test_a_question_is_cleaned():
     assert checked_question(" who\ud800? ") == " who\ufffd? "
+
+
+@pytest.mark.parametrize(
+    ("phrase", "text", "stands"),
+    [
+        ("Rom", "Rome", False),
+        ("Rom", "in Rom.", True),
+        ("दिल्ल", "दिल्ली", False),  # a vowel sign goes on
+        ("दिल्ली", "नई दिल्ली।", True),
+        ("京", "東京都", True),
+        ("3.5", "約3.5倍", True),
+    ],
+)
+def test_a_phrase_stands_where_no_word_goes_on(phrase: str, text: str, stands: bool):
+    assert bool(re.search(whole_words(phrase), text)) is stands

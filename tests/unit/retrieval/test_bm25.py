@@ -35,6 +35,13 @@ def retriever_of(*texts, **options):
         ("六个月 a六", ["六个", "个月", "a", "六"]),
         ("여섯 달은", ["여섯", "달은"]),
         ("เรือใหญ่", ["เรือ", "อให", "ใหญ่"]),  # a vowel before, and marks above, belong to their consonant
+        ("भारत की राजधानी नई दिल्ली है।", ["भारत", "की", "राजधानी", "नई", "दिल्ली", "है"]),
+        ("தமிழ் மொழி, ১২৩", ["தமிழ்", "மொழி", "১২৩"]),
+        ("র\u200d্যাব হক্\u200cর", ["র্যাব", "হক্র"]),  # joiners and non-joiners of Bengali
+        ("می\u200cخواهم", ["می", "خواهم"]),  # Persian: also written with a space
+        ("مُحَمَّد محـــمد", ["محمد", "محمد"]),
+        ("שָׁלוֹם", ["שלום"]),
+        ("İstanbul Ver\u00adtrag x\u0304", ["istanbul", "vertrag", "x"]),
         (" .,;—\n", []),
     ],
 )
