@@ -151,8 +151,8 @@ _LETTER = rf"[^\W_{''.join(_PAIRED)}]"
 # Devanagari to Sinhala without their punctuation: the vowel signs, which are no letters for ``\w``, belong to a word.
 _INDIC = "[\u0900-\u0963\u0966-\u096f\u0971-\u0df3]"
 _WORD = re.compile("|".join(f"[{script}]+" for script in _PAIRED) + f"|{_LETTER}+(?:{_INDIC}+{_LETTER}*)*")
-# Accents without a composed letter, Hebrew points, Arabic vowels and tatweel, the soft hyphen and joiners: the same word
-# is written with and without them. A non-joiner separates parts of words in Persian.
+# Accents without a composed letter, Hebrew points, Arabic vowels and tatweel, the soft hyphen and joiners: the same
+# word is written with and without them. A non-joiner separates parts of words in Persian.
 _OPTIONAL = re.compile(
     "[\u00ad\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670"
     "\u06d6-\u06dc\u06df-\u06e4\u06e7\u06e8\u06ea-\u06ed\u200d\u2060]|(?<=[\u0900-\u0df3])\u200c"
