@@ -231,7 +231,9 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
         corpus = next((name for name in _BEIR_CORPORA if name in names), None)
         if corpus is not None and any(name in names or name in folders for name in _BEIR_QUESTIONS):
             folders[:], names = [], [corpus]  # leave out queries and judgements
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for link in (Path(parent, name) for name in folders if os.path.islink(Path(parent, name))):
+            skip(SkippedFile(str(link), "unreadable", "a link to a folder, which is not followed; give that folder too"))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files, key=lambda file: file.relative_to(folder).parts):
         if not file.name.lower().endswith(SUFFIXES):

@@ -37,6 +37,19 @@ def test_every_skipped_file_is_named_with_its_reason(folder):
     assert "not text in a known encoding" in found["noise.txt"][1]
 
 
+def test_a_link_to_a_folder_is_named_and_not_followed(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.txt").write_text("other text")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "around").symlink_to(folder)
+    read = read_files([folder], strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["good text"]
+    links = [skipped for skipped in read.skipped if "link to a folder" in skipped.reason]
+    assert [link.file for link in links] == [str(folder / "around"), str(folder / "linked")]
+    both = read_files([folder, folder / "linked"], strict=False)
+    assert [entry.document.page_content for entry in both.entries] == ["good text", "other text"]
+
+
 @pytest.mark.parametrize("name", ["broken.pdf", "broken.jsonl", "program.txt", "noise.txt", "picture.png"])
 def test_strict_reading_raises_at_such_a_file(folder, name):
     with pytest.raises(RetrievalError, match=name):
