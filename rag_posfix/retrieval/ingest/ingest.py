@@ -233,7 +233,7 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
             folders[:], names = [], [corpus]  # leave out queries and judgements
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for link in (Path(parent, name) for name in folders if os.path.islink(Path(parent, name))):
-            skip(SkippedFile(str(link), "unreadable", "a link to a folder, which is not followed; give that folder too"))
+            skip(SkippedFile(str(link), "unreadable", "a link to a folder, which is not followed; name it too"))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files, key=lambda file: file.relative_to(folder).parts):
         if not file.name.lower().endswith(SUFFIXES):

@@ -38,7 +38,7 @@ def retriever_of(*texts, **options):
         ("भारत की राजधानी नई दिल्ली है।", ["भारत", "की", "राजधानी", "नई", "दिल्ली", "है"]),
         ("தமிழ் மொழி, ১২৩", ["தமிழ்", "மொழி", "১২৩"]),
         ("র\u200d্যাব হক্\u200cর", ["র্যাব", "হক্র"]),  # joiners and non-joiners of Bengali
-        ("می\u200cخواهم", ["می", "خواهم"]),  # Persian: also written with a space
+        ("می\u200cخواهم", ["می", "خواهم"]),  # noqa: RUF001 - Persian: also written with a space
         ("مُحَمَّد محـــمد", ["محمد", "محمد"]),
         ("שָׁלוֹם", ["שלום"]),
         ("İstanbul Ver\u00adtrag x\u0304", ["istanbul", "vertrag", "x"]),
