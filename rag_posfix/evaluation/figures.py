@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
+from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 
 if TYPE_CHECKING:
@@ -45,12 +45,7 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
     """Write a figure as SVG and PNG next to a record, and return the paths by format."""
     paths = {kind: record.with_suffix(f".{kind}") for kind in ("svg", "png")}
     for kind, path in paths.items():
-        try:
-            write_whole(path, [_render(figure, kind)])
-        except OSError as error:
-            raise EvaluationError(
-                f"cannot write a figure to {path.parent}: {error.strerror}; choose another --out"
-            ) from error
+        write_whole(path, [_render(figure, kind)])
     return paths
 
 

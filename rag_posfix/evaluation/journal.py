@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import orjson
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.record import installed_version, source_commit
+from rag_posfix.evaluation.record import installed_version, source_commit, writing_results
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -81,14 +81,10 @@ class LineJournal(Generic[Row]):
                 **self._writer,
             }
         )
-        try:
+        with writing_results(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
                 file.write((b"\n" if self._torn else b"") + line + b"\n")
-        except OSError as error:
-            raise EvaluationError(
-                f"cannot write the journal {self._path}: {error.strerror}; choose another --out"
-            ) from error
         self._torn = False
 
     def _load(self, path: Path, fresh: bool) -> None:

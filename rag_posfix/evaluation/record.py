@@ -16,7 +16,7 @@ import secrets
 import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -138,17 +138,27 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def writing_results(path: Path) -> Iterator[None]:
+    """Turn an ``OSError`` of the block, which writes to a file or folder of ``--out``, into an ``EvaluationError``."""
+    try:
+        yield
+    except OSError as error:
+        raise EvaluationError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
+
+
 def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
     """Write a file and its folder, with the permissions of the umask; after an error an old file is still there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.parent / f".{path.name}-{secrets.token_hex(8)}"
-    try:
-        with scratch.open("xb") as file:
-            file.writelines(chunks)
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with writing_results(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with scratch.open("xb") as file:
+                file.writelines(chunks)
+            os.replace(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
 
 
 def write_record(
@@ -182,12 +192,7 @@ def save_record(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str,
         content["rows"] = {"file": rows_path.name, "count": len(rows), "sha256": digest}
     files[path] = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"
     for written, data in files.items():
-        try:
-            write_whole(written, [data])
-        except OSError as error:
-            raise EvaluationError(
-                f"cannot write a record to {path.parent}: {error.strerror}; choose another --out"
-            ) from error
+        write_whole(written, [data])
 
 
 def read_head(path: Path) -> dict[str, Any]:

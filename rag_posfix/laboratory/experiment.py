@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from rag_posfix.encodings.base import Encoding
 from rag_posfix.encodings.decoder import Decoder
-from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_whole
 from rag_posfix.laboratory.measuring import Measured, TrainingSettings, digest_of, generator_for, measure
@@ -351,10 +351,7 @@ def _with_table(record: ExperimentRecord) -> ExperimentRecord:
     if "record" not in record.files:
         return record
     path = record.files["record"].with_suffix(".csv")
-    try:
-        write_whole(path, [_table(record.rows)])
-    except OSError as error:
-        raise EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+    write_whole(path, [_table(record.rows)])
     return replace(record, files={**record.files, "csv": path})
 
 

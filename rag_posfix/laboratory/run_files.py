@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rag_posfix.encodings.decoder import Decoder
-from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import write_whole
 from rag_posfix.laboratory.measuring import Measured
 from rag_posfix.training_tensors import flattened, separated
@@ -140,12 +139,8 @@ class RunFiles:
         return snapshot
 
     def _write(self, name: str, content: bytes) -> None:
-        if self.folder is None:
-            return
-        try:
+        if self.folder is not None:
             write_whole(self.folder / name, [content])
-        except OSError as error:
-            raise EvaluationError(f"cannot write to {self.folder}: {error.strerror}; choose another --out") from error
 
 
 def _put(tensors: dict[str, Tensor], decoder: Decoder, optimizer: torch.optim.Optimizer) -> None:

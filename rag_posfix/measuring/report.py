@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.errors import EvaluationError, missing_extra
+from rag_posfix.errors import missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 from rag_posfix.measuring.charts import Chart, draw_cost, draw_curve, page_script
 
@@ -80,10 +80,7 @@ def write_report(records: Sequence[ExperimentRecord], page: Path) -> dict[str, P
                 except (ValueError, RuntimeError) as error:  # what vl_convert raises
                     _log.warning("%s.%s was not written: %s", name, ending, _first_line(error))
     for path, content in files.values():
-        try:
-            write_whole(path, [content])
-        except OSError as error:
-            raise EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out") from error
+        write_whole(path, [content])
     return {name: path for name, (path, _) in files.items()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
-from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent, write_whole
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent, write_whole, writing_results
 from rag_posfix.probing.base import Probe
 from rag_posfix.probing.subject import Subject
 
@@ -57,12 +57,10 @@ def run_probes(
         EvaluationError: the folder cannot be written; told before the first probe runs.
     """
     path = out / PAGE
-    try:  # an error of writing in the loop would look as if the first probe could not measure the model
+    with writing_results(path):  # in the loop it would look as if the first probe could not measure the model
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    except OSError as error:
-        raise _not_written(path, error) from error
     records: dict[str, ExperimentRecord] = {}
     refused: dict[str, str] = {}
     for probe in probes:
@@ -73,15 +71,8 @@ def run_probes(
         except (UnsupportedModelError, ConfigError, EvaluationError) as error:
             refused[probe.name] = str(error)
     summary = ProbeSummary(subject.facts(), records, refused)
-    try:
-        write_whole(path, [probe_page(summary, probes).encode()])
-    except OSError as error:
-        raise _not_written(path, error) from error
+    write_whole(path, [probe_page(summary, probes).encode()])
     return summary, path
-
-
-def _not_written(path: Path, error: OSError) -> EvaluationError:
-    return EvaluationError(f"cannot write {path}: {error.strerror}; choose another --out")
 
 
 def probe_page(summary: ProbeSummary, probes: Sequence[Probe]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation.record import writing_results
 from rag_posfix.evaluation.statistics import mean
 from rag_posfix.files import replace_durably
 from rag_posfix.mitigations.base import Mitigation
@@ -252,11 +253,9 @@ class RunFiles:
         self._write(name, content)
 
     def _write(self, name: str, content: bytes) -> None:
-        try:
+        with writing_results(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_durably(self.folder / name, content)
-        except OSError as error:
-            raise EvaluationError(f"cannot write to {self.folder}: {error.strerror}; choose another --out") from error
 
 
 def _put(tensors: dict[str, Tensor], model: TunedModel, optimizer: torch.optim.Optimizer) -> None:

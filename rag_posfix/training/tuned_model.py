@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
+from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.evaluation.record import writing_results
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import recompute_layers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
@@ -82,7 +83,7 @@ class TunedModel:
         """Write the adapter, or the whole model with its tokenizer, to a new folder, and return that folder."""
         target = folder / ("model" if self.adapted is None else "adapter")
         scratch = folder / f".{target.name}-unfinished"
-        try:
+        with writing_results(folder):
             shutil.rmtree(scratch, ignore_errors=True)
             if self.adapted is None:
                 self.loaded.model.save_pretrained(scratch)
@@ -93,8 +94,6 @@ class TunedModel:
                 (scratch / "README.md").unlink(missing_ok=True)  # a form of the Hub that nobody has filled in
             shutil.rmtree(target, ignore_errors=True)
             scratch.replace(target)
-        except OSError as error:
-            raise EvaluationError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
         return target
 
 

@@ -48,10 +48,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def write_text(path: Path, texts: Iterable[str | bytes]) -> None:
     """Write a file (text as UTF-8) completely or not at all, replacing one that is there."""
-    try:
-        write_whole(path, (text.encode() if isinstance(text, str) else text for text in texts))
-    except OSError as error:
-        raise EvaluationError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
+    write_whole(path, (text.encode() if isinstance(text, str) else text for text in texts))
 
 
 def checked_id(value: object, location: str, what: str) -> str:

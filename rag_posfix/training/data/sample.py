@@ -15,6 +15,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import malformed, question_and_answers, visible
+from rag_posfix.evaluation.record import writing_results
 from rag_posfix.text import whole_words
 from rag_posfix.training.data.pairs import Contamination, Pair, PairSource, Segment, seeded_random
 from rag_posfix.training.data.settings import DataSettings
@@ -217,7 +218,7 @@ def write_samples(
     """
     final = folder / SAMPLES
     partial = folder / (SAMPLES + _UNFINISHED)
-    try:
+    with writing_results(folder):
         if final.exists():
             if _whole_lines(final, run)[0] != count:
                 raise _other_samples(final)
@@ -235,8 +236,6 @@ def write_samples(
                 report(number + 1, count)
             os.fsync(file.fileno())
         os.replace(partial, final)
-    except OSError as error:
-        raise EvaluationError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
     return final
 
 

@@ -36,7 +36,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(EvaluationError) as caught:
             write_record(folder, "positions", {})
-        assert str(caught.value).startswith(f"cannot write a record to {folder}: ")
+        assert str(caught.value).startswith(f"cannot write {folder / 'positions'}")
         assert str(caught.value).endswith("; choose another --out")
 
 

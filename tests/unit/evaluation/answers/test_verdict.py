@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
+from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.permutations import evaluate_permutations
 from rag_posfix.evaluation.answers.position_summary import position_verdicts
 from rag_posfix.evaluation.answers.positions import evaluate_positions
@@ -96,7 +97,7 @@ def test_a_file_that_cannot_be_completed_leaves_the_old_one(tmp_path):
         yield b"new"
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(EvaluationError, match=r"cannot write .*file: no space left; choose another --out"):
         write_whole(path, broken())
     assert path.read_bytes() == b"old"
     assert [one.name for one in path.parent.iterdir()] == ["file"]
