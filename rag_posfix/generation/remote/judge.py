@@ -126,7 +126,7 @@ class ServerJudge:
             check: Called while answers are awaited; what it raises ends the judgement.
 
         Raises:
-            UnsupportedModelError: all sampled answers are empty.
+            UnsupportedModelError: all answers begin with thoughts, or all sampled ones are empty.
         """
         server = self._connection.servers.urls[0]
         names = [content_hash("judgement-1", server, self._model, salt, repr((prompt, spellings)))
@@ -188,7 +188,10 @@ class ServerJudge:
         form, top = self._form or (Form.SAMPLES, 0)
         if form is not Form.SAMPLES:
             answers = self._send(form, [self._body(form, prompt, top) for prompt in prompts], 1, check, keys)
-            return [_odds(_alternatives(form, answer), spellings) for answer in answers]
+            listed = [_alternatives(form, answer) for answer in answers]
+            if not any(text in each for each in listed for text in itertools.chain(*spellings)):
+                self._check_said([max(each, key=each.__getitem__, default="") for each in listed], is_sampled=False)
+            return [_odds(each, spellings) for each in listed]
         bodies = [
             {**self._body(Form.CHAT, prompt, None), self._token_limit_field: _SAMPLE_TOKENS, "temperature": 1.0,
              "seed": seed}
@@ -197,9 +200,14 @@ class ServerJudge:
         ]  # fmt: skip
         repeated = [key for key in keys for _ in range(SAMPLES)]
         texts = [_text(answer) for answer in self._send(Form.CHAT, bodies, _SAMPLE_TOKENS, check, repeated)]
-        if not any(text.strip() for text in texts):  # all passages would have the same score
-            raise UnsupportedModelError(_NO_WORDS.format(self._model, len(texts), _SAMPLE_TOKENS))
+        self._check_said(texts, is_sampled=True)
         return [_majority(texts[at : at + SAMPLES], spellings) for at in range(0, len(texts), SAMPLES)]
+
+    def _check_said(self, beginnings: Sequence[str], *, is_sampled: bool) -> None:
+        """Raise if a model that thinks first says nothing of any passage: all would have the same score."""
+        said = [text.strip() for text in beginnings]
+        if all(text.startswith("<think") or (is_sampled and not text) for text in said):
+            raise UnsupportedModelError(_NO_WORDS.format(self._model, len(said)))
 
     def _send(
         self,
@@ -289,8 +297,8 @@ class ServerJudge:
 
 
 _NO_WORDS = (
-    "{} cannot judge passages: its {} sampled answers of at most {} tokens are all empty, as those of models that "
-    "think first; turn its thinking off on the server, or use the reranker embedding or cross_encoder"
+    "{} cannot judge passages: all beginnings of its {} answers are empty or thoughts, as those of models that think "
+    "first; turn its thinking off on the server, or use the reranker embedding or cross_encoder"
 )
 _NO_PROMPT_SCORES = (
     "the server gives no log-probabilities of prompts (completions with echo and logprobs), which likelihood needs; "

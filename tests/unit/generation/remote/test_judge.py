@@ -133,15 +133,25 @@ def test_samples_vote_where_a_server_gives_no_log_probabilities(caplog):
     assert "judged by sampled answers" in caplog.text
 
 
-def test_a_model_that_thinks_first_and_gives_only_empty_samples_is_named():
+@pytest.mark.parametrize("said", ["", "<think>\nOkay"])
+def test_a_model_that_thinks_first_cannot_judge_by_samples(said: str):
     def thinking(body: dict[str, Any]) -> Reply:
-        return error(403, "no logprobs for this model") if "logprobs" in body else whole("", "length")
+        return error(403, "no logprobs for this model") if "logprobs" in body else whole(said, "length")
 
     with (
         asking(thinking) as (generator, _),
-        pytest.raises(UnsupportedModelError, match=r"10 sampled answers .* all empty.* turn its thinking off"),
+        pytest.raises(UnsupportedModelError, match=r"its 10 answers are empty or thoughts.* turn its thinking off"),
     ):
         generator.log_odds(layout_of("passage 1"), YES, NO)
+
+
+def test_a_model_that_thinks_first_cannot_judge_by_log_probabilities():
+    thinking = as_json(judging("<think>", {"<think>": -0.1, "Okay": -9.0}))
+    with asking(thinking) as (generator, _), pytest.raises(UnsupportedModelError, match="its 2 answers are empty or"):
+        generator.log_odds(layout_of("passage 1"), YES, NO)
+    unlikely = as_json(judging("<think>", {"<think>": -0.1, "Yes": -8.0, "No": -9.0}))
+    with asking(unlikely) as (generator, _):
+        assert generator.log_odds(layout_of("passage 1"), YES, NO) == (1.0, 1.0)
 
 
 def test_some_empty_samples_count_for_neither():
