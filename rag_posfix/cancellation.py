@@ -5,9 +5,17 @@ Assembly and waits in a cache are below interfaces that have no argument for the
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from functools import partial
 from math import inf
+from typing import TypeVar
+
+from rag_posfix.errors import GenerationCancelled
+
+T = TypeVar("T")
 
 _CHECK: ContextVar[Callable[[], None] | None] = ContextVar("rag_posfix_cancel_check", default=None)
 _REMAINING: ContextVar[Callable[[], float]] = ContextVar("rag_posfix_remaining", default=lambda: inf)
@@ -32,3 +40,22 @@ def set_cancel_check(check: Callable[[], None], remaining: Callable[[], float] =
     """
     _CHECK.set(check)
     _REMAINING.set(remaining)
+
+
+async def run_until_cancelled(function: Callable[[], T]) -> T:
+    """Run a function in another thread; when the task is cancelled, ``check_cancelled`` raises there from then on."""
+    cancelled, outer = threading.Event(), _CHECK.get()
+
+    def check() -> None:
+        if cancelled.is_set():
+            raise GenerationCancelled("the task that waited for the answer was cancelled")
+        if outer is not None:
+            outer()
+
+    context = copy_context()
+    context.run(set_cancel_check, check, _REMAINING.get())
+    try:
+        return await asyncio.get_running_loop().run_in_executor(None, partial(context.run, function))
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise

@@ -242,7 +242,8 @@ class DiskTier(Generic[V]):
     def _put(self, key: str, entry: V) -> None:
         buffers = self._codec.encode(key, entry)
         n_bytes = sum(map(len, buffers))
-        if n_bytes > self._max_bytes // 4:
+        if n_bytes > self._max_bytes // 4:  # an earlier value is not that of the key any more
+            self._on_file(partial(self._record_use, [key], (), self._clock()))
             return
         if n_bytes <= INLINE_BYTES:
             self._on_file(lambda connection: self._insert(connection, key, entry, b"".join(buffers)))

@@ -27,9 +27,10 @@ ENDLESS_WORDS = 60
 """A first sentence of more words than this does not end."""
 
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[\u3002\uff01\uff1f\n]")
-_UNFINISHED = re.compile(r"(?:[:,;]|\b(?:the|a|an|of|is|are|was|were|and|or|to|in|by|with))\s*$", re.IGNORECASE)
-# "1/2", "1." and "2)": the number of a page or of a list's item, without the item.
-_BARE_MARKER = re.compile(r"\s*(?:\d+\s*/\s*\d+|\(?\d+[.)])\s*$")
+# In lower case: "Vitamin A" and "Portland, OR" are whole.
+_UNFINISHED = re.compile(r"(?:[:,;]|\b(?:[Tt]he|a|an|of|is|are|was|were|and|or|to|in|by|with))\s*$")
+# "1/2", "1." and "2)": the number of a page or of a list's item, without the item. "1963." is a year.
+_BARE_MARKER = re.compile(r"\s*(?:\d+\s*/\s*\d+|\(?\d{1,2}[.)])\s*$")
 
 
 def repeats(text: str) -> bool:

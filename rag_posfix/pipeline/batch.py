@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
+from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import check_type
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.errors import ConfigError
@@ -73,9 +74,9 @@ class AskedInBatches(ABC):
         return_exceptions: bool = False,
         max_concurrency: int | None = None,
     ) -> list[Any]:
-        """Do what ``batch`` does in other threads, without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.batch, questions, return_exceptions=return_exceptions, max_concurrency=max_concurrency
+        """Do what ``batch`` does in other threads, without blocking the event loop; cancelled, it stops."""
+        return await run_until_cancelled(
+            partial(self.batch, questions, return_exceptions=return_exceptions, max_concurrency=max_concurrency)
         )
 
 

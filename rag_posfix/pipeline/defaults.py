@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
@@ -163,9 +164,14 @@ class Defaults:
     measured: MeasuredProfile | None = None
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"traced": "attribution"})
 
-    def template_of(self, text: str) -> PromptTemplate | None:
-        """Return the template of the language of a question; None for that of the pipeline."""
-        return self.templates.get(language_of(text) or "")
+    def template_of(self, text: str, history: Sequence[Mapping[str, str]] = ()) -> PromptTemplate | None:
+        """Return the template of the language of a question; None for that of the pipeline.
+
+        A follow-up whose language is unclear ("1871?") has that of the user's last message whose language is known.
+        """
+        earlier = (message["content"] for message in reversed(history) if message["role"] == "user")
+        languages = filter(None, map(language_of, chain([text], earlier)))
+        return self.templates.get(next(languages, ""))
 
 
 LEAST_GAIN = 0.8
@@ -204,8 +210,13 @@ class PassageFloor:
         judge = self.judge() if documents else None
         if judge is None:
             return list(documents)
+        # A judge that fails returns what it was given: the details of the reranker before it are no verdict.
+        unjudged = [
+            document.model_copy(update={"metadata": {k: v for k, v in document.metadata.items() if k != DETAILS}})
+            for document in documents
+        ]
         with run.timed("judge"), salted(run.salt):
-            ranked = rerank_indexed(judge, run.query.text, documents)
+            ranked = rerank_indexed(judge, run.query.text, unjudged)
         gains: dict[int, Any] = {
             entry.index: (entry.document.metadata.get(DETAILS) or {}).get("raw_score") for entry in ranked
         }

@@ -220,7 +220,7 @@ class Pipeline(AskedInBatches):
         prepared, generator = self._prepare(as_question(question), None, UNTRACED), self.generator
         cached = generator.cached_segments(prepared.request) if isinstance(generator, CachingGenerator) else ()
         return preview_prompt(
-            prepared.prompt.assembled, generator.encoder, cached, prepared.info.name,
+            prepared.prompt.assembled, generator.encoder, cached, prepared.info.name, prepared.run.left_out,
             answer_cached=self._look_up(prepared) is not None,
         )  # fmt: skip
 
@@ -361,7 +361,7 @@ class Pipeline(AskedInBatches):
                 stage.done(documents)
             floor = self.defaults.floor if question.floor is None else question.floor
             similar, doubtful = self.floor.similar(run, retriever, documents, floor)
-            ranked = self._reranked(run, similar)
+            ranked = self._reranked(run, similar)[:k]
             return self.floor.judged(run, ranked) if doubtful else ranked
         return self._reranked(run, documents)
 
@@ -382,7 +382,7 @@ class Pipeline(AskedInBatches):
         return ranked
 
     def _assembler_of(self, question: Question) -> Assembler:
-        template = question.template or self.defaults.template_of(question.text)
+        template = question.template or self.defaults.template_of(question.text, question.history)
         return self.assembler if template is None else self.assembler.with_template(template)
 
     def _retriever_of(self, question: Question) -> Retriever | None:

@@ -69,9 +69,19 @@ class PromptPreview:
 
 
 def preview_prompt(
-    assembled: Assembled, encoder: TokenEncoder, cached: Sequence[bool], mitigation: str, *, answer_cached: bool
+    assembled: Assembled,
+    encoder: TokenEncoder,
+    cached: Sequence[bool],
+    mitigation: str,
+    left_out: Sequence[tuple[str, str]],
+    *,
+    answer_cached: bool,
 ) -> PromptPreview:
-    """Return the preview of an assembled prompt; ``cached`` is about the prefix and each passage, or empty."""
+    """Return the preview of an assembled prompt; ``cached`` is about the prefix and each passage, or empty.
+
+    Args:
+        left_out: Ids of the documents that were left out before, with the reason.
+    """
     layout = assembled.layout
     flags = [*cached, False] if cached else [False] * (layout.n_passages + 2)
     kinds: list[Literal["prefix", "passage", "suffix"]] = ["prefix", *["passage"] * layout.n_passages, "suffix"]  # type: ignore[list-item]
@@ -89,5 +99,5 @@ def preview_prompt(
         mitigation=mitigation,
         order=assembled.order,
         answer_cached=answer_cached,
-        dropped=tuple((document.id, document.reason) for document in assembled.dropped),
+        dropped=(*((document.id, document.reason) for document in assembled.dropped), *left_out),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembled
+from rag_posfix.assembly.documents import document_id
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.request import GenerationRequest, MitigationInfo, Usage
 from rag_posfix.contracts.retrieval import SearchQuery
@@ -159,7 +160,7 @@ class QuestionRun:
     def leave_out(self, documents: Sequence[Document], kept: Sequence[Document]) -> None:
         """Note the documents that are not among ``kept``."""
         remaining = {id(document) for document in kept}
-        self.left_out.extend((str(each.id), "floor") for each in documents if id(each) not in remaining)
+        self.left_out.extend((document_id(each), "floor") for each in documents if id(each) not in remaining)
 
     @contextmanager
     def stage(self, timing: str, name: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:

@@ -68,8 +68,8 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     model is loaded for the first answer. Unknown arguments are refused.
 
     ``invoke`` and the other methods also take ``model``, ``mitigation``, ``mitigation_parameters``, ``order``,
-    ``temperature``, ``max_tokens``, ``top_p``, ``seed`` and ``stop``, in place of the fields, and ``json_schema``,
-    which the answer then follows. ``tools`` and ``tool_choice`` are those of ``bind_tools``.
+    ``temperature``, ``max_tokens``, ``top_p`` and ``seed``, in place of the fields, ``stop`` in addition to the field,
+    and ``json_schema``, which the answer then follows. ``tools`` and ``tool_choice`` are those of ``bind_tools``.
 
     Attributes:
         model_name: ``smollm2``, ``gemma3-270m``, a model id, a folder, or ``openai:NAME@URL`` for a model of an
@@ -343,7 +343,8 @@ class RagPosfixChatModel(Checked, BaseChatModel):
         started = time.monotonic()
         generator, assembled, request, tools = self._prepare(messages, stop, kwargs)
         reader = None if tools is None else tools.reader()
-        refuses = kwargs.get("documents") is not None and not assembled.documents and not self.allow_ungrounded
+        was_given = kwargs.get("documents") is not None or bool(assembled.dropped)
+        refuses = was_given and not assembled.documents and not self.allow_ungrounded
         for chunk in self._without_passage() if refuses else generator.stream(request):
             if self.timeout is not None and time.monotonic() - started > self.timeout:
                 raise GenerationError(f"the answer took longer than timeout={self.timeout} s; raise it or max_tokens")

@@ -42,6 +42,7 @@ _FIELDS = (
 )  # fmt: skip
 _OTHER_NAMES = {"input": "question", "context": "documents", "chat_history": "history"}
 _ROLES = {"human": "user", "ai": "assistant", "system": "system"}
+_DOCUMENTS = ("text-plain", "document")
 _HOW = (
     'give the question as text, as {"question": text, "documents": [...]}, as messages, or as a Question; a retriever '
     'is joined by {"context": retriever, "question": RunnablePassthrough()} | rag, or PosfixRAG(retriever=retriever)'
@@ -134,7 +135,7 @@ def _read(message: BaseMessage) -> tuple[str, list[Document]]:
             texts.append(block)
         elif block.get("type") == "text":
             texts.append(str(block.get("text", "")))
-        elif block.get("type") in ("text-plain", "document"):
+        elif block.get("type") in _DOCUMENTS:
             documents.append(_document(block))
         else:
             raise ConfigError(
@@ -203,7 +204,8 @@ def joined_input(chunks: Sequence[RAGInput]) -> RAGInput:
 def _from_dict(value: Mapping[str, Any]) -> dict[str, Any]:
     question = value.get("question")
     if isinstance(question, BaseMessage):
-        question = question.text
+        question, blocks = _read(question)
+        value = {**value, "documents": [*blocks, *_as_documents(value.get("documents") or [])]} if blocks else value
     if not isinstance(question, str):
         raise ConfigError(f"PosfixRAG was asked with {_input_kind(value)}; {_HOW}")
     unknown = sorted(set(value) - {"question", *_FIELDS})
@@ -257,7 +259,9 @@ def _history_message(message: Any) -> Any:
     """Return a langchain message as ``{"role", "content"}``; any other object unchanged."""
     if not isinstance(message, BaseMessage):
         return message
-    return {"role": _ROLES.get(message.type, message.type), "content": message.text}
+    blocks = [block for block in message.content if isinstance(block, Mapping) and block.get("type") in _DOCUMENTS]
+    content = "\n\n".join([*(_document(block).page_content for block in blocks), message.text])
+    return {"role": _ROLES.get(message.type, message.type), "content": content}
 
 
 def _input_kind(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
@@ -16,6 +17,7 @@ from langchain_core.tools import BaseTool, StructuredTool, ToolException
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rag_posfix.assembly.orders import ORDERS
+from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import Checked, check_type
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.filters import combine_filters
@@ -23,7 +25,7 @@ from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.integrations.document_ordering import FilterField, checked_method
 from rag_posfix.integrations.langchain.content_blocks import RAGInput, TemplateField, joined_input, question_fields
-from rag_posfix.integrations.langchain.tools import ToolInput
+from rag_posfix.integrations.langchain.tools import ToolInput, tool_argument_errors
 from rag_posfix.integrations.langchain.trace import TracedStages
 from rag_posfix.pipeline.batch import checked_count
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
@@ -181,6 +183,7 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
             args_schema=ToolInput,
             response_format="content_and_artifact",
             handle_tool_error=True,
+            handle_validation_error=tool_argument_errors,
         )
 
     def batch(
@@ -206,8 +209,10 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Do what ``batch`` does in other threads, without blocking the event loop."""
-        return await asyncio.to_thread(self.batch, inputs, config, return_exceptions=return_exceptions, **kwargs)
+        """Do what ``batch`` does in other threads, without blocking the event loop; cancelled, it stops."""
+        return await run_until_cancelled(
+            functools.partial(self.batch, inputs, config, return_exceptions=return_exceptions, **kwargs)
+        )
 
     def stream(self, input: RAGInput, config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[Any]:
         """Yield the answer in chunks. Closing the iterator stops the computation."""

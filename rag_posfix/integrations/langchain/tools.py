@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall, ToolMessage
 from langchain_core.messages.tool import tool_call
-from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import (
+    BaseCumulativeTransformOutputParser,
+    BaseOutputParser,
+    PydanticOutputParser,
+)
+from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.json import parse_partial_json
 from pydantic import BaseModel, Field
 
 from rag_posfix.contracts.generator import Generator, ToolEncoder, check_json_schema, shown_model
@@ -123,6 +130,46 @@ class ToolInput(BaseModel):
     )
 
 
+class CompleteJson(BaseCumulativeTransformOutputParser[Any]):
+    """Parses whole answers; langchain's parser closes JSON that was cut, and gives values that nobody wrote."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        if not partial:
+            return _check_complete(result[0].text)
+        try:
+            return parse_partial_json(result[0].text)
+        except ValueError:
+            return None
+
+    def parse(self, text: str) -> Any:
+        return _check_complete(text)
+
+
+class CompleteModel(PydanticOutputParser[BaseModel]):
+    """As ``CompleteJson``, for a Pydantic class."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        if not partial:
+            _check_complete(result[0].text)
+        return super().parse_result(result, partial=partial)
+
+
+def _check_complete(text: str) -> Any:
+    """Return the value of a JSON text, which must be complete."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise OutputParserException(
+            f"the answer is no complete JSON ({error}); raise max_tokens, or check that a passage was found",
+            llm_output=text,
+        ) from error
+
+
+def tool_argument_errors(error: Any) -> str:
+    """Return what is wrong with the arguments of a call, for the model that wrote them."""
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+
+
 def read_schema(schema: Any) -> tuple[str, BaseOutputParser[Any]]:
     """Return the text of a JSON schema and the parser of its answers.
 
@@ -133,7 +180,7 @@ def read_schema(schema: Any) -> tuple[str, BaseOutputParser[Any]]:
         ConfigError: it is none of them.
     """
     if isinstance(schema, type) and issubclass(schema, BaseModel):
-        return json.dumps(schema.model_json_schema()), PydanticOutputParser(pydantic_object=schema)
+        return json.dumps(schema.model_json_schema()), CompleteModel(pydantic_object=schema)
     is_json_schema = isinstance(schema, dict) and not schema.keys().isdisjoint(("type", "$ref", "anyOf", "properties"))
     try:
         converted = schema if is_json_schema else convert_to_json_schema(schema)
@@ -141,7 +188,7 @@ def read_schema(schema: Any) -> tuple[str, BaseOutputParser[Any]]:
         raise ConfigError(
             f"the schema is {type(schema).__name__}; give a Pydantic class, a TypedDict or a JSON schema"
         ) from error
-    return json.dumps(converted), JsonOutputParser()
+    return json.dumps(converted), CompleteJson()
 
 
 def typed_answers(model: Model, parser: BaseOutputParser[Any], *, include_raw: bool) -> Model:
@@ -150,4 +197,6 @@ def typed_answers(model: Model, parser: BaseOutputParser[Any], *, include_raw: b
         return model | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    # The model is first: a RunnableMap passes no arguments on, such as documents.
+    raw = model | RunnableMap(raw=RunnablePassthrough())
+    return raw | parsed.with_fallbacks([failed], exception_key="parsing_error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import closing
 from contextvars import ContextVar
 
@@ -16,12 +17,13 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched, unbatched
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.integrations.langchain.rag import PosfixRAG
 from rag_posfix.pipeline.batch import as_completed
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import CacheSettings, Settings
-from tests.support.serving import ANSWER, BRIDGE, QUESTION, make_pipeline
+from tests.support.serving import ANSWER, BRIDGE, QUESTION, ListRetriever, make_pipeline
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 
@@ -131,6 +133,30 @@ class TestThreads:
         was_free, answers = asyncio.run(both())
         assert was_free
         assert [answer.text for answer in answers] == [ANSWER] * 2
+
+    def test_a_batch_that_is_cancelled_begins_no_further_question(self):
+        class Counting(FakeGenerator):
+            asked = 0
+
+            def generate(self, request):
+                self.asked += 1
+                time.sleep(0.02)
+                return super().generate(request)
+
+        async def cancelled(batch):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(batch, 0.2)
+
+        questions = [f"{QUESTION} {number}" for number in range(300)]
+        for langchain in (False, True):
+            generator = Counting(ToyEncoder())
+            asked = make_pipeline(generator, retriever=ListRetriever(BRIDGE))
+            if langchain:
+                batch = PosfixRAG(pipeline=asked).abatch(questions, {"max_concurrency": 1})
+            else:
+                batch = asked.abatch(questions, max_concurrency=1)
+            asyncio.run(cancelled(batch))  # waits for its threads
+            assert 0 < generator.asked < 100
 
 
 class TestLangchain:

@@ -20,6 +20,7 @@ from tests.support.reader import ScriptedReader
 from tests.support.toy_encoder import ToyEncoder
 
 RANGE = SimilarityRange(low=0.2, clear=0.6)
+RANKED = (("a", 0.7), ("b", 0.1))
 
 
 class Shelf:
@@ -36,7 +37,7 @@ class Shelf:
         return [Document(page_content=name, id=name, metadata={"relevance_score": score}) for name, score in best]
 
 
-def ask(shelf, gains=None, floor=None, defaults=None):
+def ask(shelf, gains=None, floor=None, **parts):
     reader = None if gains is None else ScriptedReader({"": 0.0, **gains})
     judge = None if reader is None else GuardedReranker(reranker=PassageJudge(generator=reader))
     pipeline = Pipeline(
@@ -44,7 +45,7 @@ def ask(shelf, gains=None, floor=None, defaults=None):
         Assembler(ToyEncoder(), 8192),
         retriever=shelf,
         floor=PassageFloor(lambda: judge),
-        defaults=defaults,
+        **parts,
     )
     answer = pipeline.ask(Question("why?", floor=floor))
     return {document.id for document in answer.documents}, answer, reader
@@ -74,6 +75,29 @@ def test_a_judge_that_fails_leaves_the_passages():
     read, answer, _ = ask(Shelf(a=0.5), {})  # the reader knows no passage
     assert (read, answer.grounded) == ({"a"}, True)
     assert "judge failed" in answer.warnings[0]
+
+
+def test_the_scores_of_a_reranker_are_no_verdict_of_a_judge_that_fails():
+    class Scored:
+        def compress_documents(self, documents, query, callbacks=None):
+            details = {"reranking": {"raw_score": 0.5}}
+            return [each.model_copy(update={"metadata": {**each.metadata, **details}}) for each in documents]
+
+    read, answer, _ = ask(Shelf(a=0.5), {}, reranker=Scored(), candidates=10)
+    assert (read, answer.dropped) == ({"a"}, ())
+    assert "judge failed" in answer.warnings[0]
+
+
+def test_candidates_without_a_reranker_are_the_first_of_them():
+    assert ask(Shelf(a=0.9, b=0.8, c=0.7), candidates=3, defaults=Defaults(k=2))[0] == {"a", "b"}
+
+
+def test_passages_that_were_left_out_have_their_ids_in_previews_too():
+    documents = [Document(name, metadata={"id": name, "relevance_score": score}) for name, score in RANKED]
+    shelf = Shelf()
+    shelf.retrieve = lambda question, k: documents
+    asked = Pipeline(FakeGenerator(ToyEncoder(), 8192), Assembler(ToyEncoder(), 8192), retriever=shelf)
+    assert asked.ask("why?").dropped == asked.preview("why?").dropped == (("b", "floor"),)
 
 
 @pytest.mark.parametrize(("floor", "expected"), [("off", {"a", "b"}), (0.3, {"a"}), ("auto", {"a"}), (0, {"a", "b"})])

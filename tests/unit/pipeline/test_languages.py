@@ -70,6 +70,19 @@ def test_a_question_gets_the_template_and_the_text_of_its_language():
     assert made.ask(Question("When was it lit?")).text == NO_PASSAGE_TEXT
 
 
+def test_a_follow_up_without_a_language_has_that_of_the_conversation():
+    made = pipeline(defaults=Defaults(templates=templates_by_language("short", {})))
+    german, documents = shipped_templates()["short-de"], [Document("x", id="x")]
+    history = [
+        {"role": "user", "content": "Wer hat den Leuchtturm entworfen?"},
+        {"role": "assistant", "content": "Who designed it is unknown."},
+    ]
+    assert german.instruction in made.preview(Question("1871?", documents, history=history)).text
+    assert made.ask(Question("1871?", [], history=history)).text == german.no_passage
+    assert german.instruction not in made.preview(Question("Who designed it?", documents, history=history)).text
+    assert german.instruction not in made.preview(Question("1871?", documents)).text
+
+
 def test_the_text_of_the_settings_comes_first_and_own_templates_replace_shipped_ones(tmp_path):
     own = tmp_path / "it.toml"
     own.write_text('instruction = "Rispondi."\nno_passage = "Niente."\n', encoding="utf-8")

@@ -68,6 +68,14 @@ def test_values_expire_and_are_listed_no_more(tmp_path, monkeypatch):
         assert (store.mget(["key"]), list(store.yield_keys())) == ([None], [])
 
 
+def test_a_value_that_is_too_large_leaves_its_key_without_one(tmp_path):
+    for tier in (MemoryTier(max_bytes=65536), DiskTier(tmp_path, BlobCodec(), max_bytes=65536)):
+        store = RagPosfixStore(tier)
+        store.mset([("key", b"version 1"), ("other", b"x")])
+        store.mset([("key", bytes(100_000))])
+        assert store.mget(["key", "other"]) == [None, b"x"]
+
+
 def test_a_disk_that_fails_holds_nothing(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     store = RagPosfixStore(DiskTier(tmp_path / "file", BlobCodec()))

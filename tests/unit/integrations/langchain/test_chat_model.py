@@ -49,6 +49,13 @@ class TestConstruction:
 
 
 class TestDocuments:
+    def test_documents_without_text_are_documents_however_they_are_given(self):
+        empty = Document("", id="scan")
+        message = HumanMessage([document_block(empty), {"type": "text", "text": QUESTION}])
+        assert (
+            chat().invoke([message]).content == NO_PASSAGE_TEXT == chat().invoke(QUESTION, documents=[empty]).content
+        )
+
     def test_they_are_given_at_the_call_streamed_and_bound(self):
         asked = chat(order="original")
         for documents in ([BREAD, ROME], [ROME, BREAD]):

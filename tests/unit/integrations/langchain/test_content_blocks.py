@@ -19,6 +19,16 @@ def only_document(block):
     return document
 
 
+def test_documents_of_a_message_count_under_question_and_in_the_history_too():
+    block = document_block(Document(PARIS, id="p"))
+    message = HumanMessage([block, {"type": "text", "text": "Which city?"}])
+    fields = question_fields({"question": message, "context": ["Rome."]})
+    assert (fields["text"], [each.page_content for each in fields["documents"]]) == ("Which city?", [PARIS, "Rome."])
+    assert question_fields({"question": message})["documents"] == question_fields(message)["documents"]
+    earlier = question_fields({"question": "And?", "history": [message, AIMessage("Paris.")]})["history"]
+    assert earlier == question_fields([message, AIMessage("Paris."), HumanMessage("And?")])["history"]
+
+
 @pytest.mark.parametrize(
     ("block", "identity", "metadata"),
     [

@@ -76,46 +76,6 @@ def without_time(answer):
     return {name: value for name, value in answer.items() if name != "timings"}
 
 
-class TestTool:
-    def test_it_answers_with_sources_as_artifact_and_takes_a_filter(self):
-        documents = [d.model_copy(update={"metadata": {"old": d is ROME}}) for d in (ROME, PARIS, BREAD)]
-        tool = rag(retriever=BM25Retriever.from_documents(documents)).as_tool(name="cities", description="Of cities.")
-        assert (tool.name, tool.description, set(tool.args)) == ("cities", "Of cities.", {"question", "filter"})
-        call = {"type": "tool_call", "id": "1", "name": "cities", "args": {"question": "Rome, Paris, bread"}}
-        message = tool.invoke(call)
-        assert (message.content, message.tool_call_id) == (message.artifact["answer"], "1")
-        assert sorted(ids(message.artifact)) == ["bread", "paris", "rome"]
-        call["args"]["filter"] = {"old": True}
-        assert ids(asyncio.run(tool.ainvoke(call)).artifact) == ["rome"]
-
-    def test_a_failed_question_is_a_message_and_its_runs_are_children(self):
-        tool, runs = rag(retriever=BM25Retriever.from_documents([ROME, PARIS])).as_tool(), Runs()
-        call = {"type": "tool_call", "id": "1", "name": tool.name, "args": {"question": QUESTION, "filter": {"$x": 1}}}
-        message = tool.invoke(call)
-        assert (message.status, "is not understood" in message.content) == ("error", True)
-        called = tool.invoke({**call, "args": {"question": QUESTION}}, {"callbacks": [runs], "configurable": {"k": 1}})
-        assert len(called.artifact["documents"]) == 1
-        assert "PosfixRAG" in {run.name for run in runs.by_id.values() if run.parent is not None}
-        with pytest.raises(ConfigError, match="as_tool takes name and description"):
-            rag().as_tool(int)
-
-    def test_an_agents_model_calls_it_and_reads_what_it_found(self):
-        from rag_posfix import RagPosfixChatModel
-        from tests.support.tool_models import tool_engine
-
-        tool = rag(retriever=BM25Retriever.from_documents([ROME])).as_tool(name="cities")
-        model = RagPosfixChatModel(generator=tool_engine(), mitigation="none", max_tokens=24)
-        bound = model.bind_tools([tool], tool_choice="cities")
-        first = bound.invoke(QUESTION)
-        assert first.content.startswith('{"name": "cities", "arguments":')
-        called = AIMessage("", tool_calls=[{"name": "cities", "args": {"question": QUESTION}, "id": "a1b2c3d4e"}])
-        found = tool.invoke(called.tool_calls[0])
-        assert (found.content, ids(found.artifact)) == (TEXT, ["rome"])
-        second = bound.invoke([HumanMessage(QUESTION), called, found])
-        assert second.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
-        assert second.content.startswith('{"name": "cities"')
-
-
 class TestInvoke:
     def test_a_question_is_answered_with_its_sources(self):
         answer = rag().invoke(QUESTION)
