@@ -21,7 +21,7 @@ from rag_posfix.cli.options import (
     follows,
     with_settings,
 )
-from rag_posfix.cli.output import emit, emit_json, err, out, say, status
+from rag_posfix.cli.output import emit, emit_json, err, say, status
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.settings import Settings
 from rag_posfix.text import checked_question
@@ -258,14 +258,16 @@ def prompt(
 
 
 def _show_prompt(preview: PromptPreview) -> None:
-    out().print(preview.text, markup=False, highlight=False, soft_wrap=True)
+    say(preview.text)
+    lines = []
     for segment in preview.segments:
         name = f"passage {segment.id}" if segment.id is not None else segment.kind
-        say(f"{name}: {segment.tokens} tokens{', cached' if segment.cached else ''}")
-    for identity, reason in preview.dropped:
-        say(f"left out: {identity} ({reason})")
+        lines.append(f"{name}: {segment.tokens} tokens{', cached' if segment.cached else ''}")
+    lines += [f"left out: {identity} ({reason})" for identity, reason in preview.dropped]
     note = "; the answer is in the answer cache" if preview.answer_cached else ""
-    say(
+    lines.append(
         f"{preview.tokens} prompt tokens, {preview.cached_tokens} of them cached ({preview.mitigation}, order "
         f"{preview.order}){note}"
     )
+    for line in lines:
+        err().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -99,14 +100,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(words)
     except RagPosfixError as error:
         message = clean_text(" ".join(str(error).split()))  # names of files need not be Unicode
-        if "--json" in words:
-            emit_json({"error": {"type": type(error).__name__, "message": message}})
         err().print(f"[bold red]error:[/bold red] {_escape(message)}", highlight=False, soft_wrap=True)
+        if "--json" in words:
+            _emit_error(error, message)
         raise SystemExit(1) from None
     except SystemExit as exit_error:
         if exit_error.code == _INTERRUPTED:
             err().print(_escape(_interruption(exit_error)), highlight=False, soft_wrap=True)
         raise
+
+
+def _emit_error(error: RagPosfixError, message: str) -> None:
+    try:
+        emit_json({"error": {"type": type(error).__name__, "message": message}})
+    except BrokenPipeError:  # nobody reads; nor does the flush at the end of the process find a reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> None:

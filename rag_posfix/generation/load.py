@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -210,7 +211,7 @@ def generation_config_of(model: str, cache_dir: Path) -> GenerationConfig:
 
 def _name_of(model: str, adapter: Path | None) -> str:
     packaged = PACKAGED.get(model)
-    base = packaged.title if packaged else Path(model).name if Path(model).exists() else model
+    base = packaged.title if packaged else Path(os.path.abspath(model)).name if Path(model).exists() else model
     return base if adapter is None else f"{base}+{adapter.resolve().name}"
 
 

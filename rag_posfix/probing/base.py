@@ -167,7 +167,7 @@ def estimate(values: Tensor, statistic: Statistic = lambda means: means) -> dict
     Shapes:
         values: (n, ...), n >= 1.
     """
-    low, high = torch.quantile(statistic(bootstrap_means(values)), torch.tensor([0.025, 0.975]).double()).tolist()
+    low, high = torch.nanquantile(statistic(bootstrap_means(values)), torch.tensor([0.025, 0.975]).double()).tolist()
     value = float(statistic(values.double().mean(dim=0, keepdim=True)))
     return {"value": value, "ci95": [low, high], "n": values.shape[0]}
 

@@ -189,6 +189,17 @@ def test_the_notes_name_what_is_there(ray):
     assert commands[other] not in notes
 
 
+def test_other_settings_are_another_cluster_of_ray():
+    def nodes(*changes):
+        cluster = one_of("RayService", rendered_with(RAY, *changes))["spec"]["rayClusterConfig"]
+        return [group["template"]["metadata"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+    before, after = nodes(), nodes({"model": {"maxTokens": 99}})
+    assert len({node["annotations"]["checksum/settings"] for node in (*before, *after)}) == 2
+    for node in nodes({"podLabels": {"team": "search"}, "podAnnotations": {"reviewed": "yes"}}):
+        assert (node["labels"]["team"], node["annotations"]["reviewed"]) == ("search", "yes")
+
+
 def test_nodes_of_ray_are_pods_with_the_environment_of_the_service():
     values = rendered_with(RAY, {"autoscaling": {"engine": "none"}}, name="gpu")
     values = merged(values, {"podDisruptionBudget": {"enabled": False}, "serviceMonitor": {"enabled": False}})

@@ -46,7 +46,8 @@ class GoldRank:
         question: The question's id.
         reranker: Label of the reranker.
         gold_position: Position of the gold passage in the input, from 0; positions of several.
-        gold_rank: Its rank in the output, from 0; None if it is not in the output.
+        gold_rank: Its rank in the output, from 0; of several that of the last, not counting the others. None if
+            the output lacks one of them.
         seconds: Time to rank the list.
         calls: Number of generations, if the reranker counts them.
         forward_passes: Forward passes of the generator.
@@ -164,7 +165,8 @@ def rank_gold_positions(
     rows = []
     for query, (example, position) in zip(ids, pairs, strict=True):
         ranking, gold = ranked.rankings[query], {str(document.id) for document in example.gold}
-        rank = max(map(ranking.ids.index, gold)) if gold <= set(ranking.ids) else None
+        complete = gold <= set(ranking.ids)
+        rank = max(map(ranking.ids.index, gold)) - (len(gold) - 1) if complete else None
         planted = hostile and hostile_id(hostile, example)
         is_planted = planted in [document.id for document in example.distractors]  # an FAQ plants none
         rows.append(
@@ -179,8 +181,9 @@ def rank_gold_positions(
 def summarize_gold_ranks(rows: Sequence[GoldRank]) -> dict[str, Any]:
     """Return recall of the gold passage per reranker and position, mean, worst, spread, and intervals by question.
 
-    ``recall@1`` is the share of questions with the gold passage ranked first, ``recall@3`` among the first three; they
-    are under ``places`` by gold position. For each of them ``spread`` is the best position minus the worst.
+    ``recall@1`` is the share of questions with the gold passage ranked first, ``recall@3`` among the first three; of
+    several gold passages the last one counts, among the passages that are not gold. Both are under ``places`` by gold
+    position. For each of them ``spread`` is the best position minus the worst.
     ``first_minus_last`` compares the first requested position with the last, questions paired; ``p`` is the p-value of
     a randomisation test, ``p_holm`` after Holm's correction over the rerankers and both cuts. ``rankings_that_change``
     is the share of questions whose gold passage ends at another rank from another position: 0 for a scorer that does

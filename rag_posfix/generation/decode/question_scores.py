@@ -164,7 +164,7 @@ def first_token_log_probs(
     """
     rows = (*(RowPlan(passages=(index,)) for index in range(layout.n_passages)), RowPlan(passages=()))
     plan = Plan(rows=rows, combine=_take_first_row, independent_passages=True)
-    logits = [group.logits[:, -1] for group in prefill(loaded, layout, plan, kv_lookup)]
+    logits = [group.logits for group in prefill(loaded, layout, plan, kv_lookup)]
     log_probs = torch.cat([each.float().log_softmax(dim=-1)[:, list(tokens)] for each in logits])
     return [tuple(row) for row in log_probs.tolist()]
 

@@ -79,7 +79,7 @@ class Session:
         reusable = (layout.suffix.start, *layout.turn_starts)[-1]
         self.cached_tokens = min(reusable, *(group.cached_tokens for group in groups))
         self.batches = [group.batch for group in groups]
-        self._log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)  # (R, V)
+        self._log_probs = torch.cat([group.logits.float() for group in groups]).log_softmax(dim=-1)  # (R, V)
         self._question = torch.cat([group.question for group in groups])
         self._answer = torch.zeros_like(self._question)
         self._confidence = self._log_probs.amax(dim=-1)

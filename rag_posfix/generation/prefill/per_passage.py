@@ -16,7 +16,13 @@ from rag_posfix.caching.kv.entry import EncodingKey
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.kv_cache import GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, run_model
-from rag_posfix.generation.prefill.rows import PrefilledGroup, ResolvedRow, logits_to_keep, prefilled_group
+from rag_posfix.generation.prefill.rows import (
+    PrefilledGroup,
+    ResolvedRow,
+    logits_to_keep,
+    prefilled_group,
+    read_question,
+)
 from rag_posfix.generation.prefill.segments import (
     KVLookup,
     KVRequest,
@@ -79,8 +85,9 @@ def prefill_per_passage(
     asked = Span(turns[-1].span.stop if turns else start, len(layout.token_ids))
     ids = torch.tensor([layout.tokens(asked)] * len(rows), device=loaded.device)
     observer = Observer()
-    logits = batch.forward(ids, _positions_of(layout, rows, asked), logits_to_keep(layout, score_question), observer)
-    return prefilled_group(batch, logits, layout, rows, observer, cached + read - start)
+    keep, positions = logits_to_keep(layout, score_question), _positions_of(layout, rows, asked)
+    scores = read_question(batch, ids, positions, layout, keep, observer, in_parts=overrides.attend is None)
+    return prefilled_group(batch, scores, layout, rows, observer, cached + read - start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,8 +231,8 @@ def prefill_blended(
         _recompute(loaded, row, batch, chosen)
     start, observer = row.layout.suffix.start, Observer()
     ids = torch.tensor([row.layout.token_ids[start:]], device=loaded.device)
-    logits = batch.forward(ids, row.positions[:, start:], 1, observer)
-    return prefilled_group(batch, logits, layout, [row], observer, max(0, cached - len(chosen)))
+    read = read_question(batch, ids, row.positions[:, start:], layout, 1, observer)
+    return prefilled_group(batch, read, layout, [row], observer, max(0, cached - len(chosen)))
 
 
 def independent_row(layout: Layout, row: ResolvedRow) -> ResolvedRow:

@@ -23,7 +23,15 @@ from rag_posfix.generation.prefill.per_passage import (
     prefill_blended,
     prefill_per_passage,
 )
-from rag_posfix.generation.prefill.rows import PrefilledGroup, ResolvedRow, logits_to_keep, prefilled_group, resolve
+from rag_posfix.generation.prefill.rows import (
+    PrefilledGroup,
+    ResolvedRow,
+    logits_at_once,
+    logits_to_keep,
+    prefilled_group,
+    read_question,
+    resolve,
+)
 from rag_posfix.generation.prefill.segments import KVLookup, KVRequest, Segment, concatenate_kv, copy_kv
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
@@ -211,6 +219,7 @@ def _prefill_plain(
     keep = {logits_to_keep(row.layout, score_question) for row in rows}
     n_tokens, n_rest = max(len(row.layout.token_ids) for row in rows), {len(tokens) for tokens in rest}
     alone = len(rows) == 1 or forward is None or not forward.batch or len(rows) * n_tokens > ROW_TOKENS
+    alone = alone or max(keep) > logits_at_once(loaded, len(rows))
     if alone or len(keep) > 1 or (any(starts) and len(n_rest) > 1):
         return [_prefill_row(loaded, layout, row, score_question, kv_lookup) for row in rows]
     cached = 0
@@ -230,8 +239,8 @@ def _prefill_plain(
         ids[index, -len(tokens) :] = torch.tensor(tokens)
         positions_of[index, -len(tokens) :] = row.positions[0, -len(tokens) :]
     observer = Observer()
-    logits = batch.forward(ids.to(loaded.device), positions_of, keep.pop(), observer)
-    return [prefilled_group(batch, logits, layout, rows, observer, cached)]
+    read = read_question(batch, ids.to(loaded.device), positions_of, rows[0].layout, keep.pop(), observer)
+    return [prefilled_group(batch, read, layout, rows, observer, cached)]
 
 
 def _prefix_requests(row: ResolvedRow) -> list[KVRequest]:
@@ -253,8 +262,8 @@ def _prefill_remaining(
     start = before.length
     observer = Observer()
     ids = torch.tensor([row.layout.token_ids[start:]], device=loaded.device)
-    logits: Tensor = before.forward(ids, row.positions[:, start:], keep, observer)
-    return prefilled_group(before, logits, layout, [row], observer, cached_tokens)
+    read = read_question(before, ids, row.positions[:, start:], row.layout, keep, observer)
+    return prefilled_group(before, read, layout, [row], observer, cached_tokens)
 
 
 def prefill_calibrated(

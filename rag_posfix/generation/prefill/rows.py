@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rag_posfix.generation.model.sequence_batch import SequenceBatch
+from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
 from rag_posfix.patching.forward_context import Observer, Overrides
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import RowPlan
@@ -68,7 +69,7 @@ class PrefilledGroup:
     """Rows of a plan that were read in one batch, ready to decode.
 
     Attributes:
-        logits: (R, K, V): of the question's tokens, if requested, then of the next token.
+        logits: (R, V) of the next token.
         question: (R,) mean log-probability of the question's tokens, zeros if not requested.
         passage_attention: (R, N) attention of the last token to each passage, averaged over layers and heads.
         passage_shares: (R, N) the same as shares of the attention to passages; rows sum to 1 or are 0.
@@ -83,22 +84,83 @@ class PrefilledGroup:
     cached_tokens: int = 0
 
 
+SCORES_AT_ONCE = 1 << 28
+"""Logits of all rows that are held at the same time: 512 MiB in 16 bits."""
+
+
+def scored_question(layout: Layout) -> Span:
+    """Return the question's tokens that are scored: not the one that follows what is read in a pass of its own."""
+    apart = (layout.turn_starts or (layout.suffix.start,))[-1]
+    stop = layout.question.stop
+    return Span(min(max(layout.question.start, apart + 1), stop), stop)
+
+
 def logits_to_keep(layout: Layout, score_question: bool) -> int:
     """Return how many trailing logits are needed: those that predict the question's tokens, or the last alone."""
-    if not score_question or layout.question.start == 0:
+    asked = scored_question(layout)
+    if not score_question or layout.question.start == 0 or not len(asked):
         return 1
-    return len(layout.token_ids) - layout.question.start + 1
+    return len(layout.token_ids) - asked.start + 1
+
+
+def logits_at_once(loaded: LoadedModel, n_rows: int) -> int:
+    """Return of how many tokens the logits of all rows may be held at the same time."""
+    return max(1, SCORES_AT_ONCE // (n_rows * int(loaded.model.config.get_text_config().vocab_size)))
+
+
+def read_question(
+    batch: SequenceBatch,
+    token_ids: Tensor,
+    positions: Tensor,
+    layout: Layout,
+    keep: int,
+    observer: Observer,
+    *,
+    in_parts: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Append the last tokens of a prompt to every row, and score the question unless ``keep`` is 1.
+
+    Args:
+        keep: As ``logits_to_keep`` says.
+        in_parts: Whether a long question may be read in several passes. They end at the same tokens, whatever the
+            store holds.
+
+    Shapes:
+        token_ids: (R, Tq). positions: (R, Tq) float32.
+        returns: (R, V) of the next token; (R,) mean log-probability of the question's tokens, zeros if not scored.
+    """
+    target = torch.tensor(layout.tokens(scored_question(layout)) if keep > 1 else (), device=batch.loaded.device)
+    n_rows, n_tokens = token_ids.shape
+    first, ends, step = n_tokens - keep, [n_tokens], logits_at_once(batch.loaded, n_rows)
+    if in_parts and keep > step:
+        ends = [*range(first + step, first + len(target), step), first + len(target), n_tokens]
+    sums = torch.zeros(n_rows, device=batch.loaded.device)
+    for start, stop in itertools.pairwise((0, *ends)):
+        is_last, kept_from = stop == n_tokens, max(start, first)
+        wanted = target[kept_from - first : stop - first]
+        logits = batch.forward(
+            token_ids[:, start:stop],
+            positions[:, start:stop],
+            stop - kept_from if len(wanted) else 1,
+            observer if is_last else None,
+            ends_prompt=is_last,
+        )
+        for r in range(n_rows if len(wanted) else 0):  # row by row: (question, V) in float32 is large
+            log_probs = logits[r, : len(wanted)].float().log_softmax(dim=-1)
+            sums[r] += log_probs.gather(1, wanted[:, None]).sum()
+    return logits[:, -1].clone(), sums / max(len(target), 1)
 
 
 def prefilled_group(
     batch: SequenceBatch,
-    logits: Tensor,
+    read: tuple[Tensor, Tensor],
     layout: Layout,
     rows: Sequence[ResolvedRow],
     observer: Observer,
     cached_tokens: int = 0,
 ) -> PrefilledGroup:
-    """Return the result of a prefill whose last pass had ``logits`` (see ``logits_to_keep``) and the ``observer``."""
+    """Return the result of a prefill whose last passes were ``read_question`` and had the ``observer``."""
+    logits, question = read
     spans = tuple(
         tuple((passage, start + span.start, start + span.stop) for passage, span in row.passage_spans)
         for row, start in zip(rows, batch.row_starts, strict=True)
@@ -118,19 +180,8 @@ def prefilled_group(
     return PrefilledGroup(
         replace(batch, passage_spans=spans),
         logits,
-        _question_log_probs(logits, layout),
+        question,
         attention,
         attention / total.where(total > 0, 1.0),
         cached_tokens,
     )
-
-
-def _question_log_probs(logits: Tensor, layout: Layout) -> Tensor:
-    """Return the mean log-probability of the question's tokens in each row, (R,); zeros where it was not requested."""
-    means = torch.zeros(logits.shape[0], device=logits.device)
-    if logits.shape[1] > 1:
-        target = torch.tensor(layout.tokens(layout.question), device=logits.device)
-        for r in range(logits.shape[0]):  # row by row: (question, V) in float32 is large
-            log_probs = logits[r, : len(target)].float().log_softmax(dim=-1)
-            means[r] = log_probs.gather(1, target[:, None]).mean() if len(target) else 0.0
-    return means

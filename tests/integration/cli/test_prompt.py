@@ -20,5 +20,6 @@ def test_the_prompt_is_printed_with_counts_and_a_template(run, index, tmp_path):
     assert result.json["tokens"] == sum(segment["tokens"] for segment in result.json["segments"])
     printed = run("prompt", QUESTION, "--index", index, "--k", "1")
     assert "Answer the question using only the passages below." in printed.out
-    assert "passage lighthouse: " in printed.out
+    assert "passage lighthouse: " in printed.err
+    assert "prompt tokens" not in printed.out
     assert run("prompt", QUESTION, "--index", index, "--template", "shrt", "--json").error["type"] == "ConfigError"

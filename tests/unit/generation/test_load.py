@@ -47,6 +47,11 @@ def test_a_folder_is_loaded_with_its_name_dtype_and_window(tiny):
     assert engine.score(toy_layout(), [5]) < 0
 
 
+def test_the_folder_in_which_a_program_runs_has_a_name(tiny, monkeypatch):
+    monkeypatch.chdir(tiny)
+    assert load_engine(".", dtype="float32", device="cpu").model_id == "tiny"
+
+
 def test_the_fingerprint_changes_with_weights_and_dtype(tiny, tmp_path):
     first = load_engine(str(tiny), dtype="float32").fingerprint
     assert load_engine(str(tiny), dtype="float32").fingerprint == first

@@ -107,12 +107,12 @@ class LeavesOut(AsItCame):
 @pytest.mark.parametrize(
     ("reranker", "ranks_at"),
     [
-        # As they came: the rank of the later of the two, whichever gold passage that is.
-        (AsItCame, {(0, 1): 1, (0, 4): 4, (4, 0): 4, (1, 2): 2, (2, 3): 3}),
+        # As they came: how many passages that are not gold come before the later of the two.
+        (AsItCame, {(0, 1): 0, (0, 4): 3, (4, 0): 3, (1, 2): 1, (2, 3): 2}),
         # "gold 0" and "gold 1" are the shortest: first and second wherever they stand.
-        (ByLength, {(0, 1): 1, (0, 4): 1, (4, 0): 1, (1, 2): 1, (2, 3): 1}),
+        (ByLength, {(0, 1): 0, (0, 4): 0, (4, 0): 0, (1, 2): 0, (2, 3): 0}),
         # Where one of the two is not among the three that are kept, they are not found together.
-        (LeavesOut, {(0, 1): 1, (0, 4): None, (4, 0): None, (1, 2): 2, (2, 3): None}),
+        (LeavesOut, {(0, 1): 0, (0, 4): None, (4, 0): None, (1, 2): 1, (2, 3): None}),
     ],
 )
 def test_of_two_gold_passages_the_lower_rank_counts(reranker, ranks_at):
@@ -124,7 +124,7 @@ def test_of_two_gold_passages_the_lower_rank_counts(reranker, ranks_at):
 
 
 def test_recall_of_two_gold_passages_needs_both_among_the_first():
-    # Ranks of the lower one from 0: 1 and 2 are among the first three, 3 is not; both are never first.
+    # Passages before the lower one that are not gold: 1 and 2 are among the first three, 3 is not.
     rows = [row(str(q), (0, 4), rank) for q, rank in enumerate((1, 2, 3, None))]
     rows += [row(str(q), (1, 2), 2) for q in range(4)]
     found = summarize_gold_ranks(rows)["rerankers"]["a"]

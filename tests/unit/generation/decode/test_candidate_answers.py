@@ -35,7 +35,7 @@ def plan(choose=None, max_tokens=4, independent=True):
 @torch.inference_mode()
 def candidates_of(loaded, text=None, max_tokens=4, independent=True):
     groups = prefill(loaded, LAYOUT, plan(independent=independent))
-    log_probs = torch.cat([group.logits[:, -1].float() for group in groups]).log_softmax(dim=-1)
+    log_probs = torch.cat([group.logits.float() for group in groups]).log_softmax(dim=-1)
     rows = [group.batch for group in groups]
     return write_candidates(rows, log_probs, torch.zeros(len(SEEN)), max_tokens, text or AnswerText())
 

@@ -1,6 +1,7 @@
 """How likely a passage makes the question: equal to the stock model's own log-probabilities."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.decode.question_scores import first_token_log_probs, question_likelihood
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.prefill import rows
+from rag_posfix.plan.layout import Span
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
 
@@ -32,6 +35,34 @@ def plain(family, layout, passage, **overrides):
 def test_it_is_what_the_stock_model_says_of_each_passage_alone(family):
     found = question_likelihood(loaded_model(family), LAYOUT)
     assert found == pytest.approx([plain(family, LAYOUT, passage) for passage in range(4)], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_question_at_the_start_of_the_suffix_is_scored_without_its_first_token(family):
+    """That token is predicted where the passage ends, which is read apart and may be stored."""
+    layout = replace(LAYOUT, question=Span(LAYOUT.suffix.start, LAYOUT.suffix.stop - 2))
+    scored = replace(LAYOUT, question=Span(LAYOUT.suffix.start + 1, LAYOUT.suffix.stop - 2))
+    expected = pytest.approx([plain(family, scored, passage) for passage in range(4)], abs=1e-5)
+    assert question_likelihood(loaded_model(family), layout) == expected
+    engine = Engine(loaded_model(family), NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
+    assert [engine.question_likelihood(layout) for _ in range(2)] == [expected] * 2
+    single = replace(LAYOUT, question=Span(LAYOUT.suffix.start, LAYOUT.suffix.start + 1))
+    assert question_likelihood(loaded_model(family), single) == (0.0,) * 4, "nothing of it can be scored"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_long_question_is_scored_in_parts(family, monkeypatch):
+    """The logits of few tokens are held at once; the parts do not depend on what the store holds."""
+    layout, loaded = toy_layout(suffix=40), loaded_model(family)
+    whole = question_likelihood(loaded, layout)
+    monkeypatch.setattr(rows, "SCORES_AT_ONCE", 7 * 4 * loaded.model.config.vocab_size)  # 7 tokens in four rows
+    kept = []
+    handle = loaded.model.register_forward_hook(lambda _, given, output: kept.append(output.logits.shape[:2].numel()))
+    assert question_likelihood(loaded, layout) == pytest.approx(whole, abs=1e-5)
+    handle.remove()
+    assert max(kept) == 7 * 4
+    engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
+    assert engine.question_likelihood(layout) == engine.question_likelihood(layout) == pytest.approx(whole, abs=1e-5)
 
 
 def test_layers_that_forget_keys_say_the_same():
