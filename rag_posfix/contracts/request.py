@@ -85,7 +85,8 @@ class Sampling:
         top_logprobs: Number of likeliest tokens, 0 to 20, whose log-probabilities come with that of each token of the
             answer; None for no log-probabilities.
         json_schema: A JSON schema that the answer follows, as an object or its text; None for free text. An answer
-            that ``max_tokens`` cuts is the beginning of such a JSON text.
+            that ``max_tokens`` cuts is the beginning of such a JSON text. The fixed text where no passage was found is
+            no JSON: look at ``Answer.grounded`` before you parse.
     """
 
     max_tokens: int = 128

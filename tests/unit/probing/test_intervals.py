@@ -40,3 +40,9 @@ def test_the_text_has_two_decimals():
     assert shown(measured, "+.0f") == "-0 (-0 to +0)"
     assert shown(None) == "none"
     assert whiskers([measured]) == [[pytest.approx(0.0116)], [pytest.approx(0.0504)]]
+
+
+def test_a_resample_without_a_value_does_not_make_the_interval_unknown():
+    halves = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    measured = estimate(halves, lambda means: means[..., 0] / means[..., 1])
+    assert (measured["value"], measured["ci95"]) == (0.5, [0.5, 0.5])
