@@ -219,3 +219,13 @@ class TestUsage:
         environment["PYTHONPATH"] = str(ROOT)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stderr == "WARNING rag_posfix.x: ours\n"
+
+
+def test_an_error_is_printed_although_nobody_reads_its_json():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rag_posfix.cli.main", "keys", "revoke", "nope", "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("error: ")
