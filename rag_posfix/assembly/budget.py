@@ -185,7 +185,8 @@ def truncate(token_ids: Sequence[int], limit: int, decode: Callable[[Sequence[in
     if limit < FEWEST_TOKENS:
         raise PromptTooLongError(
             f"{max(limit, 0)} tokens are left for the text of the most relevant passage, which has {len(token_ids)}; "
-            f"at least {FEWEST_TOKENS} are needed: raise budget_tokens, lower max_new_tokens or shorten the question"
+            f"at least {FEWEST_TOKENS} are needed: raise budget_tokens or the tokens of a passage, lower "
+            "max_new_tokens, or shorten the question or the title"
         )
     beyond = ""
     # Up to the next boundary between characters: with a cut one, some decoders lose the whole run of bytes before it.
