@@ -262,7 +262,8 @@ def _prefill_remaining(
     start = before.length
     observer = Observer()
     ids = torch.tensor([row.layout.token_ids[start:]], device=loaded.device)
-    read = read_question(before, ids, row.positions[:, start:], row.layout, keep, observer)
+    apart = bool(row.reusable) and row.overrides.attend is None and loaded.stores_keys  # as its segments are
+    read = read_question(before, ids, row.positions[:, start:], row.layout, keep, observer, in_parts=apart)
     return prefilled_group(before, read, layout, [row], observer, cached_tokens)
 
 

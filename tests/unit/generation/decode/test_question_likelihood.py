@@ -65,6 +65,22 @@ def test_a_long_question_is_scored_in_parts(family, monkeypatch):
     assert engine.question_likelihood(layout) == engine.question_likelihood(layout) == pytest.approx(whole, abs=1e-5)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_committee_reads_a_long_question_in_parts(stored, monkeypatch):
+    layout, loaded = toy_layout(suffix=40, relevance=(0.9, 0.2, 0.5, 0.4)), loaded_model()
+
+    def answer(store):
+        engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)
+        session = engine.open(layout, MitigationChoice("committee"), 4)
+        return session.next_log_probs()
+
+    whole, store = answer(None), PassageStore([MemoryTier()]) if stored else None
+    monkeypatch.setattr(rows, "SCORES_AT_ONCE", 7 * loaded.model.config.vocab_size)
+    cold = answer(store)
+    assert torch.allclose(cold, whole, atol=1e-4)
+    assert torch.equal(answer(store), cold)
+
+
 def test_layers_that_forget_keys_say_the_same():
     window = {"sliding_window": 12}
     found = question_likelihood(loaded_model("mistral", **window), LAYOUT)
