@@ -169,7 +169,8 @@ class Defaults:
 
         A follow-up whose language is unclear ("1871?") has that of the user's last message whose language is known.
         """
-        earlier = (message["content"] for message in reversed(history) if message["role"] == "user")
+        asked = (message.get("content") for message in reversed(history) if message.get("role") == "user")
+        earlier = (content for content in asked if isinstance(content, str))  # assembly says what is malformed
         languages = filter(None, map(language_of, chain([text], earlier)))
         return self.templates.get(next(languages, ""))
 

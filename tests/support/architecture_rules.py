@@ -164,7 +164,8 @@ IMPORT_RULES = [
         ),
         among=("rag_posfix",),
         only=within_rag_posfix(
-            "assembly caching.answers.keys checked contracts errors parameters pipeline plan.layout registry text"
+            "assembly caching.answers.keys cancellation checked contracts errors parameters pipeline plan.layout "
+            "registry text"
         ),
         never=("torch", "transformers", "sentence_transformers", "faiss", "fastapi", "starlette", "redis"),
     ),

@@ -129,26 +129,34 @@ def read_question(
         token_ids: (R, Tq). positions: (R, Tq) float32.
         returns: (R, V) of the next token; (R,) mean log-probability of the question's tokens, zeros if not scored.
     """
-    target = torch.tensor(layout.tokens(scored_question(layout)) if keep > 1 else (), device=batch.loaded.device)
     n_rows, n_tokens = token_ids.shape
-    first, ends, step = n_tokens - keep, [n_tokens], logits_at_once(batch.loaded, n_rows)
-    if in_parts and keep > step:
-        ends = [*range(first + step, first + len(target), step), first + len(target), n_tokens]
-    sums = torch.zeros(n_rows, device=batch.loaded.device)
+    means = torch.zeros(n_rows, device=batch.loaded.device)
+    step = logits_at_once(batch.loaded, n_rows)
+    if keep == 1:
+        return batch.forward(token_ids, positions, 1, observer)[:, -1], means
+    target = torch.tensor(layout.tokens(scored_question(layout)), device=batch.loaded.device)
+    if keep <= step or not in_parts:
+        logits = batch.forward(token_ids, positions, keep, observer)
+        for r in range(n_rows):
+            means[r] = _log_probs(logits[r], target).mean()
+        return logits[:, -1], means
+    first = n_tokens - keep
+    ends = [*range(first + step, first + len(target), step), first + len(target)]
+    parts: list[list[Tensor]] = [[] for _ in range(n_rows)]
     for start, stop in itertools.pairwise((0, *ends)):
-        is_last, kept_from = stop == n_tokens, max(start, first)
-        wanted = target[kept_from - first : stop - first]
-        logits = batch.forward(
-            token_ids[:, start:stop],
-            positions[:, start:stop],
-            stop - kept_from if len(wanted) else 1,
-            observer if is_last else None,
-            ends_prompt=is_last,
-        )
-        for r in range(n_rows if len(wanted) else 0):  # row by row: (question, V) in float32 is large
-            log_probs = logits[r, : len(wanted)].float().log_softmax(dim=-1)
-            sums[r] += log_probs.gather(1, wanted[:, None]).sum()
-    return logits[:, -1].clone(), sums / max(len(target), 1)
+        kept_from = max(start, first)
+        ids, places = token_ids[:, start:stop], positions[:, start:stop]
+        logits = batch.forward(ids, places, stop - kept_from, ends_prompt=False)
+        for r in range(n_rows):
+            parts[r].append(_log_probs(logits[r], target[kept_from - first : stop - first]))
+    for r in range(n_rows):
+        means[r] = torch.cat(parts[r]).mean()
+    return batch.forward(token_ids[:, ends[-1] :], positions[:, ends[-1] :], 1, observer)[:, -1], means
+
+
+def _log_probs(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the log-probabilities of a row's tokens, (T, 1); row by row, for (T, V) in float32 is large."""
+    return logits[: len(target)].float().log_softmax(dim=-1).gather(1, target[:, None])
 
 
 def prefilled_group(

@@ -65,7 +65,7 @@ def logits_of_the_method(model, prompt, scale):
     layout = Layout(prompt.ids, Span(0, 1), (passage,), (passage,), question, question, ("pairs",))
     row = prefill(loaded, layout, method.plan(layout, loaded.spec.shape))[0]
     after = [row.batch.forward(torch.tensor([[token]]), row.batch.next_positions(), 1) for token in prompt.answer[:-1]]
-    return torch.cat((row.logits[:, -1:], *after), dim=1)[0]
+    return torch.cat((row.logits[:, None], *after), dim=1)[0]
 
 
 @torch.inference_mode()
