@@ -15,12 +15,12 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, model_validator
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
+from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.retrieval import DETAILS
 from rag_posfix.errors import RerankingError
 from rag_posfix.parameters import current_spelling
 from rag_posfix.registry import Registry
-from rag_posfix.reranking.deadline import run_in_thread
 from rag_posfix.text import checked_question
 
 ROUNDING = 1e-6
@@ -156,7 +156,7 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         """Do what ``compress_documents`` does in a worker thread. If cancelled, it stops at its next step."""
-        return await run_in_thread(functools.partial(self.compress_documents, documents, query, callbacks))
+        return await run_until_cancelled(functools.partial(self.compress_documents, documents, query, callbacks))
 
     def kept(self, scores: Sequence[float]) -> int:
         """Return how many of the best passages this reranker returns, of passages with these scores, best first."""

@@ -1,21 +1,21 @@
 """Deadlines of rerankings, and the reranker that keeps the given order when another reranker fails or is late.
 
 A thread cannot be stopped from outside. A reranker that computes in steps calls ``check_deadline`` before each of
-them, so that it releases the model within one step after its deadline or its cancellation. Deadlines are passed
-through a context variable, because langchain's interface has no argument for them.
+them, so that it releases the model within one step after its deadline, or after the end of its request. Deadlines are
+passed through a context variable, because langchain's interface has no argument for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
@@ -28,76 +28,30 @@ from rag_posfix.contracts.answer import warn
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, RerankerFailures, RerankerHealth
 from rag_posfix.errors import ConfigError, PromptTooLongError, RerankingTimeoutError
 
-T = TypeVar("T")
-
-
-class Deadline:
-    """A point in time after which a reranking must stop. It can also be cancelled, from any thread.
-
-    Args:
-        seconds: Time left; None for no limit.
-    """
-
-    def __init__(self, seconds: float | None = None) -> None:
-        self._until = None if seconds is None else time.monotonic() + seconds
-        self._cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Stop the reranking at its next step."""
-        self._cancelled.set()
-
-    def check(self) -> None:
-        """Return if the reranking may go on.
-
-        Raises:
-            RerankingTimeoutError: it was cancelled, or its time is over.
-        """
-        if self._cancelled.is_set():
-            raise RerankingTimeoutError("the reranking was cancelled and stopped between two steps")
-        if self._until is not None and time.monotonic() > self._until:
-            raise RerankingTimeoutError(
-                "the reranking took longer than its deadline and was stopped between two steps"
-            )
-
-
-_DEADLINES: ContextVar[tuple[Deadline, ...]] = ContextVar("rag_posfix_reranking_deadlines", default=())
+_DEADLINE: ContextVar[float] = ContextVar("rag_posfix_reranking_deadline", default=math.inf)
 
 
 @contextmanager
-def deadline(seconds: float | None) -> Iterator[Deadline]:
-    """Set a deadline for the code in the ``with`` block, in addition to those that are set already.
-
-    Args:
-        seconds: Time left; None for a deadline that can only be cancelled.
-    """
-    added = Deadline(seconds)
-    token = _DEADLINES.set((*_DEADLINES.get(), added))
+def deadline(seconds: float | None) -> Iterator[None]:
+    """End rerankings in the ``with`` block after ``seconds``, or at an earlier deadline around it; None sets none."""
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    token = _DEADLINE.set(min(until, _DEADLINE.get()))
     try:
-        yield added
+        yield
     finally:
-        _DEADLINES.reset(token)
+        _DEADLINE.reset(token)
 
 
 def check_deadline() -> None:
     """Return if the current reranking may go on.
 
     Raises:
-        RerankingTimeoutError: it was cancelled, or its time is over.
+        RerankingTimeoutError: its time is over.
         RagPosfixError: the request has ended, as ``check_cancelled`` says.
     """
     check_cancelled()
-    for active in _DEADLINES.get():
-        active.check()
-
-
-async def run_in_thread(function: Callable[[], T]) -> T:
-    """Run ``function`` in a worker thread; cancelled, it stops at its next ``check_deadline``."""
-    with deadline(None) as cancellation:
-        try:
-            return await asyncio.to_thread(function)
-        except asyncio.CancelledError:
-            cancellation.cancel()
-            raise
+    if time.monotonic() > _DEADLINE.get():
+        raise RerankingTimeoutError("the reranking took longer than its deadline and was stopped between two steps")
 
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rag_posfix.errors import ConfigError, PromptTooLongError, RerankingError, R
 from rag_posfix.reranking import CrossEncoderReranker
 from rag_posfix.reranking.cross_encoder import ChunkedText, split_into_chunks
 from rag_posfix.reranking.deadline import deadline
+from tests.support.clock import Clock
 from tests.support.cross_encoder import MAX_LENGTH, tiny_cross_encoder
 from tests.support.reader import order, raw, scores
 
@@ -178,14 +180,17 @@ def test_a_text_that_fills_the_window_is_whole_and_a_longer_one_is_not(encoder):
         split(9, chunk=True, window=smallest - 1)
 
 
-def test_the_deadline_is_checked_between_batches():
-    class Cancelling(Numbers):
+def test_the_deadline_is_checked_between_batches(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("rag_posfix.reranking.deadline.time", SimpleNamespace(monotonic=clock))
+
+    class Slow(Numbers):
         def score(self, text_pairs):
-            current.cancel()
+            clock.advance(2)
             return super().score(text_pairs)
 
-    model = Cancelling(1.0)
-    with deadline(None) as current, pytest.raises(RerankingTimeoutError):
+    model = Slow(1.0)
+    with deadline(1), pytest.raises(RerankingTimeoutError):
         CrossEncoderReranker(model=model, batch_size=1).compress_documents(documents("a", "b"), QUESTION)
     assert len(model.batches) == 1
 

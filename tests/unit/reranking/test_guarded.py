@@ -9,13 +9,13 @@ import time
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
+from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.contracts.answer import collected_warnings
 from rag_posfix.contracts.request import current_salt, salted
 from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
 from rag_posfix.reranking.base import ranked_copies
-from rag_posfix.reranking.deadline import run_in_thread
 from tests.support.reader import ScriptedReader, order
 from tests.support.waiting import wait_until
 
@@ -36,7 +36,7 @@ class Acting(BaseDocumentCompressor):
         return ranked_copies(documents, [place / 10 for place in range(len(documents))])
 
     async def acompress_documents(self, documents, query, callbacks=None):
-        return await run_in_thread(lambda: self.compress_documents(documents, query, callbacks))
+        return await run_until_cancelled(lambda: self.compress_documents(documents, query, callbacks))
 
 
 def guard(act, seconds=5.0):
