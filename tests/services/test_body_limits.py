@@ -37,6 +37,21 @@ def test_a_body_of_a_million_values_is_refused_before_it_is_parsed(entry: bytes)
     assert time.process_time() - started < 2  # it was 24 s
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_a_body_in_another_encoding_is_refused_before_it_is_parsed(encoding: str):
+    """In UTF-16 the escape of a quote is not seen in the bytes, so the count would take structure for text."""
+    started = time.process_time()
+    body = '{"messages":[{"role":"user","content":"\\""}],"y":[' + "{}," * 500_000 + "{}]}"
+    status, _ = sent(body.encode(encoding))
+    assert status in {400, 413}
+    assert time.process_time() - started < 2
+
+
+def test_a_byte_order_mark_of_utf_8_is_no_error():
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "documents": [BRIDGE]})
+    assert client().post(CHAT, content=body.encode("utf-8-sig"), headers=JSON).status_code == 200
+
+
 def test_marks_inside_of_strings_are_no_values():
     text = '[{,:\\\\", ' * MAX_VALUES
     assert check_shape(json.dumps({"a": text, "b": [text]}).encode()) < 10

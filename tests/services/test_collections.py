@@ -100,6 +100,13 @@ def test_a_search_returns_what_was_added_with_its_score(client: TestClient):
     ]
 
 
+def test_the_operator_may_keep_the_text_of_collections(tmp_path: Path):
+    client = notes_client(tmp_path, source_text=False)
+    add(client, {"id": "x", "text": "aab", "title": "Letters"})
+    (result,) = client.post(f"{NOTES}/search", json={"query": "ab"}).json()["data"]
+    assert (result["id"], result["text"], result["title"]) == ("x", None, "Letters")
+
+
 def test_documents_are_deleted_by_any_id(client: TestClient):
     for name in ("a", "x/y", "search", "ä b", "../../z"):
         add(client, {"id": name, "text": "text"})

@@ -273,6 +273,20 @@ def test_the_single_key_of_the_settings_works_beside_the_others_and_may_do_all(t
     assert status_of(tenants.stranger(authorization="Bearer wrong")) == 401
 
 
+def test_a_path_prefix_changes_no_scope(tmp_path: Path):
+    """A proxy of Ray, or an application in which this one is mounted, leaves the prefix in the path."""
+    tenants = Tenants(tmp_path)
+    whole = tenants.keys.create("acme", scopes=("read",))[1]
+    prefixed = TestClient(tenants.app, root_path="/rag")
+    headers = {"authorization": f"Bearer {whole}"}
+    assert prefixed.get("/rag/v1/models", headers=headers).status_code == 200
+    refused = prefixed.post("/rag/admin/keys", json={"tenant": "a", "scopes": ["admin"]}, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_scope")
+    assert prefixed.get("/rag/metrics", headers=headers).status_code == 403
+    assert prefixed.get("/rag/livez").status_code == 200
+    assert prefixed.post("/rag/v1/messages", headers=headers, json={}).json()["type"] == "error"  # Anthropic's form
+
+
 async def test_requests_per_minute_are_a_bucket_that_fills_again():
     clock = Clock()
     quotas, caller = Quotas(clock), Caller("acme", key_id="k", requests_per_minute=3)

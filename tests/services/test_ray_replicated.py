@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -15,7 +16,13 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UpstreamError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix_api.ray_serve.replicas import GeneratorReplica, ReplicaLost, ReplicaModel, ReplicatedGenerator
+from rag_posfix_api.ray_serve.replicas import (
+    GeneratorReplica,
+    ReplicaLost,
+    ReplicaModel,
+    Replicas,
+    ReplicatedGenerator,
+)
 from rag_posfix_api.ray_serve.routing import RoutedRequest, Sketches, marked_passages
 from tests.support.serving import BRIDGE, HARBOUR, QUESTION, make_pipeline
 from tests.support.tiny_evaluation import tiny_engine
@@ -50,7 +57,7 @@ class Failing:
             yield chunk
 
 
-def replicated(replicas: Failing, **options) -> ReplicatedGenerator:
+def replicated(replicas: Replicas, **options) -> ReplicatedGenerator:
     return ReplicatedGenerator(FakeGenerator(ToyEncoder()), replicas, **options)
 
 
@@ -131,6 +138,30 @@ def test_other_errors_are_not_repeated():
     with pytest.raises(PromptTooLongError):
         list(replicated(replicas).stream(asked()))
     assert len(replicas.asked) == 1
+
+
+def test_an_error_of_a_replica_keeps_its_message():
+    """Ray raises an instance of both its own error, whose text is the replica's traceback, and the error's class."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Ray's own settings
+        exceptions = pytest.importorskip("ray.exceptions", reason="the extra ray is not installed")
+        from rag_posfix_api.ray_serve.cluster import ServeReplicas
+    raised = exceptions.RayTaskError(
+        "stream", "Traceback of the replica", PromptTooLongError("too long")
+    ).as_instanceof_cause()
+    assert isinstance(raised, PromptTooLongError)
+
+    class Handle:
+        def options(self, **_: object) -> Handle:
+            return self
+
+        def remote(self, _: object) -> Iterator[Chunk]:
+            raise raised
+            yield
+
+    with pytest.raises(PromptTooLongError) as told:
+        list(replicated(ServeReplicas(Handle())).stream(asked()))
+    assert str(told.value) == "too long"
 
 
 def test_a_pipeline_answers_with_replicas_as_with_a_generator():

@@ -12,9 +12,9 @@ from tests.support.tenants import Tenants
 NOTES = "/v1/collections/notes"
 
 
-def notes_client(folder: Path) -> TestClient:
+def notes_client(folder: Path, **fields: Any) -> TestClient:
     """Return a client of a tenant with the collection ``notes``."""
-    client = Tenants(folder).client("acme")
+    client = Tenants(folder, **fields).client("acme")
     assert client.post("/v1/collections", json={"name": "notes"}).status_code == 201
     return client
 

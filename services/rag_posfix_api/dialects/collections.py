@@ -154,7 +154,7 @@ class FoundDocument(BaseModel):
     """A document and its relevance, 0 to 1."""
 
     id: str
-    text: str
+    text: str | None = Field(description="Its text; null where that is switched off (``source_text``).")
     title: str | None = None
     metadata: dict[str, Any]
     score: float
@@ -266,7 +266,8 @@ async def search_collection(name: Name, body: SearchRequest, request: Request, s
     collection = service.collection(name)
     metadata_filter = combine_filters(CALLER.get().filter, body.filter)
     hits = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k, metadata_filter))
-    return SearchResults(data=[_found_document(document) for document in hits])
+    with_text = service.limits.source_text
+    return SearchResults(data=[_found_document(document, with_text=with_text) for document in hits])
 
 
 @router.post(
@@ -308,11 +309,12 @@ def _document(document: NewDocument, index: int) -> Document:
     return Document(id=document.id, page_content=document.text, metadata=document.metadata | title)
 
 
-def _found_document(document: Document) -> FoundDocument:
+def _found_document(document: Document, *, with_text: bool) -> FoundDocument:
     metadata = dict(document.metadata)
     score = float(metadata.pop("relevance_score"))
     title = metadata.pop("title") if isinstance(metadata.get("title"), str) else None
-    return FoundDocument(id=str(document.id), text=document.page_content, title=title, metadata=metadata, score=score)
+    text = document.page_content if with_text else None
+    return FoundDocument(id=str(document.id), text=text, title=title, metadata=metadata, score=score)
 
 
 def _collection(info: CollectionInfo) -> CollectionObject:

@@ -96,10 +96,14 @@ class CleanRoute(APIRoute):
 
 class _CleanRequest(Request):
     async def json(self) -> Any:
-        """Return the body; each lone surrogate in it becomes U+FFFD, in names as well as in values."""
+        """Return the body, which is UTF-8; each lone surrogate in it becomes U+FFFD, in names as well as in values."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            self._json = json.loads(body)
+            try:
+                text = body.decode("utf-8-sig", "surrogatepass")
+            except UnicodeDecodeError as error:  # ``check_shape`` counts bytes: of UTF-16 it would see no structure
+                raise json.JSONDecodeError(f"the body is not UTF-8 ({error.reason})", "", error.start) from error
+            self._json = json.loads(text)
             if _MAYBE_SURROGATE.search(body) is not None:
                 # The parser has joined the pairs: surrogates that are left are lone ones.
                 self._json = json.loads(_SURROGATE.sub("\ufffd", json.dumps(self._json, ensure_ascii=False)))

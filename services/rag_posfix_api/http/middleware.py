@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette._utils import get_route_path  # what routes are chosen by: behind a prefix it is not the whole path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -157,10 +158,11 @@ def install_handlers(app: FastAPI, form_of: FormOf) -> None:
 
     async def handle_known(request: Request, error: Exception) -> Response:
         request.state.log_fields.error = kind_of(error).code
-        return error_response(error, form_of(request.url.path))
+        return error_response(error, form_of(get_route_path(request.scope)))
 
     async def handle_routing(request: Request, error: Any) -> Response:
-        status, path, message, headers = error.status_code, request.url.path, str(error.detail), error.headers
+        status, message, headers = error.status_code, str(error.detail), error.headers
+        path = get_route_path(request.scope)
         code = "invalid_request" if status < 500 else "internal_error"
         if status == 404:
             code = "not_found"
@@ -224,12 +226,13 @@ class ApiKeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or reject one request."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDERS):
+        path = get_route_path(scope) if scope["type"] == "http" else ""
+        if scope["type"] != "http" or path in OPEN_PATHS or path.startswith(OPEN_FOLDERS):
             await self._app(scope, receive, send)
             return
         source = source_of(scope)
         try:
-            caller = await self._checker.allowed(scope["method"], scope["path"], Headers(scope=scope), source)
+            caller = await self._checker.allowed(scope["method"], path, Headers(scope=scope), source)
         except UnauthorizedError:
             await anyio.sleep(self._rejections.pause(source))
             raise
@@ -322,7 +325,7 @@ class ObservedRequests:
         fields = scope.setdefault("state", {})["log_fields"] = LogFields()
         token = REQUEST_ID.set(request_id)
         try:
-            tracer = None if scope["path"] in _QUIET else self._tracer
+            tracer = None if get_route_path(scope) in _QUIET else self._tracer
             with request_span(tracer, scope, request_id) as span:
                 await self._observe(scope, receive, send, request_id, fields, span)
         finally:
@@ -346,7 +349,7 @@ class ObservedRequests:
         except Exception as error:
             fields.error = kind_of(error).code
             if status is None:
-                await error_response(error, self._form_of(scope["path"]))(scope, receive, send_with_id)
+                await error_response(error, self._form_of(get_route_path(scope)))(scope, receive, send_with_id)
             else:  # the server closes the connection of a response that was left incomplete
                 log_failure(error)
         finally:
@@ -357,7 +360,7 @@ class ObservedRequests:
         self, scope: Scope, request_id: str, status: int, seconds: float, fields: LogFields, span: RequestSpan
     ) -> None:
         path = getattr(scope.get("route"), "path", None)
-        if status == 200 and scope["path"] == "/openapi.json":  # its route is not in the scope
+        if status == 200 and get_route_path(scope) == "/openapi.json":  # its route is not in the scope
             path = "/openapi.json"
         route = path or "unmatched"
         unexplained = "ok" if status < 400 else "client_closed_request" if status == 499 else "internal_error"
@@ -380,5 +383,5 @@ class ObservedRequests:
         """Return the API format of the response: of its route, or of its error if no route was reached."""
         endpoint = getattr(scope.get("route"), "endpoint", None)
         if endpoint is None and status not in (404, 405):
-            return self._form_of(scope["path"]).dialect
+            return self._form_of(get_route_path(scope)).dialect
         return self._dialects.get(endpoint, _NO_DIALECT) if endpoint is not None else _NO_DIALECT

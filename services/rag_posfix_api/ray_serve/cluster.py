@@ -114,9 +114,7 @@ class ServeReplicas:
             if chunks is not None:
                 chunks.cancel()
             raise
-        except RagPosfixError:
-            raise
-        except Exception as error:  # Ray wraps the replica's error in classes that it makes at run time
+        except Exception as error:  # Ray wraps the replica's error in classes that it makes at run time, of ours too
             raise _translate_error(error) from error
 
 
@@ -124,7 +122,8 @@ def _translate_error(error: Exception) -> RagPosfixError:
     cause = getattr(error, "cause", None)
     if isinstance(error, _LOST) or isinstance(cause, _LOST):
         return ReplicaLost("the replica was lost")
-    if isinstance(cause, RagPosfixError):
-        return cause
+    for own in (cause, error):
+        if isinstance(own, RagPosfixError):
+            return own
     reason = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
     return GenerationError(f"a replica failed ({type(cause or error).__name__}: {reason})")
