@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
@@ -170,12 +171,15 @@ class RedisTier(Generic[V]):
         return self._delete(delete)
 
     def stats(self) -> TierStats:
-        """Return the counts of the tier and, with an index, its content. Cost: reads the size of each entry."""
+        """Return the counts of the tier and, with an index, its content; None where that takes over a second.
+
+        Cost: reads the size of each entry.
+        """
         entries = n_bytes = None
-        if self._codec.redis_index is not None and not self._closed:
-            sizes = self._servers.root.start("reading", self._sizes, None)()
-            if sizes is not None:
-                stored = [size for _, _, size in sizes if size]
+        if self._codec.redis_index is not None and not self._closed and self._servers.available:
+            # Not as a look-up: a large index takes longer than its deadline, and would open the circuit breaker.
+            with suppress(Exception):
+                stored = [size for _, _, size in self._servers.root.run(self._sizes, _LOG_SECONDS) if size]
                 entries, n_bytes = len(stored), sum(stored)
         return TierStats.counted(
             self.name, self._counters, entries=entries, n_bytes=n_bytes, available=self._servers.available

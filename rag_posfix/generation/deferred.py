@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.contracts.generator import FirstTokenReader, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.errors import UnsupportedModelError
@@ -22,14 +23,18 @@ class DeferredGenerator:
     Args:
         metadata: The model without its weights.
         load: Loads the model; called once.
+        passages: The passage KV store that the loaded model will read from.
     """
 
     scores_tokens = True
 
-    def __init__(self, metadata: ModelMetadata, load: Callable[[], Generator]) -> None:
+    def __init__(
+        self, metadata: ModelMetadata, load: Callable[[], Generator], passages: PassageStore | None = None
+    ) -> None:
         self.model_id, self.fingerprint = metadata.name, metadata.fingerprint
         self.context_window, self.hidden_size = metadata.context_window, metadata.hidden_size
         self.encoder = metadata.tokenizer
+        self.passages = passages
         self._load = functools.cache(load)
         self._lock = threading.Lock()
 
@@ -67,8 +72,9 @@ def deferred_generator(
     device: str = "auto",
     cache_dir: Path | None = None,
     adapter: Path | None = None,
+    passages: PassageStore | None = None,
 ) -> DeferredGenerator:
-    """Return a generator that reads the weights later; ``load`` loads the model with the same settings.
+    """Return a generator that reads the weights later; ``load`` loads the model by the same settings, with ``passages``.
 
     Other args as for ``load_engine``.
 
@@ -78,4 +84,4 @@ def deferred_generator(
     """
     folder = cache_dir or default_cache_dir()
     metadata = read_metadata(model, dtype=dtype, device=device, cache_dir=folder, adapter=adapter)
-    return DeferredGenerator(metadata, load)
+    return DeferredGenerator(metadata, load, passages)

@@ -95,9 +95,14 @@ class Engine:
         return 2 * prod(self.loaded.entry_sizes) * int(self.loaded.model.dtype.itemsize)
 
     def open(
-        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
+        self,
+        layout: Layout,
+        mitigation: MitigationChoice | None = None,
+        max_tokens: int = 1,
+        salt: str = "",
+        kv_position: int | None = None,
     ) -> Session:
-        """Read a prompt and return the session that continues it.
+        """Read a prompt and return the session that continues it; ``salt``, ``kv_position`` as in the request.
 
         Raises:
             ConfigError: unknown mitigation or parameter.
@@ -105,9 +110,11 @@ class Engine:
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
         choice = mitigation or MitigationChoice()
-        return self.prefill(layout, self.plan(layout, choice, max_tokens), choice, salt)
+        return self.prefill(layout, self.plan(layout, choice, max_tokens), choice, salt, kv_position)
 
-    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+    def precompute(
+        self, layout: Layout, mitigation: MitigationChoice, salt: str = "", kv_position: int | None = None
+    ) -> int:
         """Read prefix and passages of a prompt into the passage KV store; return how many tokens had to be read.
 
         The suffix is not read: any question may follow.
@@ -117,7 +124,8 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
         """
         method = create(mitigation.name, mitigation.parameters)
-        if self.passages is None:
+        kv_lookup = self._lookup(self.loaded, salt, self.describe(mitigation).fingerprint, kv_position)
+        if kv_lookup is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
         rows = self._independent_rows(layout, method)
         if not rows:
@@ -132,7 +140,6 @@ class Engine:
                 f"{mitigation.name} with these parameters places a passage by the length of those around it, so that "
                 "it cannot be precomputed; use the default parameters"
             )
-        kv_lookup = KVLookup.begin(self.passages, self.fingerprint, self.describe(mitigation).fingerprint, salt)
         with torch.inference_mode():
             return read_ahead(self.loaded, layout, rows, kv_lookup)
 
@@ -272,12 +279,14 @@ class Engine:
         self._check_prompt(longest)
         return self.loaded.reading(longest)
 
-    def _lookup(self, loaded: LoadedModel, salt: str, method: str = "") -> KVLookup | None:
+    def _lookup(
+        self, loaded: LoadedModel, salt: str, method: str = "", position: int | None = None
+    ) -> KVLookup | None:
         """Return the store as a method sees it; without its identity, as prompts see it that are read unmodified."""
         if self.passages is None:
             return None
         frequencies = "" if loaded is self.loaded else "+extended"  # keys have other angles
-        return KVLookup.begin(self.passages, self.fingerprint + frequencies, method, salt)
+        return KVLookup.begin(self.passages, self.fingerprint + frequencies, method, salt, position)
 
     def _check_prompt(self, n_tokens: int) -> None:
         if self.loaded.spec.ranks.count > 1:
@@ -317,7 +326,7 @@ class Engine:
         if request.prompt_scored:
             session, prompt = open_scored(self.open, request, self.encoder.token_bytes)
         else:
-            session = self.prefill(request.layout, plan, request.mitigation, request.salt)
+            session = self.prefill(request.layout, plan, request.mitigation, request.salt, request.kv_position)
         yield from self.resume(session, request, prompt=prompt)
 
     def resume(
@@ -342,17 +351,24 @@ class Engine:
                 advance(writer.last)
         yield writer.end()
 
-    def prefill(self, layout: Layout, plan: Plan, choice: MitigationChoice | None = None, salt: str = "") -> Session:
+    def prefill(
+        self,
+        layout: Layout,
+        plan: Plan,
+        choice: MitigationChoice | None = None,
+        salt: str = "",
+        kv_position: int | None = None,
+    ) -> Session:
         """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.
 
         Args:
             choice: What the plan was made by; without it the passage KV store is neither read nor written.
-            salt: As in ``GenerationRequest``.
+            salt, kv_position: As in ``GenerationRequest``.
         """
         kv_lookup, loaded = None, self._loaded_by(layout, plan)
         # Ranks of a split model store no passages: they would have to find the same, and each has its own heads.
         if choice is not None and self.loaded.spec.ranks.count == 1:
-            kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint)
+            kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint, kv_position)
         text = AnswerText(self.encoder.eos_ids, self.encoder.decode_answer)
         return Session(loaded, layout, plan, text, kv_lookup)
 

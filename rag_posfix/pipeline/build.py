@@ -32,7 +32,7 @@ from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched,
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
 from rag_posfix.generation.encode_texts import TextEncoder
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.load import load_engine, read_metadata
+from rag_posfix.generation.load import load_engine, read_metadata, usable_device
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
@@ -247,6 +247,8 @@ def _with_passages(
     """
     batching = generator if isinstance(generator, BatchingGenerator) else None
     engine = generator if batching is None else batching.engine
+    if isinstance(engine, DeferredGenerator):
+        return generator, engine.passages
     if not isinstance(engine, Engine) or engine.passages is not None:
         return generator, None
     passages = build_passage_store(settings.passages, settings.cache_dir, engine.loaded.device)
@@ -414,14 +416,13 @@ def _load(settings: Settings, cleanup: ExitStack, deferred: bool, cache: TieredA
         cleanup.callback(remote.close)
         return remote
     if settings.tp == 1 and deferred and settings.device_map is None:
-        stack = cleanup.enter_context(ExitStack())  # closed with the pipeline, whenever the model is loaded
-
-        def load() -> Generator:
-            return batched(_with_passages(build_engine(settings), settings, stack)[0])
-
+        # Made before the model: what is deleted until then is dropped too.
+        passages = build_passage_store(settings.passages, settings.cache_dir, usable_device(settings.device))
+        if passages is not None:
+            cleanup.callback(passages.close)
         return deferred_generator(
-            settings.model, load, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir,
-            adapter=settings.adapter,
+            settings.model, lambda: batched(build_engine(settings).with_passages(passages)), dtype=settings.dtype,
+            device=settings.device, cache_dir=settings.cache_dir, adapter=settings.adapter, passages=passages,
         )  # fmt: skip
     if settings.tp == 1:
         return build_engine(settings)

@@ -150,9 +150,8 @@ class Pipeline(AskedInBatches):
             ConfigError: it is no filter.
         """
         parse_filter(metadata_filter)
-        return self._with(
-            defaults=replace(self.defaults, filter=combine_filters(self.defaults.filter, metadata_filter))
-        )
+        combined = combine_filters(self.defaults.filter, metadata_filter)
+        return self._with(defaults=replace(self.defaults, filter=combined))
 
     def _with(self, **changes: Any) -> Pipeline:
         pipeline = copy.copy(self)
@@ -179,8 +178,7 @@ class Pipeline(AskedInBatches):
         other processes hold copies in memory until these expire or are evicted.
 
         Args:
-            tenant: Drops the entries of ``with_tenant(tenant)`` alone, so that no other tenant notices; those of all
-                tenants if empty.
+            tenant: Drops the entries of ``with_tenant(tenant)`` alone, unnoticed by others; all entries if empty.
         """
         documents = checked_list("documents", documents, Document, "Document")
         check_type("tenant", tenant, str, "a text")
@@ -309,6 +307,7 @@ class Pipeline(AskedInBatches):
         assembler.check_length(question.text, question.history)  # before it is embedded and searched for
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
         position = 0 if self.cache is None else self.cache.position
+        kv_position = None if self.passages is None else self.passages.position
         run = QuestionRun(question, salt, metadata_filter, query, trace, watched_by(trace, watcher), position)
         with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
@@ -317,7 +316,9 @@ class Pipeline(AskedInBatches):
             if trace is not UNTRACED:  # copies would slow down cached answers
                 stage.done(prompt.assembled.copied_documents())
         prompt.assembled.log_omissions()
-        request = GenerationRequest(prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution)
+        request = GenerationRequest(
+            prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position
+        )
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))
 
     def _prompt(

@@ -69,6 +69,11 @@ class PassageKVStore(Protocol):
         """Size limit of the write queue in bytes; entries beyond it are lost."""
         ...
 
+    @property
+    def position(self) -> int:
+        """How many deletions the store knows, as a number that grows with each."""
+        ...
+
     def flush(self, timeout_seconds: float = 30.0) -> bool:
         """Wait until the write queue is empty; return False after a timeout."""
         ...
@@ -140,8 +145,13 @@ class PassagePrecomputer(Protocol):
         """Bytes of the keys and values of one token, in all layers."""
         ...
 
-    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
-        """Compute prefix and passages of a prompt into the store; return the number of computed tokens."""
+    def precompute(
+        self, layout: Layout, mitigation: MitigationChoice, salt: str = "", kv_position: int | None = None
+    ) -> int:
+        """Compute prefix and passages of a prompt into the store; return the number of computed tokens.
+
+        Keys and values of documents that were deleted after ``kv_position`` are not kept; None: none was.
+        """
         ...
 
 
@@ -153,6 +163,7 @@ def precompute(
     template: PromptTemplate | None = None,
     salt: str = "",
     progress: Callable[[int, int], None] | None = None,
+    kv_position: int | None = None,
 ) -> int:
     """Compute each document's keys and values as in a prompt without history; return the number of computed tokens.
 
@@ -164,6 +175,7 @@ def precompute(
             window, because a prompt contains them truncated.
         template: The prompt template; the default template if None.
         salt: As in ``GenerationRequest``.
+        kv_position: The position of the store before the documents were read; by default when this is called.
 
     Raises:
         ConfigError: the method's passages are not independent, or the engine has no store, or the store stores
@@ -171,6 +183,8 @@ def precompute(
         UnsupportedModelError: the method does not support the model.
     """
     chosen_template, store = template or PromptTemplate(), engine.passages
+    if kv_position is None and store is not None:
+        kv_position = store.position
     prompt = tokenize_prompt(engine.encoder, chosen_template, "?")
     tokenized = (
         tokenize_passage(engine.encoder, chosen_template, document.text, title=document.title)
@@ -182,7 +196,7 @@ def precompute(
     old_stats = _tier_stats(store)
     tokens = done = 0
     for batch in _batches(passages, max_tokens):
-        computed = engine.precompute(prompt.with_passages(batch), mitigation, salt)
+        computed = engine.precompute(prompt.with_passages(batch), mitigation, salt, kv_position)
         if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
             raise ConfigError(
                 f"the passage KV store did not write the computed entries within {WRITE_TIMEOUT_SECONDS:g} seconds; "

@@ -132,7 +132,7 @@ class Counting:
     def __init__(self, admission: Admission) -> None:
         self.admission, self.working = admission, []
 
-    def precompute(self, layout, mitigation, salt=""):
+    def precompute(self, layout, mitigation, salt="", kv_position=None):
         self.working.append(self.admission.working)
         return 7
 

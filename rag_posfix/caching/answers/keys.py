@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rag_posfix.text import content_hash
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
 
 

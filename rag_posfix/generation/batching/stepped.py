@@ -22,7 +22,12 @@ class SteppedGenerator(Generator, Protocol):
     def encoder(self) -> Tokenizer: ...
 
     def open(
-        self, layout: Layout, mitigation: MitigationChoice | None = None, max_tokens: int = 1, salt: str = ""
+        self,
+        layout: Layout,
+        mitigation: MitigationChoice | None = None,
+        max_tokens: int = 1,
+        salt: str = "",
+        kv_position: int | None = None,
     ) -> Session:
         """Read a prompt and return the session that continues it."""
         ...

@@ -73,6 +73,7 @@ class PrefilledGroup:
         question: (R,) mean log-probability of the question's tokens, zeros if not requested.
         passage_attention: (R, N) attention of the last token to each passage, averaged over layers and heads.
         passage_shares: (R, N) the same as shares of the attention to passages; rows sum to 1 or are 0.
+            Without the attention hook 1 for the passage of a row that has a single one.
         cached_tokens: Tokens of the prompt whose keys and values were in the store.
     """
 
@@ -185,11 +186,16 @@ def prefilled_group(
             for passage, mass in sums.items():
                 attention[r, passage] = mass
     total = attention.sum(dim=1, keepdim=True)
+    shares = attention / total.where(total > 0, 1.0)
+    if attended is None:  # the model runs without the attention hook; the share of a single passage is 1 all the same
+        for r, row_spans in enumerate(spans):
+            if len({passage for passage, _, _ in row_spans}) == 1:
+                shares[r, row_spans[0][0]] = 1.0
     return PrefilledGroup(
         replace(batch, passage_spans=spans),
         logits,
         question,
         attention,
-        attention / total.where(total > 0, 1.0),
+        shares,
         cached_tokens,
     )

@@ -193,9 +193,9 @@ class KVLookup:
     position: int | None = None
 
     @classmethod
-    def begin(cls, store: PassageStore, model: str, method: str, salt: str) -> KVLookup:
-        """Return the store for a prompt that is read from now on."""
-        return cls(store, model, method, salt, store.position)
+    def begin(cls, store: PassageStore, model: str, method: str, salt: str, position: int | None = None) -> KVLookup:
+        """Return the store for a prompt whose documents were read at a ``position`` of its log; None: now."""
+        return cls(store, model, method, salt, store.position if position is None else position)
 
     def independent_encoding(self, overrides: Overrides) -> EncodingKey:
         """Return what changes segments that are encoded independently, besides their tokens; part of their keys.

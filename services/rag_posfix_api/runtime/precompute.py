@@ -159,7 +159,9 @@ class AdmittedPrecomputer:
     def kv_bytes_per_token(self) -> int:
         return self._engine.kv_bytes_per_token
 
-    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+    def precompute(
+        self, layout: Layout, mitigation: MitigationChoice, salt: str = "", kv_position: int | None = None
+    ) -> int:
         """Compute one batch; while the service is full, try again.
 
         Raises:
@@ -170,7 +172,7 @@ class AdmittedPrecomputer:
                 with self._admission.admit(_BATCH_SECONDS) as ticket:
                     ticket.tenant = self._tenant
                     self._admission.acquire(ticket)
-                    return self._engine.precompute(layout, mitigation, salt)
+                    return self._engine.precompute(layout, mitigation, salt, kv_position)
             except OverloadedError:
                 time.sleep(PAUSE_SECONDS)
         raise GenerationCancelled("the job was cancelled")

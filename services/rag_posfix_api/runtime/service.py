@@ -306,6 +306,7 @@ class Service:
 
         def work(progress: Progress, cancelled: threading.Event) -> int:
             admitted = AdmittedPrecomputer(engine, self.chat.admission, cancelled, caller.tenant)
+            position = None if admitted.passages is None else admitted.passages.position
             return precompute(
                 admitted,
                 collection.documents(),
@@ -313,6 +314,7 @@ class Service:
                 template=pipeline.assembler.template,
                 salt=salt,
                 progress=progress,
+                kv_position=position,
             )
 
         return self.precomputing.start((caller.tenant, name), work)

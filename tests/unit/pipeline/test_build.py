@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.generation.batching.scheduler import unbatched
@@ -195,6 +196,33 @@ def test_what_is_gone_from_the_index_is_gone_from_both_caches(pipeline, how):
     assert ask(pipeline, ["bread"]).cached is True
     assert ask(pipeline, ["rome", "bread"]).cached is False
     assert found(pipeline, ["paris", "bread"]) == kept
+
+
+def test_what_is_deleted_after_it_was_retrieved_is_not_kept(pipeline):
+    """A question that waits for its reranker or for the batch reads documents that are gone by then."""
+    store, generate = pipeline.retriever.store, pipeline.generator.generate
+
+    def generate_later(request):
+        store.delete(["rome"])
+        return generate(request)
+
+    pipeline.generator.generate = generate_later
+    assert len(pipeline.ask("Which river?").documents) == 3
+    assert pipeline.passages.flush()
+    assert content_key(DOCUMENTS[0]) not in pipeline.passages.memory_tags()
+    assert [tier["entries"] for tier in pipeline.passages.stats()["tiers"]] == [3, 3], "the prefix and the other two"
+
+
+def test_a_model_that_is_loaded_later_forgets_what_is_deleted_before_and_after(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
+    model = save_tiny(tmp_path / "model", num_hidden_layers=1)
+    settings = settings_in(tmp_path, model=str(model), dtype="float32", mitigation="context_experts")
+    with closing(build_pipeline(settings, deferred=True)) as pipeline:
+        ask(pipeline, ["rome", "paris"])
+        assert found(pipeline, ["rome", "paris"]) > found(pipeline, ["paris"]) > 0
+    with closing(build_pipeline(settings, deferred=True)) as pipeline:
+        pipeline.invalidate([DOCUMENTS[0]])  # no model is loaded yet: what an earlier process left on the disk
+        assert found(pipeline, ["rome"]) == found(pipeline, ["bread"])
 
 
 def test_an_index_that_is_emptied_leaves_nothing_but_the_words_around_it(pipeline):

@@ -319,3 +319,15 @@ def test_documents_can_be_dropped_afterwards(loaded):
     assert engine.passages.drop([content_key(DOCUMENTS[1])]) == 1
     layout = layout_of()
     assert cached(engine, layout) == before_suffix(layout) - len(layout.passages[1])
+
+
+def test_what_is_deleted_after_the_documents_were_read_is_not_kept(loaded, tmp_path):
+    engine = engine_of(loaded, MemoryTier(), DiskTier(tmp_path, KVCodec()))
+    position, gone = engine.passages.position, content_key(DOCUMENTS[1])
+    engine.passages.drop([gone])
+    precompute(engine, DOCUMENTS, MitigationChoice("context_experts"), kv_position=position)
+    assert engine.passages.flush()
+    assert gone not in engine.passages.memory_tags()
+    assert content_key(DOCUMENTS[0]) in engine.passages.memory_tags()
+    assert engine.passages.drop([gone]) == 0
+    engine.passages.close()

@@ -69,6 +69,16 @@ def test_rows_in_a_batch_are_the_rows_one_after_another(model_type):
         assert float((scores(batched, method) - scores(one_by_one, method)).abs().max()) < 1e-4, method
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
+def test_the_shares_of_experts_are_their_weights_also_without_the_hook(model_type):
+    request = GenerationRequest(LAYOUT, MitigationChoice("context_experts"), Sampling(max_tokens=3), traced=True)
+    generation = engine_of(loaded_as(model_type)).generate(request)
+    assert generation.weighted
+    assert sum(generation.attention) == pytest.approx(1, abs=1e-5)
+    assert min(generation.attention) > 0
+    assert all(sum(source.shares) == pytest.approx(1, abs=1e-5) for source in generation.sources)
+
+
 @pytest.mark.parametrize("model_type", BATCHED)
 def test_rows_are_read_in_one_pass_and_so_is_each_token_after_them(model_type):
     loaded = loaded_as(model_type)
