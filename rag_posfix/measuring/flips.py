@@ -227,11 +227,13 @@ def _ask_alone(
 
 
 def _asks(orders: Sequence[tuple[int, ...]], repeats: int) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return kind, order and number of the repetition of each prompt: the first order, then both kinds in turn."""
+    """Return kind, order and number of the repetition of each prompt: the first order, then both kinds in turn.
+
+    There are at most as many repetitions as other orders: with more chances to change, the control would be above.
+    """
     result = [("order", orders[0], 0)]
-    for number in range(max(len(orders) - 1, repeats)):
-        if number + 1 < len(orders):
-            result.append(("order", orders[number + 1], 0))
+    for number in range(len(orders) - 1):
+        result.append(("order", orders[number + 1], 0))
         if number < repeats:
             result.append(("repeat", orders[0], number + 1))
     return result
@@ -250,9 +252,9 @@ def prompt_of(question: AskedQuestion, order: Sequence[int], arrangement: Arrang
     )
 
 
-def template_of(pipeline: Pipeline, question: str) -> PromptTemplate:
+def template_of(pipeline: Pipeline, question: str, history: Sequence[ChatMessage] = ()) -> PromptTemplate:
     """Return the prompt template of a question: that of its language, if the pipeline has one."""
-    return pipeline.defaults.template_of(question) or pipeline.assembler.template
+    return pipeline.defaults.template_of(question, history) or pipeline.assembler.template
 
 
 def _key(
@@ -265,7 +267,7 @@ def _key(
         "method": pipeline.generator.describe(arrangement.mitigation).fingerprint,
         "arrangement": arrangement.label,
         "device": device_of(unbatched(pipeline.generator)),
-        "template": template_of(pipeline, question.text).fingerprint(),
+        "template": template_of(pipeline, question.text, question.history).fingerprint(),
         "budget": repr(pipeline.assembler.budget),
         "sampling": repr(pipeline.defaults.sampling),
         "question": [question.text, *question.history],

@@ -86,10 +86,12 @@ def with_baselines(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
     """Return the arrangements, and for each of their scorers the plain prompts that a method has to beat.
 
     All passages best first, best last and with the best at both ends; the best 1, 3 and 5 alone; all passages twice,
-    and the best once more at the end. The experiment's own scorer is ``embedding`` where passages are selected.
+    and the best once more at the end. The experiment's own scorer is ``embedding`` where passages are selected. A
+    scorer that selects, such as ``yes_no:top_n=3``, sorts all passages here.
     """
     result, plain = list(arrangements), MethodSpec("none")
-    for scorer in {arrangement.scorer: arrangement.reranker for arrangement in arrangements}.values():
+    scorers = [_without_selection(arrangement.reranker) for arrangement in arrangements]
+    for scorer in {"" if scorer is None else scorer.label: scorer for scorer in scorers}.values():
         selecting = scorer or MethodSpec("embedding")
         result += [
             *(Arrangement(plain, order, scorer) for order in ("relevance", "reverse", "ends_first")),
@@ -103,6 +105,13 @@ def with_baselines(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
             ),
         ]
     return list({arrangement.label: arrangement for arrangement in result}.values())
+
+
+def _without_selection(scorer: MethodSpec | None) -> MethodSpec | None:
+    if scorer is None:
+        return None
+    selection = RERANKERS.get(scorer.name).selection
+    return MethodSpec(scorer.name, {name: value for name, value in scorer.parameters.items() if name not in selection})
 
 
 def check_arrangements(choices: Sequence[MethodSpec | Arrangement]) -> list[Arrangement]:

@@ -13,7 +13,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.templates import PromptTemplate
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import ChatMessage, Generator
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
@@ -190,7 +190,7 @@ def answer_at_positions(
     journal: AnswerJournal | None = None,
     rankings: RankJournal | None = None,
     check_orders: bool = False,
-    template_of: Callable[[str], PromptTemplate] = lambda question: PromptTemplate(),
+    template_of: Callable[[str, Sequence[ChatMessage]], PromptTemplate] = lambda *_: PromptTemplate(),
 ) -> list[PositionRow]:
     """Answer every question under every condition: closed book, gold only, and each method at each gold position.
 
@@ -215,7 +215,7 @@ def answer_at_positions(
             progress(next(done), total)
 
     def planned_rows(example: PositionExample) -> Iterator[_PlannedRow]:
-        template = template_of(example.question)
+        template = template_of(example.question, example.history)
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
             trial = Trial(example, passages, MitigationChoice("none"), template=template)
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))

@@ -41,7 +41,6 @@ _FIELDS = (
     "filter",
 )  # fmt: skip
 _OTHER_NAMES = {"input": "question", "context": "documents", "chat_history": "history"}
-_ROLES = {"human": "user", "ai": "assistant", "system": "system"}
 _DOCUMENTS = ("text-plain", "document")
 _HOW = (
     'give the question as text, as {"question": text, "documents": [...]}, as messages, or as a Question; a retriever '
@@ -261,7 +260,8 @@ def _history_message(message: Any) -> Any:
         return message
     blocks = [block for block in message.content if isinstance(block, Mapping) and block.get("type") in _DOCUMENTS]
     content = "\n\n".join([*(_document(block).page_content for block in blocks), message.text])
-    return {"role": _ROLES.get(message.type, message.type), "content": content}
+    role = next((role for kind, role in _ROLE_OF_CLASS if isinstance(message, kind)), message.type)
+    return {"role": role, "content": content}
 
 
 def _input_kind(value: object) -> str:

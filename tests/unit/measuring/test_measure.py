@@ -205,6 +205,19 @@ def test_tokens_and_cost_are_told_before_a_question_is_asked():
     assert len(generator.asked) <= prompts
 
 
+def test_the_control_has_no_more_chances_to_change_than_the_orders():
+    """Two passages have two orders: one other order and one repetition, whatever was asked for."""
+    generator = OrderBiasedGenerator()
+    ((name, question), *_) = texts(1)
+    questions, _ = find_questions(pipeline_of(generator), [(name, question)])
+    questions = [replace(question, passages=question.passages[:2]) for question in questions]
+    rows = ask_in_orders(
+        pipeline_of(generator), questions, parse_arrangement("none"), orders=10, repeats=2, seed=0,
+        journal=StackJournal(),
+    )  # fmt: skip
+    assert sorted(row.kind for row in rows) == ["order", "order", "repeat"]
+
+
 def test_orders_are_distinct_and_the_first_two_do_not_depend_on_the_count():
     question = find_questions(pipeline_of(FakeGenerator(ToyEncoder())), texts(1))[0][0]
     orders = draw_orders(question, 6, 0)
@@ -254,9 +267,14 @@ def weights(count):
 
 
 @pytest.mark.parametrize(
-    ("question", "expected"), [("What does it weigh?", "OWN."), ("Was ist das und wie schwer ist es?", "DEUTSCH.")]
+    ("question", "asked_before", "expected"),
+    [
+        ("What does it weigh?", "", "OWN."),
+        ("Was ist das und wie schwer ist es?", "", "DEUTSCH."),
+        ("1871?", "Wie schwer ist das goldene Ding?", "DEUTSCH."),  # a follow-up has the language of its conversation
+    ],
 )
-def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_language(question, expected):
+def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_language(question, asked_before, expected):
     class Read(OrderBiasedGenerator):
         prompts = ()
 
@@ -270,7 +288,9 @@ def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_langu
         generator, Assembler(generator.encoder, generator.context_window, PromptTemplate(instruction="OWN.")),
         reranker=ByWords(), choose_reranker=lambda spec: ByWords(), defaults=Defaults(templates=templates),
     )  # fmt: skip
-    examples = [replace(example, question=question) for example in weights(3)]
+    turns = ({"role": "user", "content": asked_before}, {"role": "assistant", "content": "OK."})
+    history = turns if asked_before else ()
+    examples = [replace(example, question=question, history=history) for example in weights(3)]
     measure(pipeline, from_examples(examples, 5), examples=examples, options=MeasureOptions(documents=5))
     read = [prompt for prompt in generator.prompts if "weighs" in prompt]  # closed book has another instruction
     assert [prompt for prompt in read if expected not in prompt] == []

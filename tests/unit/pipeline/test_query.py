@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 
 from rag_posfix import BM25Retriever, PosfixRAG
 from rag_posfix.contracts.request import Generation, Usage
@@ -211,5 +211,7 @@ def test_chat_history_of_langchain_is_part_of_the_query():
     turns = [HumanMessage("Is Rome old?"), AIMessage("Yes.")]
     assert rag.invoke({"input": "Where is it?", "chat_history": turns})["query"] == "Is Rome old?\nWhere is it?"
     assert rag.invoke({"input": "Where is it?", "chat_history": turns, "query": "last"})["query"] == "Where is it?"
+    streamed = [turns[0], AIMessageChunk("Ye") + AIMessageChunk("s.")]  # the sum of the chunks of a stream
+    assert rag.invoke({"input": "Where is it?", "chat_history": streamed})["query"] == "Is Rome old?\nWhere is it?"
     config = {"configurable": {"query": "last"}}
     assert rag.invoke({"input": "Where is it?", "chat_history": turns}, config)["query"] == "Where is it?"

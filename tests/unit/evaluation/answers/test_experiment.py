@@ -292,3 +292,18 @@ def test_baselines_are_plain_prompts_of_every_scorer_each_once():
         "likelihood/relevance/repeated_passages:repeat=best",
     ]
     assert all(each.order_free for each in with_baselines(chosen)[1:])
+
+
+def test_baselines_of_a_scorer_that_selects_read_all_passages():
+    chosen = [parse_arrangement(text) for text in ("yes_no:top_n=3/reverse/none", "yes_no:mass=0.5/reverse/none")]
+    assert [each.label for each in with_baselines(chosen)] == [
+        "yes_no:top_n=3/reverse/none",
+        "yes_no:mass=0.5/reverse/none",
+        "yes_no/relevance/none",
+        "yes_no/reverse/none",
+        "yes_no/ends_first/none",
+        "yes_no:top_n=1/reverse/none",
+        "yes_no:top_n=5/reverse/none",
+        "yes_no/relevance/repeated_passages:repeat=all",
+        "yes_no/relevance/repeated_passages:repeat=best",
+    ]
