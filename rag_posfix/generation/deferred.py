@@ -74,9 +74,9 @@ def deferred_generator(
     adapter: Path | None = None,
     passages: PassageStore | None = None,
 ) -> DeferredGenerator:
-    """Return a generator that reads the weights later; ``load`` loads the model by the same settings, with ``passages``.
+    """Return a generator that reads the weights later; ``load`` loads the model by the same settings.
 
-    Other args as for ``load_engine``.
+    ``load`` has to read from ``passages``; other args as for ``load_engine``.
 
     Raises:
         ConfigError: the model cannot be found or read.

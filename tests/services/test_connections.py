@@ -7,12 +7,14 @@ import logging
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 
+from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix_api.http.middleware import LOOPBACK_NAMES
 from tests.support.serving import (
     BRIDGE,
@@ -152,3 +154,29 @@ def test_a_stream_that_is_cut_at_the_end_gets_an_error_event_and_an_access_line(
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
         wait_until(lambda: any(getattr(r, "fields", {}).get("error") == "stopping" for r in caplog.records))
     assert generator.closed.is_set()
+
+
+class LargePieces(EndlessGenerator):
+    """Streams pieces that fill the buffers of a connection at once."""
+
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        for chunk in super().stream(request):
+            yield Chunk(chunk.text * 100_000)
+
+
+def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rag_posfix_api.runtime.jobs._READING_SECONDS", 0.5)
+    generator = LargePieces()
+    with (
+        serving(make_pipeline(generator), request_timeout_seconds=1, max_concurrent=1) as url,
+        connected(url) as connection,
+    ):
+        body = json.dumps(chat(stream=True)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n".encode() + body)
+        assert generator.entered.wait(10)
+        assert in_flight(url) == 1
+        wait_until(lambda: in_flight(url) == 0, 10)
+        assert generator.closed.is_set()

@@ -257,7 +257,7 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
     async def _aask(
         self, input: RAGInput, run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> Any:
-        return await asyncio.to_thread(self._ask, input, run_manager.get_sync(), config, **kwargs)
+        return await run_until_cancelled(functools.partial(self._ask, input, run_manager.get_sync(), config, **kwargs))
 
     def _stream_chunks(
         self, input: Iterator[RAGInput], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any

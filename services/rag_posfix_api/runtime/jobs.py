@@ -29,6 +29,9 @@ from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
 T = TypeVar("T")
 
 SERVER_SENT_EVENTS = "text/event-stream"
+_READING_SECONDS = 5.0
+"""How long after its time limit a client may take to read what was computed within it."""
+
 _FREE_THREADS = 8
 """Threads for requests that do not wait for the model: retrieval, assembly, cached answers."""
 
@@ -230,10 +233,14 @@ class AnswerStream(Response):
             await self._close()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events():
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            async with asyncio.timeout(max(self._job.ticket.remaining, 0.0) + _READING_SECONDS):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for event in self._events():
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError as error:  # ``send`` waits for the client to read; what is left is not sent
+            raise GenerationCancelled("the client did not read its answer within the time limit") from error
 
     async def _events(self) -> AsyncIterator[bytes]:
         for event in self._renderer.opening(self._first):

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
@@ -13,9 +14,10 @@ from rag_posfix import PosfixRAG, PosfixRetriever, document_block
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.retrieval.bm25 import BM25Retriever
@@ -261,6 +263,27 @@ class TestTwins:
             await reading
         await asyncio.sleep(0.1)  # as long as all words take
         assert made.pipeline.generator.given < 5  # of "Rome lies on the Tiber"
+
+    async def test_a_question_that_is_cancelled_tells_its_thread(self):
+        made, begun, told = rag(), asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def generate(request):
+            loop.call_soon_threadsafe(begun.set)
+            while not told.wait(0.01):
+                try:
+                    check_cancelled()
+                except GenerationCancelled:
+                    told.set()
+            raise GenerationCancelled("ended")
+
+        made.pipeline.generator.generate = generate
+        asking = asyncio.create_task(made.ainvoke(QUESTION))
+        await begun.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await asyncio.to_thread(told.wait, 10)
 
 
 class TestComposition:
