@@ -65,8 +65,10 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
         if lock.lock_counter == 1:
             with suppress(OSError):
                 file.write_text(str(os.getpid()), encoding="ascii")
-            for path in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
-                shutil.rmtree(path, ignore_errors=True)
+            name = glob.escape(folder.name)
+            for path in folder.parent.glob(f".{name}.*.partial"):
+                if "." not in path.name[len(folder.name) + 2 : -len(".partial")]:  # not that of NAME.2024 beside it
+                    shutil.rmtree(path, ignore_errors=True)
         yield
     finally:
         if lock.lock_counter == 1:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -147,6 +148,9 @@ _MARKUP_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _DOCX_RUNS = ".//w:r[not(ancestor::w:del or ancestor::w:moveFrom or ancestor::w:txbxContent)]"
 _HEADING_STYLE = re.compile(r"Heading (\d)")
 
+_PDF_NUMBER = r"(?:(?:chapter|section|part|appendix)[^\S\n]+)?(?:(?:\d+|[IVXLC]+|[A-Z])(?:\.\d+)*[.:)]?[^\S\n]+)?"
+"""What may stand before a heading in the text and not in the outline, as LaTeX makes it: ``3.1``, ``Appendix A``."""
+
 _LARGER = 1.15
 """How many times larger than most of the text a heading is, at least: 11 to 13 points, 12 to 14."""
 
@@ -174,6 +178,8 @@ def read_text(path: str | Path) -> FileText:
             return _read_pdf(path)
         if suffix == ".docx":
             return _read_docx(path)
+        if suffix == ".xlsx":
+            return _read_workbook(path)
         if suffix in OFFICE_SUFFIXES:
             return _read_office(path)
         data = path.read_bytes()
@@ -231,10 +237,12 @@ def _read_pdf(path: Path) -> FileText:
         earliest = max(starts[page], headings[-1].end if headings else 0)
         words = r"\s+".join(map(re.escape, title.split()))
         limit = starts[page] + len(texts[page])
-        line = re.compile(rf"^[^\S\n]*{words}[^\S\n]*$", re.IGNORECASE | re.MULTILINE)
-        match = line.search(text, earliest, limit) or re.compile(words, re.IGNORECASE).search(text, earliest, limit)
-        start, end = (match.start(), match.end()) if match else (earliest, earliest)
-        headings.append(Heading(title, level, start, end))
+        # Other words within a line may be those of a sentence, which has to keep them.
+        line = rf"^[^\S\n]*{_PDF_NUMBER}{words}[^\S\n]*$|(?<=[.!?:])[^\S\n]+{words}[^\S\n]*$"
+        match = re.compile(line, re.IGNORECASE | re.MULTILINE).search(text, earliest, limit)
+        begin = match or re.compile(rf"^[^\S\n]*{words}\b", re.IGNORECASE | re.MULTILINE).search(text, earliest, limit)
+        start = begin.start() if begin else earliest
+        headings.append(Heading(title, level, start, match.end() if match else start))
     blocks = paragraph_blocks(text, headings)
     return FileText(text, stated_title(headings, blocks), pages=tuple(starts), blocks=blocks_under(headings, blocks))
 
@@ -307,7 +315,7 @@ def _read_docx(path: Path) -> FileText:
     blocks: list[Block] = []
     title, length = "", 0
     with _open_document(path, "a Word file", "as .docx") as handle:
-        for item in docx.Document(handle).iter_inner_content():
+        for item in _docx_items(docx.Document(handle)):
             text = clean_text(_table_text(item) if isinstance(item, Table) else _docx_text(item))
             if not text.strip():
                 continue
@@ -333,9 +341,33 @@ def _read_docx(path: Path) -> FileText:
     return FileText("".join(segments), title, blocks=blocks_under(headings, blocks))
 
 
+def _docx_items(document: Any) -> Iterator[Paragraph | Table]:
+    """Yield the paragraphs and tables, also those in content controls; Word's table of contents is left out."""
+    from docx.oxml.ns import qn
+    from docx.table import Table
+    from docx.text.paragraph import Paragraph
+
+    holders = {qn(name) for name in ("w:sdt", "w:sdtContent", "w:ins", "w:customXml")}
+
+    def items(parent: Any) -> Iterator[Paragraph | Table]:
+        galleries = [part.get(qn("w:val")) for part in parent.iterfind(f"{qn('w:sdtPr')}//{qn('w:docPartGallery')}")]
+        for child in () if "Table of Contents" in galleries else parent:
+            if child.tag == qn("w:p"):
+                yield Paragraph(child, document)
+            elif child.tag == qn("w:tbl"):
+                yield Table(child, document)
+            elif child.tag in holders:
+                yield from items(child)
+
+    return items(document.element.body)
+
+
 def _table_text(table: Table) -> str:
-    def cell_text(cell: _Cell) -> str:
-        return " ".join(word for paragraph in cell.paragraphs for word in _docx_text(paragraph).split())
+    from docx.text.paragraph import Paragraph
+
+    def cell_text(cell: _Cell) -> str:  # also the paragraphs of tables in it
+        paragraphs = (Paragraph(element, cell) for element in cell._tc.xpath(".//w:p"))
+        return " ".join(word for paragraph in paragraphs for word in _docx_text(paragraph).split())
 
     return "\n".join("\t".join(map(cell_text, row.cells)) for row in table.rows)
 
@@ -354,6 +386,34 @@ def _docx_style(paragraph: Paragraph) -> str:
     if name == "Title":
         return "title"
     return "list" if name.startswith("List") or (properties is not None and properties.numPr is not None) else ""
+
+
+def _read_workbook(path: Path) -> FileText:
+    """Return the sheets as tables in Markdown, each cell as it is stored; their first row with text is the header."""
+    try:
+        from openpyxl import load_workbook
+    except ImportError as error:
+        raise missing_extra("openpyxl (needed for .xlsx files)", "office") from error
+    sheets: list[str] = []
+    with _open_document(path, ".xlsx file", "with another program") as handle:
+        for sheet in load_workbook(handle, read_only=True, data_only=True).worksheets:
+            rows = [[_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)]
+            rows = [row for row in rows if any(row)]
+            width = max((n for row in rows for n, cell in enumerate(row, start=1) if cell), default=0)
+            lines = [f"| {' | '.join(row[:width])} |" for row in rows]
+            if lines:
+                sheets.append("\n".join([f"## {sheet.title}", lines[0], "| --- " * width + "|", *lines[1:]]))
+    return read_markdown(clean_text("\n\n".join(sheets)))
+
+
+def _cell_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).upper()
+    if isinstance(value, float):
+        return f"{value:.15g}"  # as Excel computes
+    if isinstance(value, datetime):
+        return value.isoformat(" ") if value.time() != time() else value.date().isoformat()
+    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _read_office(path: Path) -> FileText:

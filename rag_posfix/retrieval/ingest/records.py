@@ -43,6 +43,8 @@ _TEXTS = (
     "content", "body", "text", "answer", "description", "message", "passage", "article", "abstract", "summary",
     "details", "comment", "comments", "note", "notes", "resolution", "solution", "response", "reply", "review",
 )  # fmt: skip
+_OWN_TEXTS = ("content", "body", "text", "answer", "passage", "article")
+"""Those of ``_TEXTS`` that say that an object is a record: a ``description`` may be that of a list of records."""
 _MIN_PROSE_WORDS = 8
 _ROLES = ("text", "title", "id")
 
@@ -90,7 +92,7 @@ def parse_fields(specs: Iterable[str]) -> FieldRoles:
 def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles) -> FieldRoles:
     """Return the roles of the fields of records, of which some are enough; ``requested`` roles count first."""
     names = list(dict.fromkeys(name for record in records for name in record if name))
-    plain = {name: re.sub(r"[\W_]+", "", name).lower() for name in names}
+    plain = {name: _plain(name) for name in names}
     known = next((name for name in _TEXT_FIELDS if name in names), "")
     title = requested.title or next(
         (name for wanted in _TITLES for name in names if plain[name] == wanted and _is_text(records, name)), ""
@@ -106,6 +108,10 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles) -> 
         prose = [name for name in others if name not in by_name and _mean_words(records, name) >= _MIN_PROSE_WORDS]
         text = tuple(by_name + prose)
     return FieldRoles(text, title, record_id)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name).lower()
 
 
 def _field_text(value: Any) -> str:
@@ -222,7 +228,7 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
         raise RetrievalError(f"{source}:{error.lineno}: not JSON ({error})") from error
     except ValueError as error:
         raise RetrievalError(f"{source}: not JSON ({error})") from error
-    if isinstance(value, dict) and not any(isinstance(value.get(name), str) for name in _TEXT_FIELDS):
+    if isinstance(value, dict) and not _has_own_text(value):
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
         value = lists[0] if len(lists) == 1 else value
     if isinstance(value, dict):
@@ -235,6 +241,14 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
             yield Record(item, position, {})
         else:
             report(f"{position}: a {type(item).__name__}, expected a JSON object")
+
+
+def _has_own_text(record: Mapping[str, Any]) -> bool:
+    """Return whether an object is a record with a list in it, such as its comments, and not the list of records."""
+    return any(
+        isinstance(value, str) and value.strip() and (name in _TEXT_FIELDS or _plain(name) in _OWN_TEXTS)
+        for name, value in record.items()
+    )
 
 
 def _table_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:

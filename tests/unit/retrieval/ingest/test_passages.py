@@ -94,6 +94,25 @@ def test_the_outline_of_a_pdf_file_gives_headings_and_each_passage_its_page(tmp_
     ]
 
 
+def test_an_outline_without_numbers_names_numbered_headings_and_takes_no_words_from_sentences(tmp_path):
+    import pypdf
+
+    page = (
+        "1 Introduction\nFerries are ships. We discuss the method and the results below.\n"
+        "2 Method\nResults of counts are kept.\nA.1 Results\nThere are nine."
+    )
+    (tmp_path / "plain.pdf").write_bytes(pdf_of([page]))
+    writer = pypdf.PdfWriter(clone_from=tmp_path / "plain.pdf")
+    for title in ("Introduction", "Method", "Results"):
+        writer.add_outline_item(title=title, page_number=0)
+    writer.write(tmp_path / "ferries.pdf")
+    assert titled(read_documents(tmp_path / "ferries.pdf")) == [
+        ("ferries > Introduction", "Ferries are ships. We discuss the method and the results below."),
+        ("ferries > Method", "Results of counts are kept."),
+        ("ferries > Results", "There are nine."),
+    ]
+
+
 def test_a_pdf_file_without_an_outline_has_the_headings_that_are_in_larger_letters(tmp_path):
     sentence = "Pumps of this series are tested for nine hours\nbefore they leave the yard in Halden."
     page = f"Pump manual\n\nSafety\n\n{sentence}\nWear gloves.\n\nRepair\n\n{sentence}\nCall us."
@@ -360,7 +379,37 @@ def test_office_files_are_read_with_markitdown(tmp_path, monkeypatch):
     ]
     monkeypatch.setitem(sys.modules, "markitdown", None)
     with pytest.raises(ConfigError, match=r"markitdown .*\.\[office\]"):
-        read_documents(tmp_path)
+        read_documents(tmp_path / "b.pptx")
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(ConfigError, match=r"openpyxl .*\.\[office\]"):
+        read_documents(tmp_path / "a.xlsx")
+
+
+def test_cells_of_a_workbook_are_read_as_they_are_stored(tmp_path):
+    from datetime import date, datetime
+
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    book.active.title = "Staff"
+    rows = (
+        [], ["Phone", "Country", "Size", "Desks", "Since", None], ["0049301", "NA", "1E5", 12, datetime(2020, 3, 1)],
+        [None] * 6, ["N/A", "None", "a|b\nc", None, datetime(2020, 3, 1, 8, 30)], ["7", "DE", 0.1 + 0.2, 2.0, True],
+    )  # fmt: skip
+    for row in rows:
+        book.active.append(row)
+    book.create_sheet("Empty")
+    book.create_sheet("Days").append([date(2021, 1, 2)])
+    book.save(tmp_path / "a.xlsx")
+    assert titled(read_documents(tmp_path)) == [
+        (
+            "Staff",
+            "| Phone | Country | Size | Desks | Since |\n| --- | --- | --- | --- | --- |\n"
+            "| 0049301 | NA | 1E5 | 12 | 2020-03-01 |\n| N/A | None | a\\|b c |  | 2020-03-01 08:30:00 |\n"
+            "| 7 | DE | 0.3 | 2 | TRUE |",
+        ),
+        ("Days", "| 2021-01-02 |\n| --- |"),
+    ]
 
 
 def test_a_sentence_that_is_longer_than_a_passage_is_said(tmp_path):

@@ -1,5 +1,7 @@
 """One bad file does not abort a folder: it is skipped, with the reason."""
 
+import json
+
 import pytest
 
 from rag_posfix.errors import ConfigError, RetrievalError
@@ -137,6 +139,39 @@ def test_tracked_insertions_of_a_word_file_are_text_and_deletions_are_not(tmp_pa
     paragraph.append(parse_xml(f"<w:sdt {space}><w:sdtContent><w:r><w:t> a day.</w:t></w:r></w:sdtContent></w:sdt>"))
     written.save(tmp_path / "a.docx")
     assert read_documents([tmp_path])[0].page_content == "The limit is 20 euros a day."
+
+
+def test_content_controls_and_tables_in_tables_of_a_word_file_are_text_and_its_contents_are_not(tmp_path):
+    import docx
+    from docx.oxml import parse_xml
+
+    def control(text, properties=""):
+        space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+        return parse_xml(
+            f"<w:sdt {space}>{properties}<w:sdtContent><w:p><w:r><w:t>{text}</w:t></w:r></w:p></w:sdtContent></w:sdt>"
+        )
+
+    written = docx.Document()
+    written.add_paragraph("The form.")
+    body = written.element.body
+    contents = '<w:docPartObj><w:docPartGallery w:val="Table of Contents"/></w:docPartObj>'
+    body.insert(0, control("The form 1", f"<w:sdtPr>{contents}</w:sdtPr>"))
+    body.insert(2, control("Name: Ann.", "<w:sdtPr/>"))
+    table = written.add_table(rows=1, cols=1)
+    table.cell(0, 0).add_table(rows=1, cols=1).cell(0, 0).text = "Inner."
+    written.save(tmp_path / "a.docx")
+    (document,) = read_documents([tmp_path])
+    assert document.page_content == "The form.\n\nName: Ann.\n\nInner."
+
+
+def test_an_object_with_text_and_a_list_of_objects_is_one_record(tmp_path):
+    page = {"title": "Reset", "body": "Press the button.", "comments": [{"author": "A", "message": "Thanks a lot."}]}
+    (tmp_path / "a.json").write_text(json.dumps(page))
+    (document,) = read_documents([tmp_path])
+    assert "Press the button." in document.page_content
+    listed = {"description": "All questions.", "items": [{"text": "First."}, {"text": "Second."}]}
+    (tmp_path / "a.json").write_text(json.dumps(listed))
+    assert [document.page_content for document in read_documents([tmp_path])] == ["First.", "Second."]
 
 
 def test_without_python_docx_the_extra_is_named(tmp_path, monkeypatch):
