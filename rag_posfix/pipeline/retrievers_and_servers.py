@@ -21,6 +21,7 @@ from rag_posfix.retrieval.external_stores import is_external, open_external
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.followed_index import FollowedIndex
 from rag_posfix.retrieval.hybrid import HybridRetriever
+from rag_posfix.retrieval.index.storage import read_one_version
 from rag_posfix.settings import RemoteSettings, Settings
 
 
@@ -63,7 +64,13 @@ def open_retriever(
     if follows:
         # Windows does not delete a mapped file: the index could not be replaced.
         mapped = os.name != "nt"
-        return FollowedIndex(folder, lambda: open_retriever(settings, folder, embeddings, mmap=mapped)[0]), None
+        return FollowedIndex(folder, lambda: _read_retriever(settings, folder, embeddings, mmap=mapped)[0]), None
+    return read_one_version(folder, lambda: _read_retriever(settings, folder, embeddings, mmap=mmap))[0]
+
+
+def _read_retriever(
+    settings: Settings, folder: Path, embeddings: SentenceEmbeddings, *, mmap: bool
+) -> tuple[Retriever, FaissVectorStore | None]:
     if settings.retriever == "bm25":
         words = BM25Retriever.load(folder, k=settings.k, mmap=mmap)
         return words.model_copy(update={"similarity": UNDECIDED}), None

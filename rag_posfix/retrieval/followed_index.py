@@ -19,14 +19,12 @@ from pathlib import Path
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.retrieval import Retriever
-from rag_posfix.errors import RagPosfixError, RetrievalError
-from rag_posfix.retrieval.index.storage import IndexManifest, read_manifest
+from rag_posfix.errors import RagPosfixError
+from rag_posfix.retrieval.index.storage import IndexManifest, read_manifest, read_one_version
 from rag_posfix.text import content_hash
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS = 5
-"""How often an index is read that is replaced while it is read."""
 _RETRY_SECONDS = 60.0
 """After this time a version that could not be read is read again, even if no file has changed."""
 
@@ -116,22 +114,9 @@ class FollowedIndex:
 
     def _read(self, served: IndexVersion | None) -> IndexVersion:
         """Return the version in the folder, of which all files were read; ``served`` if it is that."""
-        for _ in range(_ATTEMPTS):
-            manifest = read_manifest(self._folder)
-            if served is not None and manifest == served.manifest:
-                return served
-            try:
-                retriever = self._load()
-            except RetrievalError:
-                if read_manifest(self._folder) == manifest:
-                    raise
-                continue
-            # ``load`` reads the manifest once for each part: vectors and words of two versions do not fit together.
-            if read_manifest(self._folder) == manifest:
-                return IndexVersion(retriever, manifest)
-        raise RetrievalError(
-            f"index {str(self._folder)!r} was replaced {_ATTEMPTS} times while it was read; replace it less often"
-        )
+        if served is not None and read_manifest(self._folder) == served.manifest:
+            return served
+        return IndexVersion(*read_one_version(self._folder, self._load))
 
 
 def _list_files(folder: Path) -> tuple[tuple[str, int, int, int], ...]:

@@ -110,7 +110,7 @@ def with_baselines(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
 def _without_selection(scorer: MethodSpec | None) -> MethodSpec | None:
     if scorer is None:
         return None
-    selection = RERANKERS.get(scorer.name).selection
+    selection = getattr(RERANKERS.get(scorer.name), "selection", ())
     return MethodSpec(scorer.name, {name: value for name, value in scorer.parameters.items() if name not in selection})
 
 

@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -44,12 +44,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 _FORMAT: Final = "rag-posfix-index"
 _VERSION = 2
 _READABLE = (1, 2)
 """Version 1 had neither byte offsets of documents ("table") nor vectors of removed documents in a graph."""
 _MANIFEST = "manifest.json"
 _WAIT_SECONDS = 60.0
+_ATTEMPTS = 5
+"""How often an index is read that is replaced while it is read."""
 _DATA_FILE = re.compile(r"\w+-[0-9a-f]{12}\.(faiss|jsonl|json|npy)")
 _REBUILD: Final = "build the index again with: rag-posfix index PATH... --out DIR --rebuild"
 
@@ -201,6 +204,30 @@ def check_sizes(folder: Path) -> IndexManifest:
     for role in manifest.files:
         _checked_file(folder, manifest, role, False)
     return manifest
+
+
+def read_one_version(folder: Path, load: Callable[[], T]) -> tuple[T, IndexManifest]:
+    """Return what ``load`` reads from an index, all of one version, and its manifest.
+
+    The files of a version are deleted when the next is published, and each part reads the manifest for itself: vectors
+    and words of two versions do not fit together.
+
+    Raises:
+        RetrievalError: as ``load`` raises it, or the index is replaced too often.
+    """
+    for _ in range(_ATTEMPTS):
+        manifest = read_manifest(folder)
+        try:
+            read = load()
+        except RetrievalError:
+            if read_manifest(folder) == manifest:
+                raise
+            continue
+        if read_manifest(folder) == manifest:
+            return read, manifest
+    raise RetrievalError(
+        f"index {str(folder)!r} was replaced {_ATTEMPTS} times while it was read; replace it less often"
+    )
 
 
 def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool = True) -> IndexContents:

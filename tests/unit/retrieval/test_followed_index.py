@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from rag_posfix.contracts.retrieval import SearchQuery, current_of, retrieve_que
 from rag_posfix.errors import RetrievalError
 from rag_posfix.pipeline.retrievers_and_servers import open_retriever
 from rag_posfix.retrieval import followed_index
-from rag_posfix.retrieval.bm25 import BM25Index
+from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.followed_index import FollowedIndex
 from rag_posfix.retrieval.index.documents import searchable_text
@@ -213,6 +214,24 @@ def test_parts_of_two_versions_are_never_served_together(folder: Path):
     assert loads.count == 3
     assert loads.index.version.manifest == read_manifest(folder)
     assert ids_of(current_of(loads.index), "airship") == {"airship of gas"}
+
+
+def test_a_program_reads_an_index_that_is_replaced_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """``ask`` beside a scheduled ``index``: the words of the version that it began with are deleted."""
+    replaced, load = [], BM25Retriever.load
+
+    def load_late(path: Path, **options: Any) -> BM25Retriever:
+        if not replaced:
+            replaced.append(write(folder, NEW))
+        return load(path, **options)
+
+    monkeypatch.setattr(BM25Retriever, "load", load_late)
+    settings = Settings(retriever="hybrid", cache_dir=folder.parent)
+    retriever, store = open_retriever(settings, folder, LetterEmbeddings())  # type: ignore[arg-type]
+    assert replaced
+    assert store is not None
+    assert {str(document.id) for document in store.documents()} == set(NEW)
+    assert ids_of(retriever, "zeppelin") == set(NEW)
 
 
 def test_an_index_that_is_replaced_all_the_time_leaves_the_version_before(folder: Path):
