@@ -22,9 +22,9 @@ BASE = "base"
 
 
 def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Progress = silent) -> list[list[float]]:
-    """Return -log p of each token of each text but the first, in nats.
+    """Return -log p of each token of each text in nats; without that of the first, if no token begins a text.
 
-    The unmodified model reads each text alone, without a chat template.
+    The unmodified model reads each text alone, without a chat template, after the token that begins its texts (Gemma).
 
     Args:
         tokens: Tokens of each that are read; the rest is left out.
@@ -32,9 +32,11 @@ def text_losses(engine: Engine, texts: Sequence[str], tokens: int, progress: Pro
     Cost: one forward pass per text.
     """
     losses = []
+    begin = engine.encoder.encode_prompt("")
+    begin = begin if len(begin) == 1 else []  # not the tokens that others put around a text
     with progress("reading texts") as report, torch.no_grad():
         for number, text in enumerate(texts):
-            token_ids = engine.encoder.encode_text(text)[:tokens]
+            token_ids = [*begin, *engine.encoder.encode_text(text)[:tokens]]
             if len(token_ids) > 1:
                 prompt = AnsweredPrompt(token_ids[:1], torch.zeros((1, 1)), Overrides(), token_ids[1:])
                 [logits] = forward_with_answers(engine.loaded, [prompt])

@@ -13,12 +13,12 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.trec import decreasing
 from rag_posfix.evaluation.journal import LineJournal
-from rag_posfix.evaluation.record import Progress, silent
+from rag_posfix.evaluation.record import Progress, file_digest, silent
 from rag_posfix.evaluation.strict_reranking import rerank_or_raise
 from rag_posfix.parameters import old_spelling
 from rag_posfix.reranking import RERANKERS
@@ -256,7 +256,21 @@ def reranker_identity(name: str, reranker: BaseDocumentCompressor) -> str:
             fingerprint = getattr(model, "fingerprint", None)
             device = getattr(getattr(model, "loaded", None), "device", "")
             models[field] = f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(model)
-    return content_hash(json.dumps([name, old_spelling(type(reranker), values), models], sort_keys=True))
+    folders = _folder_digests([MethodSpec(name, values)])
+    identity = [name, old_spelling(type(reranker), values), models, *([folders] if folders else [])]
+    return content_hash(json.dumps(identity, sort_keys=True))
+
+
+def _folder_digests(specs: Sequence[MethodSpec]) -> dict[str, str]:
+    """Return digests of the folders that rerankers name as their models, whose weights may change in training."""
+    digests: dict[str, str] = {}
+    for spec in specs:
+        digests |= _folder_digests([parse_method(text) for text in spec.parameters.get("scorers") or ()])
+        model = spec.parameters.get("model")
+        if isinstance(model, str) and Path(model).is_dir():
+            files = sorted(path for path in Path(model).rglob("*") if path.is_file())
+            digests[model] = content_hash(*(f"{path.relative_to(model)} {file_digest(path)}" for path in files))
+    return digests
 
 
 def rerank_one(opened_reranker: OpenedReranker, candidates: QueryCandidates) -> Ranking:

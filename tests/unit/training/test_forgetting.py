@@ -39,6 +39,16 @@ def test_the_perplexity_is_that_of_the_plain_model(trained):
     assert text_losses(engine, TEXTS[:1], 3)[0] == pytest.approx(wanted[:2], abs=1e-5)
 
 
+def test_a_text_of_a_model_with_a_token_that_begins_texts_is_read_after_it(trained, monkeypatch):
+    engine = load_engine(str(trained[0]), dtype="float32")
+    tokens = [1, *engine.encoder.encode_text(TEXTS[0])]
+    monkeypatch.setattr(type(engine.encoder), "encode_prompt", lambda self, text: [1])
+    with torch.no_grad():
+        log_probs = engine.loaded.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    wanted = [-float(log_probs[at, token]) for at, token in enumerate(tokens[1:])]
+    assert text_losses(engine, TEXTS[:1], 100)[0] == pytest.approx(wanted, abs=1e-5)
+
+
 def test_equal_models_do_not_differ_and_an_adapter_does(trained, tmp_path):
     folder, adapter = trained
     base = load_engine(str(folder), dtype="float32")

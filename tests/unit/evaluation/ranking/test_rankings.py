@@ -24,12 +24,14 @@ from rag_posfix.evaluation.ranking.rankings import (
     rerank_key,
     rerank_one,
 )
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.build import RerankerModels
 from tests.support.attention_hook import count_hooks
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import ByLength
 from tests.support.tiny_evaluation import tiny_engine
+from tests.support.toy_encoder import ToyEncoder
 
 
 def documents(*texts, score=0.5):
@@ -227,6 +229,21 @@ class TestNames:
 
         assert identity() == identity() == identity({"top_n": None})
         assert len({identity(), identity({"top_n": 3}), identity(model="another")}) == 3
+
+    @pytest.mark.parametrize("name", ["cross_encoder", "fused"])
+    def test_the_identity_is_of_the_weights_in_a_folder_that_is_named(self, name, tmp_path):
+        (tmp_path / "model.safetensors").write_bytes(b"before")
+        model = f"cross_encoder:model={tmp_path}"
+        parameters = {"model": str(tmp_path)} if name == "cross_encoder" else {"scorers": [model, "embedding"]}
+
+        def identity():
+            parts = RerankerModels(embeddings=LetterEmbeddings, generator=lambda: FakeGenerator(ToyEncoder()))
+            return open_reranker(RerankerChoice(name, parameters), parts).identity
+
+        before = identity()
+        assert identity() == before
+        (tmp_path / "model.safetensors").write_bytes(b"after!")  # trained again
+        assert identity() != before
 
 
 class TestResuming:
