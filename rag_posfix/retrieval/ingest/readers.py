@@ -397,10 +397,11 @@ def _read_workbook(path: Path) -> FileText:
     sheets: list[str] = []
     with _open_document(path, ".xlsx file", "with another program") as handle:
         for sheet in load_workbook(handle, read_only=True, data_only=True).worksheets:
+            sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
             rows = [[_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)]
             rows = [row for row in rows if any(row)]
             width = max((n for row in rows for n, cell in enumerate(row, start=1) if cell), default=0)
-            lines = [f"| {' | '.join(row[:width])} |" for row in rows]
+            lines = [f"| {' | '.join([*row, *[''] * width][:width])} |" for row in rows]
             if lines:
                 sheets.append("\n".join([f"## {sheet.title}", lines[0], "| --- " * width + "|", *lines[1:]]))
     return read_markdown(clean_text("\n\n".join(sheets)))

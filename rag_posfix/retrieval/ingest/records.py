@@ -43,8 +43,7 @@ _TEXTS = (
     "content", "body", "text", "answer", "description", "message", "passage", "article", "abstract", "summary",
     "details", "comment", "comments", "note", "notes", "resolution", "solution", "response", "reply", "review",
 )  # fmt: skip
-_OWN_TEXTS = ("content", "body", "text", "answer", "passage", "article")
-"""Those of ``_TEXTS`` that say that an object is a record: a ``description`` may be that of a list of records."""
+_LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _MIN_PROSE_WORDS = 8
 _ROLES = ("text", "title", "id")
 
@@ -228,9 +227,9 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
         raise RetrievalError(f"{source}:{error.lineno}: not JSON ({error})") from error
     except ValueError as error:
         raise RetrievalError(f"{source}: not JSON ({error})") from error
-    if isinstance(value, dict) and not _has_own_text(value):
-        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = lists[0] if len(lists) == 1 else value
+    if isinstance(value, dict):
+        lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        value = value[lists[0]] if len(lists) == 1 and not _has_own_text(value, lists[0]) else value
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
@@ -243,12 +242,12 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
             report(f"{position}: a {type(item).__name__}, expected a JSON object")
 
 
-def _has_own_text(record: Mapping[str, Any]) -> bool:
-    """Return whether an object is a record with a list in it, such as its comments, and not the list of records."""
-    return any(
-        isinstance(value, str) and value.strip() and (name in _TEXT_FIELDS or _plain(name) in _OWN_TEXTS)
-        for name, value in record.items()
-    )
+def _has_own_text(record: Mapping[str, Any], list_name: str) -> bool:
+    """Return whether an object is a record with a list in it, such as its comments, and does not hold records."""
+    texts = {name for name, value in record.items() if isinstance(value, str) and value.strip()}
+    if _plain(list_name) in _LISTS:  # a description or message beside it is that of the list
+        return bool(texts & {*_TEXT_FIELDS})
+    return any(name in _TEXT_FIELDS or _plain(name) in _TEXTS for name in texts)
 
 
 def _table_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:

@@ -412,6 +412,22 @@ def test_cells_of_a_workbook_are_read_as_they_are_stored(tmp_path):
     ]
 
 
+def test_a_wrong_size_in_a_workbook_hides_no_cell(tmp_path):
+    import zipfile
+
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    for row in (["City", "Rate"], ["Rome"], ["Oslo", 4]):
+        book.active.append(row)
+    book.save(tmp_path / "whole.xlsx")
+    with zipfile.ZipFile(tmp_path / "whole.xlsx") as whole, zipfile.ZipFile(tmp_path / "a.xlsx", "w") as written:
+        for name in whole.namelist():
+            written.writestr(name, whole.read(name).replace(b'<dimension ref="A1:B3"', b'<dimension ref="A1"'))
+    (document,) = read_documents(tmp_path / "a.xlsx")
+    assert document.page_content == "| City | Rate |\n| --- | --- |\n| Rome |  |\n| Oslo | 4 |"
+
+
 def test_a_sentence_that_is_longer_than_a_passage_is_said(tmp_path):
     write(tmp_path / "a.txt", words(20))
     read = read_files(tmp_path, size=PassageSize(words=10))

@@ -169,9 +169,13 @@ def test_an_object_with_text_and_a_list_of_objects_is_one_record(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(page))
     (document,) = read_documents([tmp_path])
     assert "Press the button." in document.page_content
-    listed = {"description": "All questions.", "items": [{"text": "First."}, {"text": "Second."}]}
-    (tmp_path / "a.json").write_text(json.dumps(listed))
-    assert [document.page_content for document in read_documents([tmp_path])] == ["First.", "Second."]
+    ticket = {"description": "The pump stands.", "comments": [{"author": "A", "message": "Seen."}]}
+    (tmp_path / "a.json").write_text(json.dumps(ticket))
+    assert [document.page_content for document in read_documents([tmp_path])] == ["The pump stands."]
+    for name in ("description", "message", "content"):
+        listed = {name: "All questions.", "items": [{"text": "First."}, {"text": "Second."}]}
+        (tmp_path / "a.json").write_text(json.dumps(listed))
+        assert [document.page_content for document in read_documents([tmp_path])] == ["First.", "Second."]
 
 
 def test_without_python_docx_the_extra_is_named(tmp_path, monkeypatch):
