@@ -40,11 +40,10 @@ def test_a_body_of_a_million_values_is_refused_before_it_is_parsed(entry: bytes)
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
 def test_a_body_in_another_encoding_is_refused_before_it_is_parsed(encoding: str):
     """In UTF-16 the escape of a quote is not seen in the bytes, so the count would take structure for text."""
-    started = time.process_time()
     body = '{"messages":[{"role":"user","content":"\\""}],"y":[' + "{}," * 500_000 + "{}]}"
-    status, _ = sent(body.encode(encoding))
-    assert status in {400, 413}
-    assert time.process_time() - started < 2
+    status, error = sent(body.encode(encoding))
+    assert (status, error["code"]) == (400, "invalid_request")
+    assert error["message"].startswith("the body is no JSON")
 
 
 def test_a_byte_order_mark_of_utf_8_is_no_error():
