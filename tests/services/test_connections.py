@@ -165,7 +165,7 @@ class LargePieces(EndlessGenerator):
 
 
 def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rag_posfix_api.runtime.jobs._READING_SECONDS", 0.5)
+    monkeypatch.setattr("rag_posfix_api.runtime.jobs.READING_SECONDS", 0.5)
     generator = LargePieces()
     with (
         serving(make_pipeline(generator), request_timeout_seconds=1, max_concurrent=1) as url,

@@ -29,7 +29,7 @@ from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
 T = TypeVar("T")
 
 SERVER_SENT_EVENTS = "text/event-stream"
-_READING_SECONDS = 5.0
+READING_SECONDS = 5.0
 """How long after its time limit a client may take to read what was computed within it."""
 
 _FREE_THREADS = 8
@@ -234,7 +234,7 @@ class AnswerStream(Response):
 
     async def _send(self, send: Send) -> None:
         try:
-            async with asyncio.timeout(max(self._job.ticket.remaining, 0.0) + _READING_SECONDS):
+            async with asyncio.timeout(max(self._job.ticket.remaining, 0.0) + READING_SECONDS):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for event in self._events():
                     await send({"type": "http.response.body", "body": event, "more_body": True})
