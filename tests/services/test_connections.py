@@ -179,3 +179,24 @@ def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkey
         assert generator.entered.wait(10)
         wait_until(lambda: in_flight(url) == 0, 20)
         assert generator.closed.is_set()
+
+
+def test_a_step_that_outlasts_the_time_limit_ends_itself(monkeypatch: pytest.MonkeyPatch):
+    """A long prompt cannot be stopped halfway: its client is told, and the iterator is closed after the step."""
+    monkeypatch.setattr("rag_posfix_api.runtime.jobs.READING_SECONDS", 0.2)
+
+    class LongStep(EndlessGenerator):
+        def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+            try:
+                yield Chunk("word ")
+                time.sleep(3)
+                yield Chunk("late ")
+            finally:
+                self.closed.set()
+
+    generator = LongStep()
+    with serving(make_pipeline(generator), request_timeout_seconds=1) as url:
+        answer = post(url, stream=True).text
+        assert "request_timeout" in answer
+        assert generator.closed.wait(10)
+        wait_until(lambda: in_flight(url) == 0, 10)

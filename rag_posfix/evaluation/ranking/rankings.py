@@ -256,17 +256,17 @@ def reranker_identity(name: str, reranker: BaseDocumentCompressor) -> str:
             fingerprint = getattr(model, "fingerprint", None)
             device = getattr(getattr(model, "loaded", None), "device", "")
             models[field] = f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(model)
-    folders = _folder_digests(MethodSpec(name, values))
+    named = [parse_method(text, "reranker", "top_n=5") for text in values.get("scorers") or ()]
+    folders = _folder_digests(named if "generator" in models else [MethodSpec(name, values)])
     identity = [name, old_spelling(type(reranker), values), models, *([folders] if folders else [])]
     return content_hash(json.dumps(identity, sort_keys=True))
 
 
-def _folder_digests(spec: MethodSpec) -> dict[str, str]:
+def _folder_digests(specs: Sequence[MethodSpec]) -> dict[str, str]:
     """Return digests of the folders that rerankers name as their models, whose weights may change in training."""
     digests: dict[str, str] = {}
-    scorers = spec.parameters.get("scorers") or ()
-    for member in (spec, *(parse_method(text, "reranker", "top_n=5") for text in scorers)):
-        model = member.parameters.get("model")
+    for spec in specs:
+        model = spec.parameters.get("model")
         if isinstance(model, str) and Path(model).is_dir():
             files = sorted(path for path in Path(model).rglob("*") if path.is_file())
             digests[model] = content_hash(*(f"{path.relative_to(model)} {file_digest(path)}" for path in files))

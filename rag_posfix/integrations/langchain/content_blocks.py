@@ -114,7 +114,7 @@ def read_conversation(messages: Sequence[BaseMessage], *, with_tools: bool = Fal
 
 
 def _as_history(message: BaseMessage, with_tools: bool) -> dict[str, str]:
-    role = next((role for kind, role in _ROLE_OF_CLASS if isinstance(message, kind)), None)
+    role = _role_of(message)
     if with_tools and isinstance(message, ToolMessage):
         role = "tool"
     if role is None:
@@ -260,8 +260,12 @@ def _history_message(message: Any) -> Any:
         return message
     blocks = [block for block in message.content if isinstance(block, Mapping) and block.get("type") in _DOCUMENTS]
     content = "\n\n".join([*(_document(block).page_content for block in blocks), message.text])
-    role = next((role for kind, role in _ROLE_OF_CLASS if isinstance(message, kind)), message.type)
-    return {"role": role, "content": content}
+    return {"role": _role_of(message) or message.type, "content": content}
+
+
+def _role_of(message: BaseMessage) -> str | None:
+    """Return the role by class: the type of the chunk of a stream is another."""
+    return next((role for kind, role in _ROLE_OF_CLASS if isinstance(message, kind)), None)
 
 
 def _input_kind(value: object) -> str:

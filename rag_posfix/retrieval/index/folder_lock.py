@@ -5,9 +5,9 @@ The operating system frees the lock when its process ends, however it ends. Read
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -65,10 +65,11 @@ def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
         if lock.lock_counter == 1:
             with suppress(OSError):
                 file.write_text(str(os.getpid()), encoding="ascii")
-            name = glob.escape(folder.name)
-            for path in folder.parent.glob(f".{name}.*.partial"):
-                if "." not in path.name[len(folder.name) + 2 : -len(".partial")]:  # not that of NAME.2024 beside it
-                    shutil.rmtree(path, ignore_errors=True)
+            leftover = re.compile(
+                rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial"
+            )  # not of NAME.2024 beside it
+            for path in filter(lambda path: leftover.fullmatch(path.name), folder.parent.iterdir()):
+                shutil.rmtree(path, ignore_errors=True)
         yield
     finally:
         if lock.lock_counter == 1:

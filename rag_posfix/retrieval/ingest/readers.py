@@ -148,7 +148,7 @@ _MARKUP_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _DOCX_RUNS = ".//w:r[not(ancestor::w:del or ancestor::w:moveFrom or ancestor::w:txbxContent)]"
 _HEADING_STYLE = re.compile(r"Heading (\d)")
 
-_PDF_NUMBER = r"(?:(?:chapter|section|part|appendix)[^\S\n]+)?(?:(?:\d+|[IVXLC]+|[A-Z])(?:\.\d+)*[.:)]?[^\S\n]+)?"
+_PDF_NUMBER = r"(?:(?:chapter|section|part|appendix)[^\S\n]+)?(?:(?-i:\d+|[IVXLC]+|[A-Z])(?:\.\d+)*[.:)]?[^\S\n]+)?"
 """What may stand before a heading in the text and not in the outline, as LaTeX makes it: ``3.1``, ``Appendix A``."""
 
 _LARGER = 1.15
@@ -237,9 +237,10 @@ def _read_pdf(path: Path) -> FileText:
         earliest = max(starts[page], headings[-1].end if headings else 0)
         words = r"\s+".join(map(re.escape, title.split()))
         limit = starts[page] + len(texts[page])
+        line = re.compile(rf"^[^\S\n]*{_PDF_NUMBER}{words}[^\S\n]*$", re.IGNORECASE | re.MULTILINE)
         # Other words within a line may be those of a sentence, which has to keep them.
-        line = rf"^[^\S\n]*{_PDF_NUMBER}{words}[^\S\n]*$|(?<=[.!?:])[^\S\n]+{words}[^\S\n]*$"
-        match = re.compile(line, re.IGNORECASE | re.MULTILINE).search(text, earliest, limit)
+        after = re.compile(rf"(?<=[.!?])[^\S\n]+{words}[^\S\n]*$", re.MULTILINE)
+        match = line.search(text, earliest, limit) or after.search(text, earliest, limit)
         begin = match or re.compile(rf"^[^\S\n]*{words}\b", re.IGNORECASE | re.MULTILINE).search(text, earliest, limit)
         start = begin.start() if begin else earliest
         headings.append(Heading(title, level, start, match.end() if match else start))

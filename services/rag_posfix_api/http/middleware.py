@@ -226,8 +226,7 @@ class ApiKeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or reject one request."""
-        path = get_route_path(scope) if scope["type"] == "http" else ""
-        if scope["type"] != "http" or path in OPEN_PATHS or path.startswith(OPEN_FOLDERS):
+        if scope["type"] != "http" or (path := get_route_path(scope)) in OPEN_PATHS or path.startswith(OPEN_FOLDERS):
             await self._app(scope, receive, send)
             return
         source = source_of(scope)

@@ -115,6 +115,8 @@ class ServeReplicas:
                 chunks.cancel()
             raise
         except Exception as error:  # Ray wraps the replica's error in classes that it makes at run time, of ours too
+            if isinstance(error, RagPosfixError) and not hasattr(error, "cause"):
+                raise
             raise _translate_error(error) from error
 
 
@@ -122,8 +124,7 @@ def _translate_error(error: Exception) -> RagPosfixError:
     cause = getattr(error, "cause", None)
     if isinstance(error, _LOST) or isinstance(cause, _LOST):
         return ReplicaLost("the replica was lost")
-    for own in (cause, error):
-        if isinstance(own, RagPosfixError):
-            return own
+    if isinstance(cause, RagPosfixError):
+        return cause
     reason = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
     return GenerationError(f"a replica failed ({type(cause or error).__name__}: {reason})")

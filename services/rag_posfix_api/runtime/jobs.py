@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import anyio
 import anyio.to_thread
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rag_posfix.cancellation import set_cancel_check
 from rag_posfix.contracts.answer import Answer, AnswerChunk
@@ -233,14 +233,19 @@ class AnswerStream(Response):
             await self._close()
 
     async def _send(self, send: Send) -> None:
-        try:
-            async with asyncio.timeout(max(self._job.ticket.remaining, 0.0) + READING_SECONDS):
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for event in self._events():
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError as error:  # ``send`` waits for the client to read; what is left is not sent
-            raise GenerationCancelled("the client did not read its answer within the time limit") from error
+        async def deliver(
+            message: Message,
+        ) -> None:  # the steps end themselves: only what waits for the client is ended
+            try:
+                async with asyncio.timeout(max(self._job.ticket.remaining, 0.0) + READING_SECONDS):
+                    await send(message)
+            except TimeoutError as error:
+                raise GenerationCancelled("the client did not read its answer within the time limit") from error
+
+        await deliver({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events():
+            await deliver({"type": "http.response.body", "body": event, "more_body": True})
+        await deliver({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
         for event in self._renderer.opening(self._first):

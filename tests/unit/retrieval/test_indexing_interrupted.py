@@ -67,12 +67,14 @@ def test_work_before_a_kill_is_kept_and_what_the_killed_process_left_is_removed(
     (left / "vectors-0123456789ab.faiss").write_bytes(b"half")
     (tmp_path / ".other.0123456789ab.partial").mkdir()
     (tmp_path / ".index.2024.0123456789ab.partial").mkdir()  # of the index index.2024
+    (tmp_path / ".index.backup.partial").mkdir()  # of another program
     with an_indexer(corpus, tmp_path / "index", steps=2):
         pass
     update = update_index([corpus], tmp_path / "index", LetterEmbeddings())
     assert (update.embedded, update.continued, update.manifest.count) == (44, 256, 300)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".index.2024.0123456789ab.partial", ".other.0123456789ab.partial", "corpus.jsonl", "index"]
+    kept = [".index.2024.0123456789ab.partial", ".index.backup.partial", ".other.0123456789ab.partial"]
+    assert names == [*kept, "corpus.jsonl", "index"]
 
 
 def test_kept_vectors_of_another_model_or_of_damage_are_not_used(corpus, tmp_path):

@@ -99,7 +99,7 @@ def test_an_outline_without_numbers_names_numbered_headings_and_takes_no_words_f
 
     page = (
         "1 Introduction\nFerries are ships. We discuss the method and the results below.\n"
-        "2 Method\nResults of counts are kept.\nA.1 Results\nThere are nine."
+        "2 Method\nResults of counts are kept in two parts: results\nand counts.\nA.1 Results\nThere are nine."
     )
     (tmp_path / "plain.pdf").write_bytes(pdf_of([page]))
     writer = pypdf.PdfWriter(clone_from=tmp_path / "plain.pdf")
@@ -108,7 +108,7 @@ def test_an_outline_without_numbers_names_numbered_headings_and_takes_no_words_f
     writer.write(tmp_path / "ferries.pdf")
     assert titled(read_documents(tmp_path / "ferries.pdf")) == [
         ("ferries > Introduction", "Ferries are ships. We discuss the method and the results below."),
-        ("ferries > Method", "Results of counts are kept."),
+        ("ferries > Method", "Results of counts are kept in two parts: results\nand counts."),
         ("ferries > Results", "There are nine."),
     ]
 
