@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Processes that `make test` runs the tests in, with a thread each.
+# Processes that the tests run in, with a thread each.
 WORKERS ?= 2
 
 VENV := .venv
@@ -38,7 +38,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-matrix gpu-test vllm lint format typecheck serve bench docs package release setup clean
+.PHONY: help demo test test-all test-matrix gpu-test vllm lint format typecheck serve bench docs package release setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -46,13 +46,19 @@ help: ## Show this list
 demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped corpus
 	@$(BIN)/rag-posfix demo $(ARGS)
 
+# A file's tests stay together: what they share is built once. Long files come first by name, so the last are short.
+PYTEST = pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
+
+test: $(BROWSER_STAMP) ## Set up what is needed and run the first tier of tests: all but those marked slow
+	@OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' $(ARGS)
+
 # Coverage has a floor for the whole suite. ARGS that choose some of the tests turn it off: paths, and these options.
 CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))
 COVERAGE = $(if $(strip $(CHOICE)),,-m slipcover --out build/coverage.json)
 
-test: $(BROWSER_STAMP) ## Set up what is needed and run the tests
+test-all: $(BROWSER_STAMP) ## Set up what is needed and run both tiers of tests, with the floor of coverage
 	@mkdir -p build
-	@OMP_NUM_THREADS=1 $(BIN)/python $(COVERAGE) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python $(COVERAGE) -m $(PYTEST) $(if $(COVERAGE),-p slipcover) $(ARGS)
 	@$(if $(COVERAGE),$(BIN)/python deployments/ci/coverage_floor.py build/coverage.json)
 
 test-matrix: $(DEV_STAMP) ## Test the oldest and newest allowed packages on each Python; ARGS=--small: a few minutes

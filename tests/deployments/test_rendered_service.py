@@ -15,6 +15,8 @@ from rag_posfix.files import default_cache_dir
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.support.helm_chart import merged, one_of, values_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 200
 
@@ -58,7 +60,6 @@ def wait_for(process, log, pattern):
 
 
 @pytest.mark.weights
-@pytest.mark.slow
 @pytest.mark.parametrize("environment", [chart_environment, image_environment], ids=["chart", "image"])
 def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environment, tmp_path, python):
     process, log = start(python, environment(), tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
@@ -73,7 +74,6 @@ def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environme
 
 
 @pytest.mark.weights
-@pytest.mark.slow
 def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, python):
     """Qdrant in its local mode, one folder for each process that opens it."""
     from langchain_qdrant import QdrantVectorStore
@@ -108,7 +108,6 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, p
 
 
 @pytest.mark.weights
-@pytest.mark.slow
 def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python):
     values = merged(values_of("laptop"), {"index": {"size": "1Gi"}, "indexJob": {"enabled": True}})
     (job,) = one_of("Job", values)["spec"]["template"]["spec"]["containers"]
@@ -136,7 +135,6 @@ def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python):
 
 
 @pytest.mark.weights
-@pytest.mark.slow
 def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path, python):
     store = f"qdrant:path={tmp_path / 'empty'},collection=docs"
     values = merged(values_of("laptop"), {"retrieval": {"collectionStore": store}})

@@ -3,7 +3,11 @@
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.support.subprocesses import run_python
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,6 +15,8 @@ import pytest
 from rag_posfix import build_pipeline
 from tests.support.serving import serving
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOTEBOOK = EXAMPLES / "lost_in_the_middle.ipynb"
 

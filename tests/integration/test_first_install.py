@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.local_environment import closure, make_environment, wheel_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 INSTALL = re.search(r"```bash\n(pip install .*?)```", README, re.DOTALL).group(1).splitlines()
@@ -59,7 +61,6 @@ def environment(tmp_path_factory):
 
 
 @pytest.mark.weights
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_first_snippet_runs_after_the_lines_before_it(environment):
     run, python = environment

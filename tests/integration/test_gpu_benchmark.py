@@ -13,6 +13,8 @@ from benchmarks.gpu.bench import Bench, Cell, Part, run_parts
 from benchmarks.gpu.models import REAL, TINY, random_layout
 from tests.support.subprocesses import run_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("1-exactness", "2-first-token", "3-stores", "4-batches", "5-profile")
 
@@ -38,7 +40,6 @@ def head_of(path):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
 def test_all_five_parts_write_their_records_and_the_asks_are_answered(tmp_path):
     shown = run_python(textwrap.dedent(RUN), tmp_path, cwd=ROOT)
     records = {name: head_of(tmp_path / f"{name}.json") for name in PARTS}

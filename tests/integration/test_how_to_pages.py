@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.pages import examples, files, write_files
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # What each page makes: new files and edited ones, and the contract tests that the new files must pass.

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.pages import blocks, examples
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.weights
 @pytest.mark.parametrize(

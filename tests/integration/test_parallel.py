@@ -18,6 +18,8 @@ from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.pipeline.build import launch_environment
 from tests.support.tiny import save_tiny, toy_layout
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
 TOLERANCE = 1e-4
 
@@ -167,7 +169,6 @@ class TestARankThatIsGone:
         assert not torch.distributed.is_initialized()
         assert followers() == []
 
-    @pytest.mark.slow
     def test_one_that_hangs_is_given_up_after_the_timeout(self, folder):
         generator, follower = self.start(folder, timeout_seconds=3.0)
         os.kill(follower.pid, signal.SIGSTOP)

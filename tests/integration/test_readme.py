@@ -17,6 +17,8 @@ from tests.support.command_line import command_line
 from tests.support.redis_server import free_port
 from tests.support.subprocesses import wait_until_ready
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 BASH = [block.strip() for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)]

@@ -15,7 +15,7 @@ from rag_posfix.patching.verify import verify
 from rag_posfix.weight_packages import WEIGHTS
 from tests.support.attention_hook import attention_of
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 INVARIANT = [name for name, cls in MITIGATIONS.items() if cls.order_invariant]
 QUESTIONS = load_questions()[:2]

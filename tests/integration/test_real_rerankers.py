@@ -18,7 +18,7 @@ from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.settings import CacheSettings, Settings
 from tests.support.toy_encoder import ToyEncoder
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 QUESTIONS = load_questions()[:2]
 PASSAGES = {passage.id: passage for passage in load_passages()}

@@ -17,7 +17,7 @@ from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.generation.batching.requests import generate_batch
 from rag_posfix.generation.engine import Engine
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 APART = {
     "parallel_windows": {},
@@ -69,7 +69,6 @@ def sessions_of(half, asked, folder):
         return cold, warm, disk, second.open(asked.layout, asked.mitigation, NEW_TOKENS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("question", "name"),
     [(QUESTIONS[0], name) for name in METHODS] + [(QUESTIONS[1], "parallel_windows"), (QUESTIONS[1], "none")],

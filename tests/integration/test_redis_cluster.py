@@ -14,6 +14,8 @@ from tests.support.passages import SHAPE, entry, get_blob, same, set_blob
 from tests.support.redis_server import RedisServer, form_cluster, node_id, skip_without_tls
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ENTRIES = 300
 KEYS = [f"key{number}" for number in range(ENTRIES)]
 

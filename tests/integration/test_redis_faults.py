@@ -17,6 +17,8 @@ from tests.support.passages import get_blob, set_blob
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 BOUND_SECONDS = 0.050
 PAIRS = 5
 ATTEMPTS = 12  # the machine may be busy; the bound stays

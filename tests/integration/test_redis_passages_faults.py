@@ -18,6 +18,8 @@ from tests.support.passages import SHAPE, entry, get, open_tier, same
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
 HUGE = dataclasses.replace(SHAPE, layers=30, heads=3, head_dim=64, n_tokens=150)  # 3.3 MiB: two per round trip
 

@@ -20,7 +20,7 @@ from rag_posfix.reranking import LikelihoodReranker, YesNoReranker
 from rag_posfix.settings import CacheSettings, Settings
 from tests.support.serving import serving
 
-pytestmark = [pytest.mark.weights, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.weights, pytest.mark.timeout(600), pytest.mark.slow]
 
 QUESTION = "In which year did the ferry Ostrilla sink?"
 PASSAGES = (

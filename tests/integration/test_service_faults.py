@@ -24,6 +24,8 @@ from benchmarks.faults.scenarios import (
 )
 from benchmarks.faults.service import Host
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 0.6
 
 

@@ -17,6 +17,8 @@ from tests.support.redis_server import RedisServer, free_port
 from tests.support.subprocesses import wait_until_ready
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -112,7 +114,6 @@ def replicas(redis, tmp_path_factory) -> Iterator[dict[str, Replica]]:
             processes.terminate()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(700)  # five services start; minutes on a busy machine
 @pytest.mark.parametrize(("dtype", "foreign"), [("float32", ("bfloat16 a", "other")), ("bfloat16", ("float32 a",))])
 def test_a_passage_read_by_one_process_is_warm_for_another(dtype, foreign, replicas, redis):

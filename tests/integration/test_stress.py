@@ -23,6 +23,8 @@ from rag_posfix.mitigations import MITIGATIONS
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
 
+pytestmark = pytest.mark.slow
+
 SEED = 7
 THREADS = 8
 REQUESTS = 600
@@ -162,7 +164,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_answers_do_not_depend_on_a_store_that_is_damaged_meanwhile(
     loaded, redis_server, tmp_path, caplog, monkeypatch

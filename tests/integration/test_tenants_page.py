@@ -18,6 +18,8 @@ from tests.support.pages import blocks
 from tests.support.serving import serving
 from tests.support.tenants import pipeline_with_embeddings
 
+pytestmark = pytest.mark.slow
+
 PAGE = "tenants.md"
 ADDRESS = "http://127.0.0.1:8000"
 REVOKED = "1b2c3d4e5f607182"
@@ -48,7 +50,6 @@ def run_all(folder: Path, url: str, revoked: str) -> dict[str, str]:
     return dict(zip(asked, printed, strict=True))
 
 
-@pytest.mark.slow
 def test_every_command_does_what_the_page_says(tmp_path: Path):
     keys = KeyStore(tmp_path)
     old, _ = keys.create("acme")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -92,7 +94,6 @@ main.main(["demo", "--questions", "1", "--json"])
 
 
 @pytest.mark.weights
-@pytest.mark.slow
 def test_the_demo_runs_from_the_wheel(installed):
     file, printed = run(installed, "-c", DEMO).splitlines()
     assert file.startswith(str(installed))

@@ -15,6 +15,8 @@ from rag_posfix.cli.main import app
 from rag_posfix.errors import INSTALL_FROM
 from tests.support.local_environment import closure, make_environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_TORCH = (
     "torch is not installed; in a copy of the repository run: pip install '.[local]'; without an NVIDIA GPU first: "

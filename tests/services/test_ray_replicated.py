@@ -29,6 +29,8 @@ from tests.support.tiny_evaluation import tiny_engine
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def asked(**sampling) -> GenerationRequest:
     """A request about two passages, as the pipeline makes it."""

@@ -25,6 +25,8 @@ from tests.support.durable_stores import (
     write_until_killed,
 )
 
+pytestmark = pytest.mark.slow
+
 STORES = pytest.mark.parametrize("make", [IndexStore, CollectionStore])
 DAMAGES = 200
 KILLS = 20
@@ -54,7 +56,6 @@ def test_damaged_files_end_in_an_error_or_in_a_state_that_was_saved(make: Store,
 
 
 @pytest.mark.parametrize(("make", "n_writers"), [(IndexStore, 1), (CollectionStore, 3)])
-@pytest.mark.slow
 def test_writers_that_are_killed_lose_nothing_that_they_acknowledged(
     make: Store, n_writers: int, tmp_path: Path
 ) -> None:

@@ -1,0 +1,35 @@
+"""The limit of processor time for a test of the first tier."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Generator
+
+import pytest
+
+LIMIT_SECONDS = 2.0
+LARGE_PACKAGES = {"torch", "transformers.modeling_utils", "sentence_transformers", "fastapi", "matplotlib.pyplot"}
+"""The first test of a process that imports them pays for all later ones."""
+
+
+def processor_seconds() -> float:
+    """Return what this process, its threads and its ended children have used."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Fail an unmarked test that uses more; its fixtures are not counted."""
+    imported = LARGE_PACKAGES & sys.modules.keys()
+    start = processor_seconds()
+    yield
+    used = processor_seconds() - start
+    if used <= LIMIT_SECONDS or item.get_closest_marker("slow") or imported != LARGE_PACKAGES & sys.modules.keys():
+        return
+    pytest.fail(
+        f"{item.name} used {used:.1f} s of a processor; a test of `make test` has {LIMIT_SECONDS:g} s. Use a smaller "
+        "model or fewer cases, share a fixture, or mark it `slow`: then `make test-all` alone runs it",
+        pytrace=False,
+    )
