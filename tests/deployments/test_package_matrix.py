@@ -30,6 +30,7 @@ def test_each_python_of_the_classifiers_is_run_and_the_first_is_the_promised_min
     assert matrix.interpreter("2.0") is None
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_installed_leaves_the_run_out_and_does_not_fail(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["test_matrix.py", "--small"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")

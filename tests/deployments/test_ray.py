@@ -141,6 +141,7 @@ def test_the_ingress_knows_the_model_with_its_adapter(tmp_path):
         describe_model(Settings(adapter=tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.weights
 def test_the_ingress_alone_opens_the_vector_stores_of_its_environment(tmp_path, monkeypatch):
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
@@ -176,6 +177,7 @@ def test_without_the_extra_the_message_names_it(monkeypatch):
         make_application(ApplicationOptions(allow_anonymous=True), parts)
 
 
+@pytest.mark.slow
 @pytest.mark.weights
 def test_each_ingress_follows_the_folder_of_its_index(tmp_path):
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")

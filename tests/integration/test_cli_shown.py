@@ -107,6 +107,7 @@ def test_a_question_is_needed_without_chat(run, tmp_path):
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 class TestSources:
     @pytest.fixture
     def index(self, run, tmp_path):

@@ -16,6 +16,8 @@ from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import update_index
 from rag_posfix.settings import CacheSettings, Settings
 
+pytestmark = pytest.mark.slow
+
 FILES = (
     "handbook/benefits.md", "guides/lighthouses.md", "guides/museum.html", "made/harbour-rules.pdf",
     "made/project-heron.docx", "restricted/wages-2023.md", "restricted/wages-2024.md", "restricted/merger.md",

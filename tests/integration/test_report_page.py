@@ -20,6 +20,8 @@ from tests.support.chromium import checked_page, chromium, wait_for
 from tests.support.measured import pipeline_of, texts
 from tests.support.order_biased import OrderBiasedGenerator
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 1_500_000
 OLD = sorted(path for path in RESULTS.glob("*.json") if path.name.startswith(("positions-litm", "permutations")))[:2]
 

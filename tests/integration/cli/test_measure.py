@@ -25,7 +25,7 @@ QUESTIONS = 8
 PROMPTS = QUESTIONS * 5
 """Three orders, and the first of them twice more."""
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

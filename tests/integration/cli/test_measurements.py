@@ -15,6 +15,8 @@ from rag_posfix.pipeline.file_parameters import with_file_parameters
 from tests.support.capital_rows import write_capitals
 from tests.support.tiny import VOCABULARY, save_tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.weights
 class TestVerify:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.tiny import save_tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -40,7 +42,6 @@ class TestSplitModel:
         shares = [[document["attention"] for document in answer["documents"]] for answer in (one, two)]
         assert shares[1] == pytest.approx(shares[0], abs=1e-4)
 
-    @pytest.mark.slow
     def test_torchrun_starts_the_processes_and_only_the_first_one_speaks(self, run, index, model):
         one = run(*self.arguments(index, model)).json
         found = subprocess.run(

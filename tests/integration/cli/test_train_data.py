@@ -6,9 +6,13 @@ import json
 import re
 from dataclasses import replace
 
+import pytest
+
 from rag_posfix.generation.fake import FakeGenerator
 from tests.support.serving import make_pipeline, serving
 from tests.support.toy_encoder import ToyEncoder
+
+pytestmark = pytest.mark.slow
 
 TEXTS = {f"ship-{n}.txt": f"The mast of the ship Vessel{n} is {n + 20} metres tall and made of oak." for n in range(6)}
 MAST = re.compile(r"the ship (Vessel\d+) is (\d+ metres)")

@@ -10,6 +10,8 @@ from tests.support.chromium import checked_page, wait_for
 from tests.support.question_page import MARAVEL, TORVANE, answers, ask, letters, open_page, settle, wait_for_answer
 from tests.support.serving import make_pipeline, serving
 
+pytestmark = pytest.mark.slow
+
 
 def test_both_columns_stream(page, generator):
     generator.gate.clear()

@@ -30,6 +30,8 @@ from tests.support.question_page import (
 )
 from tests.support.serving import BRIDGE, HARBOUR, make_pipeline, serving
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_key_is_asked_for_and_kept_in_memory_only(browser, generator):
     with serving(make_pipeline(generator), api_key="secret-key") as url, checked_page(browser) as page:

@@ -14,6 +14,8 @@ pytest.importorskip("playwright", reason="playwright is not installed; `pip inst
 from tests.support.chromium import checked_page, wait_for
 from tests.support.question_page import TORVANE, answers, ask, code_in, has_no_horizontal_scroll, open_page, paste
 
+pytestmark = pytest.mark.slow
+
 NASTY = 'It\'s <b>bold</b> & "quoted" \\ $HOME `x` é 🙂.\nSecond line'
 
 
