@@ -17,16 +17,11 @@ from hypothesis import HealthCheck, settings
 from tests.support.budget import pytest_runtest_call as pytest_runtest_call
 from tests.support.warm_python import WarmPython, warm_python
 
-# No deadline: the first example of a test pays for imports. On a CI machine examples are the same in every run.
-settings.register_profile("default", deadline=None, max_examples=50)
+# No limits of time: the first example of a test pays for imports. On a CI machine examples are the same in every run.
 settings.register_profile(
-    "ci",
-    deadline=None,
-    max_examples=50,
-    derandomize=True,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
