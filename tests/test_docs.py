@@ -11,8 +11,7 @@ import torch
 
 import docs.generate
 from benchmarks.keep_record import RESULTS
-from docs.charts import draw_accuracy, fill_charts
-from docs.figure import pictures
+from docs.charts import charts, draw_accuracy, fill_charts
 from docs.first_screen import draw_first_screen, first_screen
 from docs.generate import TABLE, expected, fill_tables
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
@@ -23,12 +22,6 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.plan import AttentionOverride, HiddenScale, Plan, RowPlan
-
-
-@pytest.fixture(scope="module")
-def generated():
-    """Every generated file. Drawing takes most of the time, so it is done once."""
-    return expected()
 
 
 @pytest.fixture
@@ -42,8 +35,8 @@ def stale(files):
     return [path.name for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
 
 
-def test_generated_pages_and_tables_are_current(generated):
-    assert stale(generated) == [], "run make docs"
+def test_generated_pages_and_tables_are_current():
+    assert stale(expected()) == [], "run make docs"
 
 
 def changed_results(folder):
@@ -184,8 +177,8 @@ def test_a_method_without_a_plan_before_measuring_gets_a_page_without_a_picture(
     assert not [path for path, text in files.items() if path.parent.name == "methods" and ".svg" in text]
 
 
-def test_a_page_says_when_the_method_helps_and_hurts(generated):
-    text = next(text for path, text in generated.items() if path.name == "context_experts.md")
+def test_a_page_says_when_the_method_helps_and_hurts():
+    text = (docs.generate.ROOT / "docs" / "methods" / "context_experts.md").read_text("utf-8")
     helps, hurts = text.index("**Helps:** where one passage answers"), text.index("**Hurts:** where the answer")
     assert text.index("## When it helps, when it hurts") < helps < hurts < text.index("## Source")
     assert "](../results.md)" in text
@@ -251,8 +244,8 @@ def test_inks_and_lines_of_pictures_stand_out_on_light_and_on_dark_pages():
             assert contrast(dark, DARK_PAGE) > 3, drawn
 
 
-def test_every_picture_is_transparent_and_follows_the_colour_scheme(generated):
-    pictures = {path.name: text for path, text in generated.items() if path.suffix == ".svg"}
+def test_every_picture_is_transparent_and_follows_the_colour_scheme():
+    pictures = {path.name: path.read_text("utf-8") for path in (docs.generate.ROOT / "docs").rglob("*.svg")}
     assert len(pictures) > 40
     for name, picture in pictures.items():
         assert "prefers-color-scheme: dark" in picture, name
@@ -320,17 +313,22 @@ def test_a_record_in_which_no_answer_changes_has_no_first_screen(tmp_path):
         first_screen(tmp_path)
 
 
-def test_a_picture_is_stale_if_its_record_changed(tmp_path, generated):
-    changed_results(tmp_path)
-    for path in tmp_path.glob("probe-*.json"):
-        path.unlink()  # figures of records that are not changed take most of the time
-    head = json.loads((tmp_path / "positions-xquad-5-default.json").read_text("utf-8"))
+def test_a_picture_is_stale_if_its_record_changed(tmp_path):
+    changed, *others = ("positions-xquad-5-default", "positions-gemma-xquad-5-default", "permutations-xquad-3")
+    for name in (changed, *others):
+        (tmp_path / f"{name}.json").write_bytes((RESULTS / f"{name}.json").read_bytes())
+    page, images = tmp_path / "results.md", docs.generate.ROOT / "docs" / "images"
+    marks = (f"{changed} {others[0]}", others[1])
+    page.write_text("".join(f"<!-- chart: {mark} -->\n<!-- end of chart -->\n" for mark in marks), "utf-8")
+
+    def stale_charts():
+        return stale({images / name: themed(chart) for name, chart in charts(page, tmp_path)})
+
+    assert stale_charts() == []
+    head = read_head(tmp_path / f"{changed}.json")
     head["summary"]["mitigations"]["none"]["positions"]["4"]["accuracy"] += 0.05
-    (tmp_path / "positions-xquad-5-default.json").write_text(json.dumps(head), "utf-8")
-    before = {path.name: text for path, text in generated.items()}
-    changed = pictures(tmp_path)
-    assert len(changed) > 3
-    assert [name for name, picture in changed.items() if picture != before[name]] == ["positions-xquad-5-default.svg"]
+    (tmp_path / f"{changed}.json").write_text(json.dumps(head), "utf-8")
+    assert stale_charts() == [f"{changed}.svg"]
 
 
 def test_a_chart_of_two_models_shows_every_value_of_both():

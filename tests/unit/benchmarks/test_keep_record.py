@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 
 import pytest
 
-from benchmarks.keep_record import RESULTS, join, keep
+from benchmarks.keep_record import RESULTS, join, keep, position_row
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.answers.position_summary import summarize_positions
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 
 HEAD = {"kind": "permutations", "summary": {"n": 2}}
@@ -24,6 +26,52 @@ def test_every_record_of_the_repository_verifies(path):
 def test_every_file_of_rows_belongs_to_a_head():
     named = {read_head(path)["rows"]["file"] for path in RESULTS.glob("*.json") if "rows" in read_head(path)}
     assert {path.name for path in RESULTS.glob("*.jsonl.gz")} == named
+
+
+NEWER = {
+    "by_scorer", "mcnemar_p", "recall_at_1", "recall_at_2", "recall_at_3", "repeats", "reused", "sound", "verdict",
+    "words", "worst_minus_best_accuracy", "worst_minus_best_accuracy_ci95", "worst_minus_worst_accuracy",
+    "worst_minus_worst_accuracy_ci95",
+}  # fmt: skip
+"""Keys that summaries of early records lack; every other key is in each record."""
+
+
+def differences(recorded, computed, key="summary"):
+    """Yield where a recorded value is not the computed one, within 1e-9."""
+    if isinstance(recorded, dict) and isinstance(computed, dict):
+        missing = recorded.keys() ^ computed.keys()
+        yield from (f"{key} > {name}" for name in missing if name in recorded or name not in NEWER)
+        for name in recorded.keys() & computed.keys():
+            yield from differences(recorded[name], computed[name], f"{key} > {name}")
+    elif isinstance(recorded, list) and isinstance(computed, list) and len(recorded) == len(computed):
+        for place, pair in enumerate(zip(recorded, computed, strict=True)):
+            yield from differences(*pair, f"{key} > {place}")
+    elif isinstance(recorded, float) and isinstance(computed, float):
+        if not math.isclose(recorded, computed, rel_tol=0, abs_tol=1e-9):
+            yield f"{key}: {recorded} is recorded, {computed} computed"
+    elif recorded != computed:
+        yield f"{key}: {recorded} is recorded, {computed} computed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "positions-litm-10",  # the earliest
+        "positions-litm-10-choice",
+        "positions-litm-20-widened",
+        "positions-xquad-5-float32-scores",
+        "positions-litm-10-forty-echo",  # a hostile passage
+        "positions-gemma-litm-10-poison",
+        "positions-qwen05-litm-10-injection",
+        "positions-qwen15-litm-6",
+        "positions-vllm-qwen15-litm-10",  # a remote generator: no log-probabilities
+        "positions-gemma-hotpotqa-10-default",  # two gold passages
+    ],
+)
+def test_the_summary_of_a_record_follows_from_its_rows(name):
+    record = read_record(RESULTS / f"{name}.json")
+    computed = summarize_positions([position_row(row) for row in record.rows])
+    assert list(differences(record.summary, computed)) == []
 
 
 def test_a_record_is_kept_under_another_name(tmp_path):

@@ -214,14 +214,3 @@ def test_a_damaged_parquet_file_says_so(tmp_path):
     path.write_bytes(b"PAR1")
     with pytest.raises(EvaluationError, match="must be a Parquet file"):
         check_labels(path)
-
-
-def test_rows_of_lost_in_the_middle_are_checked_one_by_one(tmp_path):
-    contexts = [{"title": "Arn", "text": "Built in 1901.", "isgold": True}, {"title": "Bel", "text": "Tall."}]
-    good = {"question": "When?", "answers": ["1901"], "ctxs": contexts}
-    path = lines(tmp_path / "q.jsonl", [good, {**good, "ctxs": contexts[1:]}, {"question": "Who?", "answers": ["x"]}])
-    usable, problems = check_labels(path)
-    assert usable == 1
-    assert [(problem.row, problem.message) for problem in problems] == [
-        (2, "no passage is marked as gold"), (3, "no 'ctxs'"),
-    ]  # fmt: skip
