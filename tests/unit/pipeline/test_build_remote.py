@@ -17,7 +17,7 @@ from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import RemoteSettings, Settings
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.upstream import Reply, Upstream, as_json, first_passage, judging, streamed, upstream
+from tests.support.upstream import Reply, Upstream, as_json, first_passage, judging, streamed, upstream, whole
 
 TEXTS = ("Bread is baked in ovens.", "Paris lies on the Seine.", "Rome lies on the Tiber.")
 SCORED = [
@@ -52,6 +52,18 @@ def test_documents_are_scored_and_put_in_the_order_asked_for(build, server: Upst
     assert sorted(TEXTS, key=content.index) == [document.text for document in answer.documents]
     assert answer.text == answer.documents[0].text
     assert answer.mitigation == "none"
+
+
+@pytest.mark.parametrize(("reason", "cached"), [("eos", True), ("ran_out_of_ink", False)])
+def test_an_answer_that_ended_for_an_unknown_reason_is_not_cached(build, reason: str, cached: bool):
+    with upstream(whole("On the Tiber.", reason)) as server, closing(build(server.model)) as pipeline:
+        question = Question("Where is Rome?", documents=SCORED)
+        assert pipeline.ask(question).cached is False
+        assert pipeline.ask(question).cached is cached
+    with upstream(streamed("On the Tiber.", finish=reason)) as server, closing(build(server.model)) as pipeline:
+        question = Question("Where is Paris?", documents=SCORED)
+        list(pipeline.stream(question))
+        assert list(pipeline.stream(question))[-1].answer.cached is cached
 
 
 def test_an_order_by_scores_makes_the_answer_independent_of_the_given_order(build, server: Upstream):
