@@ -42,7 +42,7 @@ from rag_posfix.generation.remote.answers import (
     withholds,
 )
 from rag_posfix.generation.remote.connection import DONE, Connection, Event, ServerLimits
-from rag_posfix.generation.remote.judge import ByteCache, ServerFacts, ServerJudge, read_usage
+from rag_posfix.generation.remote.judge import ByteCache, Form, ServerFacts, ServerJudge, read_usage
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, plain_prompts
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
@@ -128,6 +128,12 @@ class RemoteGenerator:
     def probe(self) -> ServerFacts:
         """Return what the server gives, from about six short requests; errors as those of ``generate``."""
         return self._judge.probe()
+
+    def gives_log_probs(self) -> bool:
+        """Return whether the server gives log-probabilities of answers; asks it once, with up to four requests."""
+        return (
+            self._judge.form([{"role": "user", "content": "Is water wet? Answer with yes or no."}]) is not Form.SAMPLES
+        )
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Return what caching needs to know of a mitigation; errors as those of ``check_remote_mitigation``."""
