@@ -237,6 +237,7 @@ class Generation:
         prompt_log_probs: Every token of the prompt with its log-probability, if the request asked for
             ``prompt_scored``; the first token has none.
         stop_string: The stop string that ended the answer, or None.
+        is_known_end: False if a server ended the answer for a reason that is not known; it is not cached.
     """
 
     text: str
@@ -250,6 +251,7 @@ class Generation:
     prompt_log_probs: tuple[ScoredToken, ...] = ()
     stop_string: str | None = None
     weighted: bool = False
+    is_known_end: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine, read_metadata, usable_device
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.address import is_remote, parse_remote
+from rag_posfix.generation.remote.generator import RemoteGenerator
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
@@ -46,6 +47,7 @@ from rag_posfix.pipeline.defaults import (
     PassageFloor,
     large_model_profile,
     read_measured,
+    server_profile,
 )
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -103,11 +105,19 @@ def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
         profile = with_file_parameters(MethodSpec("profile", {"file": str(settings.profile)}), ORDERS)
         order_parameters = {"profile": profile.parameters}
     create_order(order, order_parameters)
-    is_chosen = measured is None or "mitigation" in settings.model_fields_set
-    spec = parse_method(settings.mitigation if is_chosen else AUTO, "mitigation", "experts=5")
+    on_server = loads_model and is_remote(settings.model)
+    is_chosen = "mitigation" in settings.model_fields_set
+    named = (
+        settings.mitigation
+        if is_chosen or (measured is None and not on_server)
+        else "none"
+        if measured is None
+        else AUTO
+    )
+    spec = parse_method(named, "mitigation", "experts=5")
     mitigation = with_file_parameters(spec, MITIGATIONS)
     MITIGATIONS.check(mitigation)
-    if loads_model and is_remote(settings.model):
+    if on_server:
         used = measured.mitigation if measured is not None and spec.name == AUTO else mitigation
         check_remote_mitigation(parse_remote(settings.model).name, used)
     return Methods(mitigation if spec.parameters else spec, order, reranker, budget, order_parameters, measured)
@@ -209,9 +219,13 @@ def _defaults(settings: Settings, methods: Methods, template: object, engine: Ge
     measured, mitigation = methods.measured, methods.mitigation
     if measured is not None:
         measured.check_model(engine)
-    elif not {"reranker", "order"} & settings.model_fields_set and settings.tp == 1 and _is_large(engine):
-        measured = large_model_profile(engine)
-        mitigation = mitigation if "mitigation" in settings.model_fields_set else MitigationChoice(AUTO)
+    elif not {"reranker", "order"} & settings.model_fields_set and settings.tp == 1:
+        if isinstance(engine, RemoteGenerator):
+            measured = server_profile(engine, settings.k)
+        elif _is_large(engine):
+            measured = large_model_profile(engine)
+        if measured is not None and "mitigation" not in settings.model_fields_set:
+            mitigation = MitigationChoice(AUTO)
     followed = settings.template if settings.follow_language else ""
     templates = templates_by_language(followed, settings.language_templates, history_first=settings.history_first)
     return Defaults(

@@ -7,6 +7,8 @@ The passage floor leaves out the retrieved passages that are not about the quest
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -25,11 +27,14 @@ from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling, salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.remote.generator import RemoteGenerator
 from rag_posfix.parameters import accept_old_names
 from rag_posfix.pipeline.language import language_of
 from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.text import NO_PASSAGE_TEXT
+
+_log = logging.getLogger(__name__)
 
 AUTO = "auto"
 """The mitigation of the measured profile; without one that of large models, else the preset ``auto`` (``default``)."""
@@ -88,6 +93,49 @@ def large_model_profile(generator: Generator) -> MeasuredProfile:
     """
     return MeasuredProfile(
         MethodSpec("none"), "reverse", MethodSpec("yes_no", {"top_n": 3}), generator.model_id, generator.fingerprint
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProfile(MeasuredProfile):
+    """The arrangement of a model on a server where none is chosen: the judge's best five, the best last.
+
+    A server that gives no log-probabilities judges by sampled answers, several requests for each passage: there the
+    best five by embedding are read. Either order follows from scores alone, so the given order does not matter.
+    """
+
+    gives_log_probs: Callable[[], bool] = lambda: True
+
+    def resolve(self, question: Question, default: MethodSpec) -> Question:
+        """Return the question with the arrangement; the server is asked at the first one that needs it."""
+        is_auto = named_method(question.mitigation or default, "mitigation").name == AUTO
+        if question.reranker is None and is_auto and not self.gives_log_probs():
+            question = replace(question, reranker=_BEST_BY_EMBEDDING)
+        return MeasuredProfile.resolve(self, question, default)
+
+
+_BEST_BY_JUDGE, _BEST_BY_EMBEDDING = MethodSpec("yes_no", {"top_n": 5}), MethodSpec("embedding", {"top_n": 5})
+
+
+def server_profile(generator: RemoteGenerator, k: int) -> ServerProfile:
+    """Return the arrangement of a model on a server, and say in the log what it is and how many requests it costs."""
+    name = shown_model(generator.model_id)
+
+    @functools.cache
+    def gives_log_probs() -> bool:
+        has_log_probs = generator.gives_log_probs()
+        said = (
+            f"it judges each passage and reads the best five: {k + 2} requests for a question with {k} passages"
+            if has_log_probs
+            else "it gives no log-probabilities, so it reads the best five by embedding: one request for a question"
+        )
+        _log.warning(
+            "model %s is on a server and no method is chosen: %s; mitigation=none chooses one prompt", name, said
+        )
+        return has_log_probs
+
+    return ServerProfile(
+        MethodSpec("none"), "reverse", _BEST_BY_JUDGE, generator.model_id, generator.fingerprint, gives_log_probs
     )
 
 

@@ -242,7 +242,7 @@ class Pipeline(AskedInBatches):
                 generation = self.generator.generate(prepared.request)
                 stage.done(generation)
             run.timings.update(generation.timings)
-            return self._store(prepared, to_store(prepared.prompt.assembled, generation))
+            return self._store(prepared, to_store(prepared.prompt.assembled, generation), generation.is_known_end)
 
     def stream(
         self,
@@ -284,7 +284,8 @@ class Pipeline(AskedInBatches):
                 stage.done(chunk.generation)
                 run.timings.update(chunk.generation.timings)
                 stored = to_store(prepared.prompt.assembled, chunk.generation)
-                yield AnswerChunk(chunk.text, self._store(prepared, stored), chunk.log_probs, prompt_tokens)
+                answer = self._store(prepared, stored, chunk.generation.is_known_end)
+                yield AnswerChunk(chunk.text, answer, chunk.log_probs, prompt_tokens)
 
     def _prepare(self, question: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> PreparedQuestion:
         if self.defaults.measured is not None:
@@ -422,10 +423,10 @@ class Pipeline(AskedInBatches):
             stored = self.cache.get(prepared.prompt.key)
         return stored if stored is not None and readable(stored) else None
 
-    def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any]) -> Answer:
-        if self.cache is not None and prepared.prompt.key is not None:
-            with prepared.run.timed("cache"):
-                ids, run = prepared.prompt.assembled.ids, prepared.run
+    def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any], is_cached: bool) -> Answer:
+        run, ids = prepared.run, prepared.prompt.assembled.ids
+        if is_cached and self.cache is not None and prepared.prompt.key is not None:
+            with run.timed("cache"):
                 self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(run.salt, ids)), run.position)
         return self._finish(prepared, stored, cached=False)
 

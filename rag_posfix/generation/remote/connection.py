@@ -17,10 +17,13 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequenc
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from rag_posfix.errors import ConfigError, GenerationError, UpstreamError, UpstreamTimeoutError, missing_extra
 from rag_posfix.generation.remote.address import Servers
@@ -33,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
 """One JSON object of an answer."""
+DONE: Event = {}
+"""What a stream yields for ``[DONE]``: the server says that the answer is complete."""
 
 POLL_SECONDS = 0.05
 """How often a waiting caller checks whether its request was cancelled."""
@@ -46,6 +51,7 @@ _ERROR_BYTES = 16 * 1024
 _BASE_BYTES = 1024 * 1024
 _BYTES_PER_TOKEN = 4096
 """An event of one token takes about 300 bytes, more with log-probabilities; a server that sends more is stopped."""
+_DONE = "[DONE]"
 _RETRIED = frozenset({429, 503})
 """Statuses after which the same request may succeed later."""
 
@@ -107,12 +113,19 @@ class Connection:
         self._limits = limits or ServerLimits()
         self._check_cancelled = check_cancelled
         self._remaining_seconds = remaining_seconds
-        self._client = httpx2.AsyncClient(
-            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            timeout=httpx2.Timeout(self._limits.read_seconds, connect=self._limits.connect_seconds),
-            limits=httpx2.Limits(max_connections=None),  # the service bounds how many answers run
-            follow_redirects=False,  # the key goes to the given server alone
-        )
+        try:
+            self._client = httpx2.AsyncClient(
+                headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+                timeout=httpx2.Timeout(self._limits.read_seconds, connect=self._limits.connect_seconds),
+                limits=httpx2.Limits(max_connections=None),  # the service bounds how many answers run
+                follow_redirects=False,  # the key goes to the given server alone
+            )
+        except (ValueError, ImportError, httpx2.InvalidURL) as error:
+            raise ConfigError(
+                f"the proxies of the environment ({_proxies()}) cannot be used: a proxy must be http://HOST:PORT or "
+                "https://HOST:PORT, socks5://HOST:PORT with the package socksio; correct them, or name the server in "
+                "NO_PROXY"
+            ) from error
         stack = ExitStack()
         self._portal = stack.enter_context(start_blocking_portal(name="rag_posfix-remote"))
         stack.callback(self._portal.call, self._client.aclose)
@@ -317,7 +330,7 @@ class Connection:
                 if longest_pause == inf or (longest_pause is not None and is_unread):
                     return 0.0
                 raise UpstreamError(failure) from error
-            pause = _retry_after(response.headers.get("retry-after", ""))
+            pause = _retry_after(response.headers)
             failed = response.status_code >= 500
             if failed:
                 self.servers.rest(url)
@@ -329,6 +342,9 @@ class Connection:
                 _log.warning("the server at %s answered with status %d", url, response.status_code)
                 raise failure_of_status(url, response.status_code, content, pause)
             async for data in _contents(response, max_bytes, stream=is_stream):
+                if data == _DONE:
+                    emit(DONE)
+                    continue
                 if data is None:
                     raise UpstreamError(f"{url} sent more than {max_bytes} bytes, too much for the tokens asked for")
                 try:
@@ -351,9 +367,21 @@ def _failure_of_transport(url: str, error: httpx2.TransportError, seconds: float
 
     name = type(error).__name__
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.ProxyError):
-        return f"{url} cannot be reached ({name}); check the URL, and that the server runs", True
+        host = urlsplit(url).hostname or ""
+        through = (
+            f" through the proxies of the environment ({_proxies()})" if _proxies() and not proxy_bypass(host) else ""
+        )
+        return f"{url} cannot be reached{through} ({name}); check the URL, and that the server runs", True
     message = f"{url} closed the connection without an answer ({name}); see its log, and the time limits of proxies"
     return message, seconds < STALE_SECONDS
+
+
+def _proxies() -> str:
+    """Return the proxies that the environment names, without their passwords."""
+    named = {name: urlsplit(proxy) for name, proxy in getproxies().items() if name in ("http", "https", "all")}
+    return ", ".join(
+        f"{name.upper()}_PROXY={parts.scheme}://{parts.netloc.rpartition('@')[2]}" for name, parts in named.items()
+    )
 
 
 async def _contents(response: httpx2.Response, max_bytes: int, *, stream: bool) -> AsyncIterator[str | bytes | None]:
@@ -364,15 +392,17 @@ async def _contents(response: httpx2.Response, max_bytes: int, *, stream: bool) 
         content = await _read_up_to(response, max_bytes + 1)
         yield content if len(content) <= max_bytes else None
         return
+    if response.headers.get("content-type", "").partition(";")[0].strip() == "text/plain":  # of some gateways
+        response.headers["content-type"] = "text/event-stream"
     size = 0
     async for event in httpx2.EventSource(response, max_bytes):
         size += len(event.data)
         if size > max_bytes:
             yield None
-        if event.data == "[DONE]":
-            return
         if event.data:
             yield event.data
+        if event.data == _DONE:
+            return
 
 
 async def _read_up_to(response: httpx2.Response, max_bytes: int) -> bytes:
@@ -384,10 +414,15 @@ async def _read_up_to(response: httpx2.Response, max_bytes: int) -> bytes:
     return bytes(content[:max_bytes])
 
 
-def _retry_after(header: str) -> float:
-    """Return the seconds of ``Retry-After``; 0 for none, and for a date, which clients may ignore."""
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds of ``retry-after-ms`` or ``Retry-After``, which may be a date; 0 for none."""
+    said = headers.get("retry-after", "")
     try:
-        seconds = float(header)
+        milliseconds = headers.get("retry-after-ms")
+        seconds = float(said) if milliseconds is None else float(milliseconds) / 1000
     except ValueError:
-        return 0.0
-    return seconds if 0 <= seconds < float("inf") else 0.0
+        try:
+            seconds = max(parsedate_to_datetime(said).timestamp() - time.time(), 0.0)
+        except ValueError:
+            return 0.0
+    return seconds if 0 <= seconds < inf else 0.0

@@ -27,17 +27,25 @@ from rag_posfix.contracts.spent_usage import sum_usage
 from rag_posfix.errors import (
     ConfigError,
     GenerationError,
-    NoAnswerError,
     PromptTooLongError,
     UpstreamError,
 )
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
-from rag_posfix.generation.remote.connection import Connection, Event, ServerLimits
-from rag_posfix.generation.remote.failures import error_message
-from rag_posfix.generation.remote.judge import ByteCache, ServerFacts, ServerJudge, read_usage
+from rag_posfix.generation.remote.answers import (
+    End,
+    content_of,
+    end_of,
+    first_choice,
+    no_text,
+    split_sound,
+    unreadable,
+    withholds,
+)
+from rag_posfix.generation.remote.connection import DONE, Connection, Event, ServerLimits
+from rag_posfix.generation.remote.judge import ByteCache, Form, ServerFacts, ServerJudge, read_usage
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, plain_prompts
 from rag_posfix.plan.layout import Layout
-from rag_posfix.text import REPLACEMENT, clean_text, content_hash
+from rag_posfix.text import clean_text, content_hash
 
 _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]| {1,4}|\n{1,2}|[\s\S]")
 _MARK = b"\x01"  # before the bytes of a piece, so that leading zero bytes survive
@@ -71,8 +79,6 @@ class PieceEncoder(TokenEncoder):
 
 DEFAULT_CONTEXT_WINDOW = 8192
 _ROUTE = "/chat/completions"
-_GAVE_UP = ("abort", "error")
-"""Reasons with which vLLM, SGLang and others end an answer that they did not finish."""
 TokenLimitField = Literal["max_tokens", "max_completion_tokens"]
 
 Events = Generated[Event, None, None]
@@ -122,6 +128,12 @@ class RemoteGenerator:
     def probe(self) -> ServerFacts:
         """Return what the server gives, from about six short requests; errors as those of ``generate``."""
         return self._judge.probe()
+
+    def gives_log_probs(self) -> bool:
+        """Return whether the server gives log-probabilities of answers; asks it once, with up to four requests."""
+        return (
+            self._judge.form([{"role": "user", "content": "Is water wet? Answer with yes or no."}]) is not Form.SAMPLES
+        )
 
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Return what caching needs to know of a mitigation; errors as those of ``check_remote_mitigation``."""
@@ -186,18 +198,19 @@ class RemoteGenerator:
         return [messages_of(layout.select(passages), self.encoder) for passages in selections]
 
     def _read(self, request: GenerationRequest, answer: Event, started: float) -> Generation:
-        choice = self._choice(answer)
-        finish = None if choice is None else self._finish(choice, whole=True)
-        if choice is None or finish is None:
-            raise self._unreadable("an answer without a choice or its finish_reason")
+        url = self._connection.url
+        choice = first_choice(answer, url)
+        if choice is None:
+            raise unreadable(url, "an answer without a choice")
+        end = end_of(choice, url) or End("stop")  # it is complete: some servers name no reason
         timings = {"decode": time.perf_counter() - started}
         message = choice.get("message")
-        text = self._text(message)
-        if text is None or (not text and _withholds(message)):
-            raise _no_text(message)
-        text = text.rstrip(REPLACEMENT)  # max_tokens cut a character
-        self._check_json(text, finish, request)
-        return self._generation(request, text, finish, answer.get("usage"), timings, choice.get("stop_reason"))
+        content = content_of(message, url)
+        if content is None or (not content and withholds(message)):
+            raise no_text(message)
+        text, _half = split_sound(content)  # max_tokens cut a character
+        self._check_json(text, end.reason, request)
+        return self._generation(request, text, end, answer.get("usage"), timings, choice.get("stop_reason"))
 
     def check_json_schema(self, schema: str) -> None:
         """Do nothing: the server says whether it can follow a schema. An answer that is no JSON is an error."""
@@ -225,39 +238,41 @@ class RemoteGenerator:
         return self._chunks(rows[0], events)
 
     def _chunks(self, request: GenerationRequest, events: Events) -> Iterator[Chunk]:
-        started = time.perf_counter()
+        started, url = time.perf_counter(), self._connection.url
         first: float | None = None
         texts: list[str] = []
-        held_back = ""  # may be the beginning of a character that max_tokens cuts
-        finish: FinishReason | None = None
+        half = ""  # the beginning of a character, which max_tokens may cut
+        end: End | None = None
         usage, stop_reason, withheld = None, None, None
         with closing(events):
             for event in events:
+                if event is DONE:
+                    end = end or End("stop")
+                    break
                 usage = event.get("usage") or usage
-                choice = self._choice(event, is_part=True)
+                choice = first_choice(event, url, is_part=True)
                 if choice is None:
                     continue
                 delta = choice.get("delta")
-                text = self._text(delta)
-                withheld = delta if _withholds(delta) else withheld
-                finish = self._finish(choice) or finish
+                content = content_of(delta, url)
+                withheld = delta if withholds(delta) else withheld
+                end = end_of(choice, url) or end
                 stop_reason = choice.get("stop_reason") or stop_reason
-                if text is not None:
-                    joined = held_back + text
-                    text = joined.rstrip(REPLACEMENT)
-                    held_back = joined[len(text) :]
-                    texts.append(text)
+                if content is None:
+                    continue
+                text, half = split_sound(half + content)
+                texts.append(text)
                 if text:
                     first = first or time.perf_counter()
                     yield Chunk(text)
-        if finish is None:
-            raise UpstreamError(f"{self._connection.url} ended its stream in the middle of the answer; try again")
+        if end is None:
+            raise UpstreamError(f"{url} ended its stream in the middle of the answer; try again")
         if not texts or (withheld is not None and not any(texts)):
-            raise _no_text(withheld)
-        self._check_json("".join(texts), finish, request)
+            raise no_text(withheld)
+        self._check_json("".join(texts), end.reason, request)
         ended = time.perf_counter()
         timings = {"prefill": (first or ended) - started, "decode": ended - (first or ended)}
-        yield Chunk("", self._generation(request, "".join(texts), finish, usage, timings, stop_reason))
+        yield Chunk("", self._generation(request, "".join(texts), end, usage, timings, stop_reason))
 
     def _rows(self, request: GenerationRequest) -> tuple[list[GenerationRequest], list[float]]:
         """Check a request, and return a request for each prompt of its mitigation, with weights; nothing is sent."""
@@ -284,50 +299,6 @@ class RemoteGenerator:
             body["stream_options"] = {"include_usage": True}
         return body
 
-    def _choice(self, event: Event, *, is_part: bool = False) -> Event | None:
-        """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage.
-
-        Args:
-            is_part: It is an object of a stream; some servers send usage there without ``choices``, or with null.
-        """
-        if event.get("error"):
-            reason = error_message(event)
-            said = f": {reason}" if reason else ""
-            raise UpstreamError(f"{self._connection.url} failed while it generated the answer{said}")
-        choices = event.get("choices")
-        if choices is None and is_part and "usage" in event:
-            return None
-        if not isinstance(choices, list) or (choices and not isinstance(choices[0], dict)):
-            raise self._unreadable("an object without choices")
-        return choices[0] if choices else None
-
-    def _finish(self, choice: Event, *, whole: bool = False) -> FinishReason | None:
-        """Return why the answer ended, None if it has not ended. Other reasons of single servers count as ``stop``.
-
-        Servers without null send "" with each part of a stream. A ``whole`` answer with it has ended.
-        """
-        reason = choice.get("finish_reason")
-        if reason in _GAVE_UP:
-            raise UpstreamError(
-                f"{self._connection.url} gave up in the middle of the answer (finish_reason {reason!r}); try "
-                "again, or see its log"
-            )
-        if reason == "content_filter":
-            raise UpstreamError(f"{self._connection.url} withheld the answer: its content filter stopped it")
-        if reason is None or (reason == "" and not whole):
-            return None
-        return "length" if reason == "length" else "stop"
-
-    def _text(self, message: object) -> str | None:
-        """Return the content of a message or of a part of one; None for no content."""
-        fields = message if isinstance(message, Mapping) else {}
-        if fields.get("tool_calls") or fields.get("function_call"):
-            raise NoAnswerError("the remote model called a tool instead of answering; turn off its tools")
-        content = fields.get("content")
-        if content is not None and not isinstance(content, str):
-            raise self._unreadable("a message whose content is no text")
-        return None if content is None else clean_text(content)
-
     def _check_json(self, text: str, finish: FinishReason, request: GenerationRequest) -> None:
         """Raise if the server took a schema and did not follow it; an answer that was cut is no whole JSON."""
         if request.sampling.json_schema is None or finish == "length":
@@ -340,14 +311,11 @@ class RemoteGenerator:
                 "its model or version may not support schemas"
             ) from error
 
-    def _unreadable(self, what: str) -> UpstreamError:
-        return UpstreamError(f"{self._connection.url} sent {what}; is it an OpenAI-compatible server?")
-
     def _generation(
         self,
         request: GenerationRequest,
         text: str,
-        finish: FinishReason,
+        end: End,
         usage: object,
         timings: Mapping[str, float],
         stop_reason: object,
@@ -357,7 +325,8 @@ class RemoteGenerator:
         return Generation(
             text=text,
             token_ids=(),  # the server keeps them
-            finish_reason=finish,
+            finish_reason=end.reason,
+            is_known_end=end.is_known,
             usage=read_usage(usage, estimate),
             timings=timings,
             stop_string=stop_reason if isinstance(stop_reason, str) and stop_reason in request.sampling.stop else None,
@@ -368,19 +337,6 @@ def _server_key(request: GenerationRequest) -> str:
     """Return the key of the first passage, behind which prompts differ; of the whole prompt if it has no passage."""
     layout = request.layout
     return layout.keys[0] if layout.keys else content_hash(repr(layout.token_ids))
-
-
-def _withholds(message: object) -> bool:
-    """Return whether a message, or a part of one, holds a refusal or reasoning beside its content."""
-    fields = message if isinstance(message, Mapping) else {}
-    return any(fields.get(name) for name in ("refusal", "reasoning_content", "reasoning"))
-
-
-def _no_text(message: object) -> NoAnswerError:
-    """Return the error for an answer without content: refused, or all tokens went into reasoning."""
-    if isinstance(message, Mapping) and message.get("refusal"):
-        return NoAnswerError("the remote model refused to answer; ask differently")
-    return NoAnswerError("the remote model ended its answer without any content; raise max_tokens, or ask differently")
 
 
 def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:

@@ -17,7 +17,7 @@ from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import RemoteSettings, Settings
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.upstream import Reply, Upstream, as_json, first_passage, judging, streamed, upstream
+from tests.support.upstream import Reply, Upstream, as_json, error, first_passage, judging, streamed, upstream, whole
 
 TEXTS = ("Bread is baked in ovens.", "Paris lies on the Seine.", "Rome lies on the Tiber.")
 SCORED = [
@@ -52,6 +52,18 @@ def test_documents_are_scored_and_put_in_the_order_asked_for(build, server: Upst
     assert sorted(TEXTS, key=content.index) == [document.text for document in answer.documents]
     assert answer.text == answer.documents[0].text
     assert answer.mitigation == "none"
+
+
+@pytest.mark.parametrize(("reason", "cached"), [("eos", True), ("ran_out_of_ink", False)])
+def test_an_answer_that_ended_for_an_unknown_reason_is_not_cached(build, reason: str, cached: bool):
+    with upstream(whole("On the Tiber.", reason)) as server, closing(build(server.model)) as pipeline:
+        question = Question("Where is Rome?", documents=SCORED)
+        assert pipeline.ask(question).cached is False
+        assert pipeline.ask(question).cached is cached
+    with upstream(streamed("On the Tiber.", finish=reason)) as server, closing(build(server.model)) as pipeline:
+        question = Question("Where is Paris?", documents=SCORED)
+        list(pipeline.stream(question))
+        assert list(pipeline.stream(question))[-1].answer.cached is cached
 
 
 def test_an_order_by_scores_makes_the_answer_independent_of_the_given_order(build, server: Upstream):
@@ -113,6 +125,47 @@ def test_documents_are_judged_by_the_server_and_the_best_are_read(build, server:
     assert len(judged) == 5, "three passages, none, and one that finds the form; judgements are cached"
     assert answers[0].usage.prompt_tokens == 40 + 5 * 10
     assert answers[1].usage.prompt_tokens == 40
+
+
+@pytest.fixture
+def build_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pipeline]:
+    """Build a pipeline of a model alone, as ``--model`` does."""
+    monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
+    return lambda model: build_pipeline(Settings(model=model, cache_dir=tmp_path))
+
+
+def test_a_model_on_a_server_needs_no_other_setting(build_default, server: Upstream, caplog):
+    """Six passages; the odds grow with their number, so the best five are 1 to 5, the best last."""
+
+    def judging_server(body: dict[str, Any]) -> Reply:
+        if not body.get("logprobs"):
+            return first_passage(body)
+        number = next((n for n in range(6) if f"Ship {n} " in body["messages"][-1]["content"]), 0)
+        return as_json(judging("Yes", {"Yes": number - 5.0, "No": -5.0}))
+
+    server.replies[:] = [judging_server]
+    ships = [Document(f"Ship {number} sank.") for number in (3, 0, 5, 1, 4, 2)]
+    with closing(build_default(server.model)) as pipeline:
+        answer = pipeline.ask(Question("Which?", documents=ships))
+    assert [document.text for document in answer.documents] == [f"Ship {number} sank." for number in range(1, 6)]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "rag_posfix.pipeline.defaults"]
+    assert "judges each passage and reads the best five: 12 requests for a question with 10 passages" in line
+
+
+def test_a_server_without_log_probabilities_reads_the_best_by_embedding(build_default, server: Upstream, caplog):
+    server.replies[:] = [lambda body: first_passage(body) if "messages" in body else error(404, "no such route")]
+    with closing(build_default(server.model)) as pipeline:
+        pipeline.ask(Question("Where?", documents=[Document(text) for text in TEXTS]))
+        asked = len(server.bodies)
+        pipeline.ask(Question("Where is it?", documents=[Document(text) for text in TEXTS]))
+    assert len(server.bodies) == asked + 1, "what the server gives is asked once"
+    assert "it gives no log-probabilities, so it reads the best five by embedding: one request" in caplog.text
+
+
+def test_a_named_order_or_reranker_reads_one_plain_prompt(build_default, server: Upstream, tmp_path: Path):
+    with closing(build_pipeline(Settings(model=server.model, order="reverse", cache_dir=tmp_path))) as pipeline:
+        assert pipeline.ask(Question("Where?", documents=SCORED)).mitigation == "none"
+    assert len(server.bodies) == 1
 
 
 def test_a_removed_document_drops_its_judgements(build, server: Upstream):

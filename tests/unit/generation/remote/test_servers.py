@@ -147,6 +147,7 @@ def test_the_answer_comes_from_the_server_that_judged_its_first_passage():
         assert len(used) > 1
 
 
+@pytest.mark.slow
 def test_a_killed_server_loses_no_answer_and_takes_its_passages_back(monkeypatch):
     monkeypatch.setattr(address, "REST_SECONDS", 0.5)
     texts: list[str] = []
