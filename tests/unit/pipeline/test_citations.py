@@ -83,6 +83,14 @@ def test_two_adjacent_sentences_are_evidence_together_and_distant_ones_are_not()
     assert quoted(answer, (near, far)) == [(answer, (0,))]
 
 
+def test_a_number_in_a_distant_sentence_is_no_evidence_for_the_words_of_another():
+    # 4 of the 5 words are .8, which is enough without the number.
+    answer = "granite tower, harbour lamp, 1868"
+    near = "A granite tower above a harbour with a lamp. It was lit in 1868."
+    far = near.replace(" It", " Nobody lives there. It")
+    assert quoted(answer, (near, far)) == [(answer, (0,))]
+
+
 def test_positions_are_those_of_the_answer():
     assert find_quotes("  Paris!", [SEINE]) == [Quote(2, 8, (0,))]
     assert find_quotes("one two three", []) == []
