@@ -176,7 +176,7 @@ class Halving(Parametrised):
 
 
 class Folklore(Parametrised):
-    """Halve the scores.
+    """Halve the scores. A Source: in a line, as https://example.org/halves, is no section.
 
     Source: told among colleagues.
     Differs from the paper: there is none.
