@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from rag_posfix.cli.ask_many import read_questions
-
 pytestmark = pytest.mark.weights
 
 QUESTIONS = [
@@ -57,32 +55,12 @@ def test_a_question_that_fails_has_a_line_until_it_is_asked_again(ask, tmp_path)
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"question": "Who?"}\n{"question": "Where?", "id": 1}', "line 2: the id '1' is that of an earlier line"),
-        ('"Who?"\n{"question": "Where?", "documents": []}', "line 2: unknown field 'documents'"),
-        ('{"text": "Who?"}', "line 1: must be a text or an object"),
-        ('{"question": "Who?', "line 1: no JSON"),
-        ('{"question": " "}', "line 1:"),
-        ("\n", "holds no question"),
-    ],
-)
-def test_a_wrong_line_is_an_error_before_anything_is_loaded(ask, tmp_path, lines, message):
-    (tmp_path / "q.jsonl").write_text(lines)
-    assert message in ask("--json").error["message"]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_question(tmp_path):
-    (tmp_path / "q.txt").write_text("Who?\nWhere?\n", encoding="utf-8-sig")
-    assert [row.question.text for row in read_questions(tmp_path / "q.txt", None, True)] == ["Who?", "Where?"]
-
-
-def test_another_file_under_out_and_options_that_do_not_go_together_are_refused(ask, run, index, tmp_path):
+def test_wrong_files_and_options_that_do_not_go_together_are_refused(ask, run, index, tmp_path):
+    (tmp_path / "q.jsonl").write_text('"Who?"\n{"text": "Who?"}')
+    assert "line 2: must be a text or an object" in ask("--json").error["message"]
+    (tmp_path / "q.jsonl").write_text('{"id": "a", "question": "Who?"}\n')
     (tmp_path / "a.jsonl").write_text('{"id": "a", "question": "Another?"}\n')
     assert "another question under the id 'a'" in ask("--json").error["message"]
-    (tmp_path / "a.jsonl").write_text("notes\n")
-    assert "no answer of an earlier run" in ask("--json").error["message"]
     assert "leave out QUESTION" in ask("Who?", "--json").error["message"]
     error = run("ask", "--index", index, "--questions", "q", "--json").error
     assert "--questions and --out belong together" in error["message"]

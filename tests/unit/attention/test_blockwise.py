@@ -39,13 +39,18 @@ def spelled_out(query, key, causal):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("n_query", "causal"), [(9, False), (9, True), (4, True), (1, True), (4, False)])
-def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_query, causal, monkeypatch):
+@pytest.mark.parametrize(
+    ("n_key", "n_query", "causal"),
+    [(9, 9, False), (9, 9, True), (9, 4, True), (9, 1, True), (9, 4, False)]
+    # Queries that are folded without a mask, and are not with one.
+    + [(40, blockwise.FOLD_FROM, causal) for causal in (False, True)] + [(40, 40, True)],
+)  # fmt: skip
+def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_key, n_query, causal, monkeypatch):
     if not fused:
         monkeypatch.setattr(blockwise, "QUERY_BLOCK", 3)
-        monkeypatch.setattr(blockwise, "has_lse_kernel", lambda device: False)
-    query, key, value = random_states(9)
-    query = query[:, :, 9 - n_query :]
+        monkeypatch.delitem(blockwise.LSE_KERNELS, "cpu")
+    query, key, value = random_states(n_key)
+    query = query[:, :, n_key - n_query :]
     out, lse = attend_with_lse(query, key, value, 1.0, causal=causal)
     scores = spelled_out(query, key, causal)
     assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)

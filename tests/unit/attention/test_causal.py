@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.attention.blockwise import attend_causal, attend_causal_rows, runs, scores, weigh
+from rag_posfix.attention.blockwise import LSE_KERNELS, attend_causal, attend_causal_rows, runs, scores, weigh
 
 
 def states(rows, n_query, n_key, groups=3, n_kv=2, channels=8, seed=0):
@@ -26,6 +26,12 @@ def plain(query, key, value, scaling, start=0):
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_newest_tokens_see_all_before_them(n_query, n_key, groups):
     query, key, value = states(2, n_query, n_key, groups)
+    assert torch.allclose(attend_causal(query, key, value, 0.3), plain(query, key, value, 0.3), atol=1e-5)
+
+
+def test_they_see_the_same_on_a_device_whose_kernels_return_no_log_sum_exp(monkeypatch):
+    monkeypatch.delitem(LSE_KERNELS, "cpu")
+    query, key, value = states(2, 5, 40)
     assert torch.allclose(attend_causal(query, key, value, 0.3), plain(query, key, value, 0.3), atol=1e-5)
 
 

@@ -209,6 +209,24 @@ def test_cope_has_a_table_per_layer_or_one_for_all():
     assert [built("cope", layers, shared=shared).table.shape[0] for shared in (False, True)] == [3, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("cope", {"p_max": 4}), ("cope_rope", {"p_max": 4}), ("shaw", {"max_distance": 3}), ("nope", {"per_head": True})],
+)
+def test_each_layer_has_the_positions_of_its_own_table(name, parameters, generator):
+    query, key, value = states(generator)
+    layers, one = built(name, shape(layers=3), **parameters), built(name, **parameters)
+    (tables,), (table,) = list(layers.parameters()), list(one.parameters())
+    with torch.no_grad():
+        tables.copy_(2 * torch.rand(tables.shape, generator=generator) + 1)
+    outputs = [layers.attend(layer, query, key, value) for layer in range(3)]
+    for layer, output in enumerate(outputs):
+        with torch.no_grad():
+            table.copy_(tables[layer : layer + 1])
+        torch.testing.assert_close(output, one.attend(0, query, key, value))
+    assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
+
+
 def test_cope_with_rope_is_rope_while_its_table_is_zero_and_cope_without_rotation(generator):
     query, key, value = states(generator)
     both = built("cope_rope", p_max=8)

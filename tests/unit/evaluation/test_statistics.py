@@ -1,5 +1,6 @@
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -65,6 +66,25 @@ def test_the_exact_p_is_that_of_counting_every_pattern(differences):
     assert randomisation_p(differences) == pytest.approx(sum(sums) / len(sums))
 
 
+@pytest.mark.parametrize(("size", "resamples"), [(18, 10_000), (200, 10_000), (200, 7), (2**20 + 2, 2)])
+def test_as_many_patterns_are_drawn_as_are_asked_for_in_however_many_batches(size, resamples):
+    # The differences sum to 0, so every pattern is as far: p = (1 + drawn) / (1 + resamples). A batch has 2^20 signs:
+    # all patterns of 18, 5,242 of 200, and one that is longer than a batch.
+    assert randomisation_p([1.0, -1.0] * (size // 2), resamples=resamples) == 1.0
+
+
+@pytest.mark.parametrize("compute", [randomisation_p, difference_interval])
+def test_many_differences_are_resampled_in_bounded_memory(compute):
+    # 10,000 resamples of 1,000 are 80 MB as numbers of 8 bytes; batches of 2^20 are 8 MB, with two copies 25.
+    differences = [1.0, -1.0] * 500
+    tracemalloc.start()
+    try:
+        compute(differences)
+        assert tracemalloc.get_traced_memory()[1] < 40e6
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_drawn_p_is_near_scipys_and_never_zero():
     differences = list(np.random.default_rng(1).normal(0.15, 1, size=60))
     theirs = stats.permutation_test(
@@ -98,6 +118,24 @@ def test_an_interval_holds_the_mean_and_is_a_point_where_nothing_varies():
     low, high = difference_interval([0.0, 1.0] * 20)
     # Standard error sqrt(.25 / 40) = .079: about .5 +- .155.
     assert (low, high) == (pytest.approx(0.345, abs=0.03), pytest.approx(0.655, abs=0.03))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_interval_is_that_of_drawing_all_resamples_at_once(grouped):
+    # 300 questions: three batches of 2^20 // 300 = 3,495 resamples, the last one shorter; with two differences each,
+    # which are drawn together.
+    generator = np.random.default_rng(5)
+    values = generator.normal(size=(300, 2 if grouped else 1))
+    drawn = np.random.default_rng(0).integers(0, 300, size=(10_000, 300))
+    expected = np.quantile(values.mean(axis=1)[drawn].mean(axis=1), [0.025, 0.975])
+    questions = [f"q{number:03d}" for number in range(300) for _ in range(2)] if grouped else None
+    assert difference_interval(values.flatten().tolist(), questions) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_question_weighs_by_its_number_of_differences():
+    # Questions with 0, 0, 0 and with 4. Of the four equally likely draws aa has the mean 0, ab and ba have 4 / 4 = 1,
+    # bb has 4: each of the ends is more than 2.5 %.
+    assert difference_interval([0.0, 4.0, 0.0, 0.0], ["a", "b", "a", "a"]) == (0.0, 4.0)
 
 
 def test_every_run_is_compared_with_each_before_it_and_the_correction_is_over_all():

@@ -54,9 +54,17 @@ def test_words_of_the_question_are_no_evidence_and_decide_between_passages(quest
     assert cited == ([] if expected is None else [expected])
 
 
+@pytest.mark.parametrize(("answer", "is_cited"), [("granite tower harbour lamp", True), ("tower harbour lamp", False)])
+def test_a_share_of_the_evidence_that_is_just_enough_cites(answer, is_cited):
+    # 3 of 4 words are .75; 2 of 3 are less.
+    assert bool(find_quotes(answer, ["A granite tower above a harbour."])) is is_cited
+
+
 @pytest.mark.parametrize(
     ("answer", "passage", "is_cited"),
     [
+        ("甲乙丙丁戊己", "甲乙丙丁", True),  # 3 of 5 pairs are just enough
+        ("甲乙丙丁戊己庚", "甲乙丙丁", False),
         ("六个月。", "青石镇的产假为六个月。", True),
         ("七个年头。", "青石镇的产假为六个月。", False),
         ("육아휴직은 여섯 달입니다.", "한빛마을의 육아휴직은 여섯 달이다.", True),
@@ -72,6 +80,14 @@ def test_two_adjacent_sentences_are_evidence_together_and_distant_ones_are_not()
     answer = "Ilse Korvanth designed a tower, lit in 1868."
     near = "Ilse Korvanth designed the tower. It was lit in 1868. Nobody lives there."
     far = "Ilse Korvanth designed the tower. Nobody lives there. The harbour was lit in 1868."
+    assert quoted(answer, (near, far)) == [(answer, (0,))]
+
+
+def test_a_number_in_a_distant_sentence_is_no_evidence_for_the_words_of_another():
+    # 4 of the 5 words are .8, which is enough without the number.
+    answer = "granite tower, harbour lamp, 1868"
+    near = "A granite tower above a harbour with a lamp. It was lit in 1868."
+    far = near.replace(" It", " Nobody lives there. It")
     assert quoted(answer, (near, far)) == [(answer, (0,))]
 
 

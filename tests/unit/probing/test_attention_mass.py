@@ -119,6 +119,9 @@ def test_the_record_has_the_mass_by_layer_and_head_and_a_decoder_is_refused(tmp_
         best = record.summary["heads"][f"by_{name}"][0]
         assert best[name]["value"] == pytest.approx(float(by_head.max()))
         assert best[name]["n"] == 3
+        at = best["layer"], best["head"]
+        others = [float(pairs[n, *at, slot]) for n in range(3) for slot in range(3) if slot != n]
+        assert best["other_pair"]["value"] == pytest.approx(sum(others) / 6)  # two others in each of three prompts
     slots = [entry["value"] for entry in record.summary["slots_gold"]]
     assert slots == pytest.approx([float(pairs[n, ..., n].mean()) for n in range(3)])
     assert set(record.files) == {"record", "svg", "png"}

@@ -9,11 +9,11 @@ import time
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from rag_posfix.cancellation import run_until_cancelled
+from rag_posfix.cancellation import run_until_cancelled, set_cancel_check
 from rag_posfix.contracts.answer import collected_warnings
 from rag_posfix.contracts.request import current_salt, salted
 from rag_posfix.contracts.retrieval import RerankerHealth
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, GenerationCancelled
 from rag_posfix.reranking import GuardedReranker, LikelihoodReranker, ListwiseReranker
 from rag_posfix.reranking.base import ranked_copies
 from tests.support.reader import ScriptedReader, order
@@ -135,6 +135,38 @@ async def test_what_the_caller_did_wrong_is_raised():
         guarded.compress_documents(GIVEN, "")
     with pytest.raises(ConfigError):
         await guarded.acompress_documents(GIVEN, "")
+    assert guarded.counts() == {"error": 0, "timeout": 0}
+
+
+def end():
+    raise GenerationCancelled("the client has gone")
+
+
+async def test_a_request_that_has_ended_is_no_failure_of_the_reranker():
+    guarded = guard(end, None)
+
+    async def ask(compress):
+        set_cancel_check(end)
+        await compress()
+
+    async def compress():
+        guarded.compress_documents(GIVEN, "why?")
+
+    for way in (compress, lambda: guarded.acompress_documents(GIVEN, "why?")):
+        with pytest.raises(GenerationCancelled):
+            await asyncio.create_task(ask(way))  # a context of its own
+    assert guarded.counts() == {"error": 0, "timeout": 0}
+
+
+async def test_a_task_that_is_cancelled_is_no_failure_of_the_reranker():
+    reader, release = late_reader()
+    guarded = GuardedReranker(reranker=LikelihoodReranker(generator=reader))
+    task = asyncio.create_task(guarded.acompress_documents(GIVEN, "why?"))
+    await asyncio.to_thread(wait_until, lambda: reader.waiting == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
     assert guarded.counts() == {"error": 0, "timeout": 0}
 
 

@@ -2,14 +2,17 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
+from contextlib import closing
 
 import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.remote.generator import open_remote
 from rag_posfix.reranking import YesNoReranker
 from rag_posfix.reranking.yes_no import TEMPLATES, JudgeTemplate, read_template
 from tests.support.reader import ScriptedReader, order, raw, scores
+from tests.support.upstream import as_json, judging, upstream
 
 JUDGE = JudgeTemplate(yes=("Y", "y"), no=("N",))
 """With spellings of one byte, which are tokens of the toy encoder."""
@@ -46,6 +49,19 @@ def test_without_calibration_the_score_is_the_probability_of_yes():
     assert scores(result) == pytest.approx({"a": 0.75, "b": 1 / 3})
 
 
+@pytest.mark.parametrize(("calibrate", "odds"), [(True, 1.5), (False, 3.0)])
+def test_calibration_of_a_servers_judgements_is_by_choice(calibrate, odds):
+    # Odds of .6 / .2 = 3 with the passage, .4 / .2 = 2 without one.
+    def judge(body):
+        is_passage = "tower" in body["messages"][-1]["content"]
+        return as_json(judging("Y", {"Y": math.log(0.6 if is_passage else 0.4), "N": math.log(0.2)}))
+
+    with upstream(judge) as server, closing(open_remote(server.model)) as generator:
+        reranker = YesNoReranker(generator=generator, template=JUDGE, calibrate=calibrate)
+        result = reranker.compress_documents(documents("a tower"), "why?")
+    assert raw(result) == {"a tower": pytest.approx(math.log(odds))}
+
+
 @pytest.mark.parametrize(
     ("mass", "top_n", "expected"),
     [
@@ -61,6 +77,12 @@ def test_mass_returns_the_fewest_passages_whose_scores_sum_to_that_share(mass, t
     values = {**VALUES, "c": first_token(0.05, 0.05, 0.45)}
     result, _ = judged(values, "c", "b", "a", mass=mass, top_n=top_n)
     assert order(result) == expected
+
+
+def test_a_passage_that_meets_the_mass_exactly_is_the_last():
+    # Judged as without a passage: scores of .5 each, and half of them is one of two.
+    result, _ = judged(dict.fromkeys(("a", "b", ""), VALUES[""]), "a", "b", mass=0.5)
+    assert len(result) == 1
 
 
 def test_a_copy_of_the_question_is_no_evidence():
@@ -91,27 +113,31 @@ def test_the_prompt_begins_as_that_of_an_answer_and_ends_with_the_judges_questio
     assert suffix.endswith("<|im_start|>assistant\n")
 
 
-def test_a_long_document_has_the_score_of_its_best_window():
-    text = "m" * 100 + "g" * 60
-    seen = {}
-
+@pytest.mark.parametrize(
+    ("text", "best"),
+    # Windows of 62 characters (64 tokens less the separator) from 0, 46, 92 and 138: the g of the best one.
+    [("g" * 60 + "m" * 100, 60 / 62), ("m" * 46 + "g" * 60 + "m" * 54, 60 / 62), ("m" * 100 + "g" * 60, 1.0)],
+    ids=["first", "second", "last"],
+)
+def test_a_long_document_has_the_score_of_its_best_window(text, best):
     class Windows(ScriptedReader):
         def first_token_log_probs(self, layout, tokens, salt=""):
-            texts = self.texts(layout)
-            assert all(len(span) <= 64 for span in layout.passages)
-            seen.update(dict.fromkeys(texts))
-            share = [0.9 * window.count("g") / max(len(window), 1) + 0.05 for window in (*texts, "")]
+            share = [0.9 * window.count("g") / max(len(window), 1) + 0.05 for window in (*self.texts(layout), "")]
             return [tuple(math.log((p, p, 1 - p)["YyN".index(chr(token))]) for token in tokens) for p in share]
 
     reranker = YesNoReranker(generator=Windows(), template=JUDGE, window_tokens=64, calibrate=False)
     (result,) = reranker.compress_documents(documents(text), "why?")
-    best = max(window.count("g") / len(window) for window in seen)
     odds = 2 * (0.9 * best + 0.05) / (1 - (0.9 * best + 0.05))
     assert result.metadata["relevance_score"] == pytest.approx(odds / (1 + odds))
-    assert result.metadata["reranking"]["windows"] == len(seen) > 2
-    assert set("".join(seen)) == {"m", "g"}
-    assert any(text.startswith(window) for window in seen)
-    assert any(text.endswith(window) for window in seen)
+    assert result.metadata["reranking"]["windows"] == 4
+
+
+def test_windows_overlap_by_a_quarter_and_are_the_whole_document():
+    text = "".join(f"{number:02d}" for number in range(80))  # 160 characters, each stretch of them once
+    _, reader = judged(defaultdict(lambda: VALUES[""]), text, window_tokens=64)
+    windows = [window for batch in reader.seen for window in batch]
+    # 64 tokens less the separator: 62 characters, of which 62 * 3 / 4 = 46 are not in the next window.
+    assert sorted(windows, key=text.index) == [text[start : start + 62] for start in (0, 46, 92, 138)]
 
 
 def test_qwen3_reranker_reads_the_question_before_the_passage():
