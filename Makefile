@@ -80,9 +80,10 @@ vllm: .venv-vllm/.ready ## Build .venv-vllm with vLLM's CPU build, for the tests
 	.venv-vllm/bin/python -c 'import vllm'
 	touch $@
 
-lint: $(DEV_STAMP) ## Check style and formatting
+lint: $(DEV_STAMP) ## Check style, formatting and who imports whom
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(DEV_STAMP) ## Sort imports and format the code
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -92,7 +92,9 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        import_module("rag_posfix.process").prepare_process()  # before the first of them imports torch
+        from rag_posfix.process import prepare_process
+
+        prepare_process()  # before the first of them imports torch
         value: object = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         raise missing_package(error) or error from error

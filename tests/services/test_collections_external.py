@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
@@ -21,7 +22,7 @@ from rag_posfix_api.http.errors import StorageError
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.notes import NOTES, add
 from tests.support.postgres import pgvector_collection, postgres_server
-from tests.support.random_filters import documents_with_metadata, random_filter
+from tests.support.random_filters import FILTERS, documents_with_metadata
 from tests.support.serving import ANSWER, BRIDGE, CHAT, HARBOUR, chat
 from tests.support.tenants import Tenants
 
@@ -152,18 +153,17 @@ def test_random_filters_of_requests_and_keys_find_exactly_what_matches(tmp_path:
         for number, document in enumerate(documents)
     ]
     add(client_of(tenants), *rows)
-    draw = random.Random("collections")
-    for _ in range(15):
-        of_key = random_filter(draw)
+
+    @settings(max_examples=15, derandomize=True)
+    @given(FILTERS, st.lists(FILTERS, min_size=1, max_size=10))
+    def check(of_key: dict[str, Any], of_requests: list[dict[str, Any]]):
         client = tenants.client("acme", filter=of_key, scopes=("read",))
-        for _ in range(10):
-            of_request = random_filter(draw)
-            expected = sorted(
-                row["id"]
-                for row in rows
-                if all(matches(parse_filter(each), row["metadata"]) for each in (of_key, of_request))
-            )
-            assert found(client, filter=of_request) == expected, (of_key, of_request)
+        for of_request in of_requests:
+            filters = [parse_filter(of_key), parse_filter(of_request)]
+            expected = sorted(row["id"] for row in rows if all(matches(each, row["metadata"]) for each in filters))
+            assert found(client, filter=of_request) == expected
+
+    check()
 
 
 def test_filters_are_pushed_down_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

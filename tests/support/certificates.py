@@ -1,27 +1,25 @@
-"""Certificates that openssl makes, for tests of TLS."""
+"""Certificates for tests of TLS."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
 
 
 def make_certificate(folder: Path, name: str = "localhost", passphrase: str = "") -> tuple[Path, Path]:
-    """Write a certificate for 127.0.0.1, signed by itself, and its key; return both files."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl, which makes the certificate of this test; apt-get install openssl")
+    """Write a certificate for 127.0.0.1 with that of its own authority, and its key; return both files."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    secret = issued.private_key_pem.bytes()
+    if passphrase:
+        secret = serialization.load_pem_private_key(secret, None).private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(passphrase.encode()),
+        )
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-    locked = ["-passout", f"pass:{passphrase}"] if passphrase else ["-nodes"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run(
-        [openssl, "req", "-x509", *curve, *locked, "-days", "2", *names, "-out", str(cert), "-keyout", str(key)],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
+    cert.write_bytes(issued.cert_chain_pems[0].bytes() + authority.cert_pem.bytes())
+    key.write_bytes(secret)
     return cert, key

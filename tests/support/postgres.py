@@ -1,10 +1,15 @@
-"""A PostgreSQL server of its own, on a socket in a folder."""
+"""A PostgreSQL server of its own, on a socket in a folder.
+
+pytest-postgresql calls pg_ctl as the user of the tests, and PostgreSQL refuses to run as root.
+"""
 
 from __future__ import annotations
 
+import os
+import pwd
 import shutil
 import subprocess
-import uuid
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,40 +21,48 @@ from tests.support.letter_embeddings import LetterEmbeddings
 
 
 class PostgresServer:
-    """A server in a folder that user postgres may write to; ``start`` after ``kill`` finds its data again."""
+    """A server in an empty folder; ``start`` after ``kill`` finds its data again. Root runs it as nobody."""
 
     def __init__(self, tools: Path, folder: Path) -> None:
-        as_postgres = ["runuser", "-u", "postgres", "--"]
-        subprocess.run(["install", "-d", "-o", "postgres", folder], check=True)
-        subprocess.run([*as_postgres, tools / "initdb", "-D", folder / "data", "-A", "trust", "-N"], check=True,
-                       stdout=subprocess.DEVNULL)  # fmt: skip
+        self._tools, self._data = tools, folder / "data"
+        self._user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody")
+            os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+            self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
         self.url = f"postgresql+psycopg://postgres@/postgres?host={folder}"
         self._options = f"-k {folder} -c listen_addresses= -c fsync=off"
-        self._control = [*as_postgres, tools / "pg_ctl", "-D", folder / "data", "-w", "-l", folder / "log"]
+        self._run("initdb", "-U", "postgres", "-A", "trust", "-N")
 
     def start(self) -> None:
-        subprocess.run([*self._control, "-o", self._options, "start"], check=True, stdout=subprocess.DEVNULL)
+        self._run("pg_ctl", "-w", "-l", self._data / "log", "-o", self._options, "start")
 
     def kill(self) -> None:
         """End it at once: open connections break, and what was not committed is lost."""
-        subprocess.run([*self._control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL)
+        self._run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+    def _run(self, tool: str, *arguments: str | Path) -> None:
+        command = [self._tools / tool, "-D", self._data, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/", **self._user)
 
 
 @contextmanager
 def postgres() -> Iterator[PostgresServer]:
-    """Run PostgreSQL from the path, or Debian's; skip without one."""
+    """Run PostgreSQL from the path, or Debian's; skip without one, or where this user can run none."""
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     program = shutil.which("postgres") or (programs[-1] if programs else None)
-    if program is None or shutil.which("runuser") is None:
-        pytest.skip("PostgreSQL or runuser is not installed")
-    tools, folder = Path(program).resolve().parent, Path(f"/tmp/rag-posfix-pg-{uuid.uuid4().hex[:9]}")
-    server = PostgresServer(tools, folder)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
-        shutil.rmtree(folder)
+    if program is None:
+        pytest.skip("PostgreSQL is not installed; apt-get install postgresql postgresql-15-pgvector")
+    with tempfile.TemporaryDirectory(prefix="rag-posfix-pg-") as folder:
+        try:
+            server = PostgresServer(Path(program).resolve().parent, Path(folder))
+        except (OSError, KeyError, subprocess.SubprocessError) as error:
+            pytest.skip(f"PostgreSQL makes no database here: {error}")
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Documents with metadata of every kind, and random filters over them."""
+"""Documents with metadata of every kind, and filters over them."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 GROUPS = ("red", "green", "blue", 'it\'s "quoted"')
@@ -38,28 +39,33 @@ def documents_with_metadata(count: int = 40) -> list[Document]:
     return documents
 
 
-def random_filter(draw: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Return a filter with up to three levels, over fields that documents have and one that none has."""
-    if depth < 3 and draw.random() < 0.4:
-        combination = draw.choice(("$and", "$or", "$not"))
-        if combination == "$not":
-            return {"$not": random_filter(draw, depth + 1)}
-        return {combination: [random_filter(draw, depth + 1) for _ in range(draw.randint(1, 3))]}
-    return dict(_random_field(draw) for _ in range(draw.randint(1, 2)))
+def _conditions(field: str) -> st.SearchStrategy[tuple[str, Any]]:
+    """Return what a filter may say of ``field``."""
+    values = VALUES.get(field, ("x", 1))
+    value = st.sampled_from(values)
+    conditions = (
+        value,
+        st.lists(value, max_size=3),
+        st.fixed_dictionaries({"$exists": st.booleans()}),
+        *(st.fixed_dictionaries({operator: value}) for operator in ("$eq", "$ne")),
+        *(st.fixed_dictionaries({operator: st.lists(value, min_size=1, max_size=4)}) for operator in ("$in", "$nin")),
+    )
+    return st.tuples(st.just(field), st.one_of(conditions))
 
 
-def _random_field(draw: random.Random) -> tuple[str, Any]:
-    field = draw.choice(("acl", "year", "price", "group", "open", "nowhere"))
-    if draw.random() < 0.1:
-        return field, {"$exists": draw.random() < 0.5}
-    values: tuple[Any, ...] = VALUES.get(field, ("x", 1))
-    operator = draw.choice(("plain", "list", "$eq", "$ne", "$in", "$nin", "$gt", "$gte", "$lt", "$lte"))
-    if operator in ("$gt", "$gte", "$lt", "$lte"):
-        field = draw.choice(("year", "price"))
-        return field, {operator: draw.choice((*YEARS, 0.75))}
-    if operator == "plain":
-        return field, draw.choice(values)
-    if operator == "list":
-        return field, draw.sample(values, draw.randint(0, len(values)))
-    operand = draw.sample(values, draw.randint(1, len(values))) if "in" in operator else draw.choice(values)
-    return field, {operator: operand}
+_COMPARISONS = st.tuples(
+    st.sampled_from(("year", "price")),
+    st.dictionaries(
+        st.sampled_from(("$gt", "$gte", "$lt", "$lte")), st.sampled_from((*YEARS, 0.75)), min_size=1, max_size=2
+    ),
+)
+_FIELDS = st.one_of(_COMPARISONS, st.one_of([_conditions(field) for field in (*VALUES, "nowhere")]))
+FILTERS = st.recursive(
+    st.lists(_FIELDS, min_size=1, max_size=2).map(dict),
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"$not": inner}),
+        *(st.fixed_dictionaries({name: st.lists(inner, min_size=1, max_size=3)}) for name in ("$and", "$or")),
+    ),
+    max_leaves=5,
+)
+"""Filters over the fields that documents have, and one that none has; they shrink to the shortest that fails."""

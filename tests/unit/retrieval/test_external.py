@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.server
 import json
 import math
-import random
 import threading
 import traceback
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given, settings
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
@@ -26,7 +26,7 @@ from rag_posfix.retrieval.external_filters import (
 from rag_posfix.retrieval.external_stores import open_external
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.postgres import pgvector_collection, postgres_server
-from tests.support.random_filters import documents_with_metadata, random_filter
+from tests.support.random_filters import FILTERS, documents_with_metadata
 
 DOCUMENTS = documents_with_metadata(24)
 QUOTED = 'it\'s "q"'
@@ -39,6 +39,18 @@ def expected_ids(metadata_filter):
 
 def numbers(documents):
     return sorted(f"{document.metadata['number']:04}" for document in documents)
+
+
+def check_filters(retriever, count):
+    """Filters find exactly the documents that match."""
+
+    @settings(max_examples=count, derandomize=True)
+    @given(FILTERS)
+    def check(metadata_filter):
+        hits = retriever.retrieve("common words", 24, filter=metadata_filter)
+        assert numbers(hits) == expected_ids(metadata_filter)
+
+    check()
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +85,7 @@ class TestQdrant:
         assert texts == []
 
     def test_random_filters_find_exactly_the_documents_that_match(self, qdrant):
-        draw = random.Random("qdrant")
-        for _ in range(2000):
-            metadata_filter = random_filter(draw)
-            hits = qdrant.retrieve("common words", 24, filter=metadata_filter)
-            assert numbers(hits) == expected_ids(metadata_filter), metadata_filter
+        check_filters(qdrant, 150)
 
     def test_filters_are_pushed_down_and_the_rest_is_checked(self, qdrant, monkeypatch):
         searches = []
@@ -135,11 +143,7 @@ def test_ids_cosines_and_filters_of_a_real_store(name, request):
     shared = sum(letters["abcdefghijklmnopqrstuvwxyz".index(letter)] for letter in "cow")
     cosine = shared / math.hypot(*letters) / math.sqrt(3)
     assert [hit.metadata["relevance_score"] for hit in hits] == pytest.approx([cosine] * 24, abs=1e-5)
-    draw = random.Random(name)
-    for _ in range(200):
-        metadata_filter = random_filter(draw)
-        hits = retriever.retrieve("common words", 24, filter=metadata_filter)
-        assert numbers(hits) == expected_ids(metadata_filter), metadata_filter
+    check_filters(retriever, 100)
 
 
 def test_conditions_in_postgresql_hold_for_exactly_the_rows_that_match(postgres):
@@ -150,24 +154,25 @@ def test_conditions_in_postgresql_hold_for_exactly_the_rows_that_match(postgres)
     table = sqlalchemy.Table(
         "passages", sqlalchemy.MetaData(), sqlalchemy.Column("id", sqlalchemy.Text), sqlalchemy.Column("meta", JSONB)
     )
-    draw = random.Random("postgres")
     odd = [{"year": "1999"}, {"year": True}, {"year": {"a": 1}}, {"year": [5, "x"]}, {'it\'s "q"': 1}]
     rows = [document.metadata for document in DOCUMENTS] + odd
     with engine.connect() as connection:
         table.create(connection)
         connection.execute(table.insert(), [{"id": str(n), "meta": row} for n, row in enumerate(rows)])
-        filters = [random_filter(draw) for _ in range(500)]
-        filters += [
-            {'it\'s "q"': {"$gte": 1}},
-            {"year": {"$gte": "1"}},
-            {'it\'s "q"': 1},
-            {"$not": {"year": {"$gt": 0}}},
-        ]
-        for metadata_filter in filters:
+
+        @settings(max_examples=200, derandomize=True)
+        @given(FILTERS)
+        @example({'it\'s "q"': {"$gte": 1}})
+        @example({"year": {"$gte": "1"}})
+        @example({'it\'s "q"': 1})
+        @example({"$not": {"year": {"$gt": 0}}})
+        def check(metadata_filter):
             condition = parse_filter(metadata_filter)
             query = sqlalchemy.select(table.c.id).where(postgres_clause(condition, table.c.meta))
             hits = sorted(int(identity) for (identity,) in connection.execute(query))
-            assert hits == [n for n, row in enumerate(rows) if matches(condition, row)], metadata_filter
+            assert hits == [n for n, row in enumerate(rows) if matches(condition, row)]
+
+        check()
     engine.dispose()
 
 
