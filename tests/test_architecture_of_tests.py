@@ -12,10 +12,9 @@ from tests.support.code_of_tests import silent_tests, unseeded_draws, uses_priva
 ROOT = Path(__file__).resolve().parents[1]
 RULES = [
     ImportRule(
-        why="no test imports another test: what several need is in tests/support",
+        why="no test imports another test: what several folders need is in tests/support",
         files=("tests/*",),
-        among=("tests",),
-        only=("tests.support",),
+        never=("tests.test_*", "tests.*.test_*"),
     ),
     CodeRule(
         why="a test asks public names; private ones may change without a test that fails",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.local_environment import closure, make_environment, wheel_of
+from tests.integration.local_environment import closure, make_environment, wheel_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.page_bodies import LIBRECHAT, OPEN_WEBUI
+from tests.services.page_bodies import LIBRECHAT, OPEN_WEBUI
 from tests.support.serving import ANSWER, BRIDGE, ListRetriever, client_for, make_pipeline
 
 URL = "/v1/chat/completions"

@@ -55,8 +55,8 @@ def draws_unseeded(call: ast.Call) -> bool:
 
 
 def silent_tests(sources: list[Source]) -> list[str]:
-    """Test functions that assert nothing, in their own lines or in a function of their file or of tests/support/."""
-    support = [source for source in sources if source.path.startswith("tests/support/")]
+    """Test functions that assert nothing, in their own lines or in functions of their file or of a helper."""
+    support = [source for source in sources if "/test_" not in source.path]
     shared = checking_functions([one for source in support for one in functions(source)], frozenset())
     found = []
     for source in [one for one in sources if one not in support]:

@@ -29,8 +29,8 @@ def url(generator):
 
 @pytest.fixture
 def page(browser, url):
+    from tests.integration.page.question_page import open_page
     from tests.support.chromium import checked_page
-    from tests.support.question_page import open_page
 
     with checked_page(browser) as page:
         open_page(page, url)

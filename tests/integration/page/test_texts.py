@@ -11,8 +11,16 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
+from tests.integration.page.question_page import (
+    TORVANE,
+    answers,
+    ask,
+    code_in,
+    has_no_horizontal_scroll,
+    open_page,
+    paste,
+)
 from tests.support.chromium import checked_page, wait_for
-from tests.support.question_page import TORVANE, answers, ask, code_in, has_no_horizontal_scroll, open_page, paste
 
 NASTY = 'It\'s <b>bold</b> & "quoted" \\ $HOME `x` é 🙂.\nSecond line'
 

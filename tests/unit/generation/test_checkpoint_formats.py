@@ -18,8 +18,8 @@ from rag_posfix.generation.load import load_engine, read_metadata
 from rag_posfix.generation.model.checkpoint_formats import read_gguf
 from rag_posfix.generation.model.fingerprint import FileDigests
 from rag_posfix.weight_packages import WEIGHTS
-from tests.support.gguf_files import write_gguf
 from tests.support.tiny import save_tiny, toy_layout
+from tests.unit.generation.gguf_files import write_gguf
 
 
 def load(path, tmp_path):

@@ -20,7 +20,7 @@ from rag_posfix.patching.install import install
 from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
-from tests.support.together import generate_together
+from tests.unit.generation.together import generate_together
 
 WINDOW = 48
 CONTEXT = 512

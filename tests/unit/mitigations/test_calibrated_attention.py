@@ -10,9 +10,9 @@ from rag_posfix.mitigations import create
 from rag_posfix.mitigations.calibrated_attention import RedistributedAttention, passage_weights, redistribute
 from rag_posfix.plan.bias_profile import filler, scaled, with_dummy
 from rag_posfix.plan.layout import Layout, Span
-from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.mitigations.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 
 LAYOUT = toy_layout()
 N = len(LAYOUT.token_ids)

@@ -8,9 +8,9 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.shifted_rotary import attend_band
-from tests.support.attend_states import FREQUENCIES, HEAD_DIM, States, distances, random_states
 from tests.support.attending import reference_attention, reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.mitigations.attend_states import FREQUENCIES, HEAD_DIM, States, distances, random_states
 
 LAYOUT = toy_layout((9, 12, 8, 10))
 TOKENS = (5, 9, 11, 20)

@@ -7,9 +7,9 @@ from rag_posfix.attention.masks import pseudo_log_mass
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
-from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.mitigations.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 
 LAYOUT = toy_layout()
 N = len(LAYOUT.token_ids)

@@ -22,7 +22,7 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import ATTENTION_NAME
 from tests.support.attention_hook import attention_of
 from tests.support.tiny import loaded_model, toy_layout
-from tests.support.word_encoder import WordEncoder
+from tests.unit.evaluation.speed.word_encoder import WordEncoder
 
 NONE, EXPERTS = MitigationChoice("none"), MitigationChoice("context_experts")
 

@@ -12,7 +12,7 @@ from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import ranked_copies
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.runs import Runs
+from tests.unit.integrations.langchain.runs import Runs
 
 
 def doc(text, score=None, **more):

@@ -21,8 +21,8 @@ from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES, read_vectors
 from rag_posfix.retrieval.index.storage import read_bm25, read_entries
 from rag_posfix.retrieval.index.vector_index import VectorIndex
-from tests.support.index_files import data_file, forge_file
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.unit.retrieval.index_files import data_file, forge_file
 
 OLD_INDEX = Path(__file__).resolve().parents[3] / "data" / "old_stores" / "index-2"
 
