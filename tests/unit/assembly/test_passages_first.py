@@ -8,9 +8,8 @@ from rag_posfix.assembly import PromptTemplate, tokenize_passage, tokenize_promp
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.remote.generator import PieceEncoder, messages_of
-from tests.support.chat_templates import FAMILIES
 from tests.support.toy_encoder import ToyEncoder
-from tests.support.vocabularies import stock_tokenizer
+from tests.support.vocabularies import CONTROLS, stock_tokenizer
 
 SYSTEM = [{"role": "system", "content": "You help Bo."}]
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -26,7 +25,7 @@ def prefixes(encoder, template):
 
 def test_the_tokens_before_the_passages_are_the_same_in_every_turn_and_for_every_user():
     cannot = set()
-    for name in FAMILIES:
+    for name in CONTROLS:
         encoder = Tokenizer(stock_tokenizer("llama-3", name))
         assert len(prefixes(encoder, PromptTemplate())) == 1, name
         if len(prefixes(encoder, PromptTemplate(system="Be kind."))) > 1:
