@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
+from tests.integration.chromium import checked_page, wait_for
 from tests.integration.page.question_page import (
     MARAVEL,
     TORVANE,
@@ -16,7 +17,6 @@ from tests.integration.page.question_page import (
     settle,
     wait_for_answer,
 )
-from tests.support.chromium import checked_page, wait_for
 from tests.support.serving import make_pipeline, serving
 
 

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
+from tests.integration.chromium import checked_page, wait_for
 from tests.integration.page.question_page import (
     TORVANE,
     answers,
@@ -20,7 +21,6 @@ from tests.integration.page.question_page import (
     open_page,
     paste,
 )
-from tests.support.chromium import checked_page, wait_for
 
 NASTY = 'It\'s <b>bold</b> & "quoted" \\ $HOME `x` é 🙂.\nSecond line'
 
