@@ -56,9 +56,6 @@ def test_a_system_text_is_refused_with_its_role_and_the_remedy():
         ConfigError, match=r"roles system, user: System role not supported; move the content .* user's"
     ):
         tokens_of(Tokenizer(gemma_2()), system="Be kind.")
-
-
-def test_a_system_message_of_a_chat_without_passages_is_refused_too():
     with pytest.raises(ConfigError, match="System role not supported"):
         Assembler(Tokenizer(gemma_2()), 4096).assemble("Who?", history=HISTORY)
 
