@@ -52,9 +52,7 @@ def test_a_template_that_refuses_a_system_message_serves_shipped_prompts_and_con
 
 
 def test_a_system_text_is_refused_with_its_role_and_the_remedy():
-    with pytest.raises(
-        ConfigError, match=r"roles system, user: System role not supported; move the content .* user's"
-    ):
+    with pytest.raises(ConfigError, match=r"roles system, user: System role not supported; move .* user's"):
         tokens_of(Tokenizer(gemma_2()), system="Be kind.")
     with pytest.raises(ConfigError, match="System role not supported"):
         Assembler(Tokenizer(gemma_2()), 4096).assemble("Who?", history=HISTORY)
