@@ -61,11 +61,11 @@ def scopes(source: Source) -> list[Scope]:
 
 
 def forbidden_names(file: Scope) -> list[str]:
-    """Other tests (what several need is in tests/support), and private names, which may change without a failure.
+    """Other tests (what several need is in a helper), and private names, which may change without a failure.
 
     Private attributes are for ruff to find.
     """
-    of_tests = [name for name in file.imports if re.match(r"\.|tests\.(?!support\.)", name)]
+    of_tests = [name for name in file.imports if re.match(r"(\.|tests\.(.*\.)?)test_", name)]
     private = [name for name in file.imports if is_private(name.split(".")[-1])]
     named = [
         argument.value
@@ -113,7 +113,8 @@ def offenders(source: Source, known: frozenset[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def known() -> frozenset[str]:
-    shared = [function for source in read_sources("tests/support") for function in scopes(source)[1:]]
+    helpers = [source for source in read_sources("tests") if "/test_" not in source.path]
+    shared = [function for source in helpers for function in scopes(source)[1:]]
     return checking_names(shared, CHECKS)
 
 

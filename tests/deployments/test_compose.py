@@ -12,8 +12,8 @@ import yaml
 from rag_posfix.cli import storage
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
 from rag_posfix.weight_packages import WEIGHTS
+from tests.deployments.compose_file import compose_parser, with_defaults
 from tests.support.command_line import command_line
-from tests.support.compose_file import compose_parser, with_defaults
 from tests.support.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import yaml
 
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
 from rag_posfix.weight_packages import WEIGHTS
-from tests.support.helm_chart import (
+from tests.deployments.helm_chart import (
     CHART,
     GOLDEN,
     VALUE_SETS,
@@ -43,7 +43,7 @@ def container_of(values):
 
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_what_is_rendered_is_the_golden_file(name):
-    """After a change that is meant: python -m tests.support.helm_chart."""
+    """After a change that is meant: python -m tests.deployments.helm_chart."""
     assert (GOLDEN / f"{name}.yaml").read_text("utf-8") == golden_text(name)
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.ray_serve.application import ApplicationOptions
-from tests.support.helm_chart import manifests, merged, one_of, rendered, values_of
+from tests.deployments.helm_chart import manifests, merged, one_of, rendered, values_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_KINDS = {"HTTPRoute", "PrometheusRule", "RayService"}

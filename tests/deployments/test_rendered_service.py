@@ -13,7 +13,7 @@ import pytest
 from deployments.ci.image_steps import DOCKERFILE, read_steps, stages_of
 from rag_posfix.files import default_cache_dir
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
-from tests.support.helm_chart import merged, one_of, values_of
+from tests.deployments.helm_chart import merged, one_of, values_of
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import RemoteSettings, Settings
 from rag_posfix.weight_packages import WEIGHTS, fetched_folder
 from rag_posfix_api.app import create_app
+from tests.deployments.compose_file import compose_parser, with_defaults
+from tests.deployments.helm_chart import manifests, one_of
 from tests.support.command_line import command_line
-from tests.support.compose_file import compose_parser, with_defaults
-from tests.support.helm_chart import manifests, one_of
 from tests.support.serving import limits
 from tests.support.waiting import wait_until
 

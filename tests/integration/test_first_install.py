@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.local_environment import closure, make_environment, wheel_of
+from tests.integration.local_environment import closure, make_environment, wheel_of
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from rag_posfix.assembly.orders import create_order
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import order_with_values, with_file_parameters
-from tests.support.capital_rows import write_capitals
+from tests.integration.capital_rows import write_capitals
 from tests.support.command_line import command_line
 
 

@@ -10,13 +10,13 @@ from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import CacheError
+from tests.integration.tls_proxy import TlsProxy
 from tests.support.certificates import make_certificate
 from tests.support.clock import Clock
 from tests.support.passages import get_blob, set_blob
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.serving import make_pipeline, post, serving
 from tests.support.threads import in_threads
-from tests.support.tls_proxy import TlsProxy
 
 
 @pytest.fixture

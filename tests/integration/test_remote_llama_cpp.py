@@ -61,7 +61,7 @@ def program() -> list[str]:
     if python is None and importlib.util.find_spec("xllamacpp") is not None:
         python = sys.executable
     if python is not None:
-        return [python, str(ROOT / "tests" / "support" / "llama_cpp_server.py")]
+        return [python, str(ROOT / "tests" / "integration" / "llama_cpp_server.py")]
     binary = shutil.which("llama-server")
     if binary is None:
         pytest.skip(HOW)

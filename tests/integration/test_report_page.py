@@ -16,7 +16,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.measuring.flips import find_questions
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.measuring.report import report_csv, report_latex, report_page, write_report
-from tests.support.chromium import checked_page, chromium, wait_for
+from tests.integration.chromium import checked_page, chromium, wait_for
 from tests.support.measured import pipeline_of, texts
 from tests.support.order_biased import OrderBiasedGenerator
 

@@ -98,7 +98,7 @@ def replicas(redis, tmp_path_factory) -> Iterator[dict[str, Replica]]:
         for name, (folder, dtype) in kinds.items()
     ]
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forked_services"],
+        [sys.executable, "-m", "tests.integration.forked_services"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Question
 from rag_posfix.reranking import LikelihoodReranker, YesNoReranker
 from rag_posfix.settings import CacheSettings, RemoteSettings, Settings
-from tests.support.vllm_server import vllm_python, vllm_server
+from tests.integration.vllm_server import vllm_python, vllm_server
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ from typer.main import get_command
 from rag_posfix import __all__ as public_names
 from rag_posfix.cli.main import app
 from rag_posfix.errors import INSTALL_FROM
-from tests.support.local_environment import closure, make_environment
+from tests.integration.local_environment import closure, make_environment
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.text import NO_PASSAGE_TEXT
-from tests.support.chat_requests import URL, ask, events, refused
+from tests.services.chat_requests import URL, ask, events, refused
 from tests.support.serving import (
     ANSWER,
     BRIDGE,

@@ -17,7 +17,7 @@ from rag_posfix.contracts.request import (
     TokenScore,
 )
 from rag_posfix.generation.fake import FakeGenerator
-from tests.support.chat_requests import URL, ask, events, refused
+from tests.services.chat_requests import URL, ask, events, refused
 from tests.support.serving import (
     ANSWER,
     BRIDGE,

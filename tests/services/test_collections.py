@@ -19,10 +19,10 @@ from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import StorageError
-from tests.support.durable_stores import full_disk
+from tests.services.durable_stores import full_disk
+from tests.services.notes import NOTES, add, notes_client
+from tests.services.opened_collection import opened, texts
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.notes import NOTES, add, notes_client
-from tests.support.opened_collection import opened, texts
 from tests.support.redis_server import RedisServer
 from tests.support.serving import ANSWER, BRIDGE, CHAT, HARBOUR, chat, make_pipeline
 from tests.support.tenants import Tenants

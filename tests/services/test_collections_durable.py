@@ -26,9 +26,9 @@ from rag_posfix.process import environment_with
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import NotFoundError, StorageError
-from tests.support.durable_stores import full_disk
+from tests.services.durable_stores import full_disk
+from tests.services.opened_collection import opened, texts
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.opened_collection import opened, texts
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,7 @@ def test_old_files_that_are_damaged_are_errors_and_stay(tmp_path: Path):
 
 @contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.support.collection_process", *arguments]
+    command = [sys.executable, "-m", "tests.services.collection_process", *arguments]
     path = os.pathsep.join([str(ROOT), str(ROOT / "services")])
     environment = environment_with(PYTHONPATH=path, OMP_NUM_THREADS="1")
     with subprocess.Popen(

@@ -19,8 +19,8 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval import external_stores
 from rag_posfix_api.collections.external import open_passage_store
 from rag_posfix_api.http.errors import StorageError
+from tests.services.notes import NOTES, add
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.notes import NOTES, add
 from tests.support.postgres import pgvector_collection, postgres_server
 from tests.support.random_filters import FILTERS, documents_with_metadata
 from tests.support.serving import ANSWER, BRIDGE, CHAT, HARBOUR, chat

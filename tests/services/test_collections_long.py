@@ -14,9 +14,9 @@ from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import TooLargeError
+from tests.services.notes import NOTES, add, notes_client
+from tests.services.opened_collection import opened
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.notes import NOTES, add, notes_client
-from tests.support.opened_collection import opened
 
 SENTENCES = [f"In room {number} there is a desk and a lamp." for number in range(299)]
 LONG = " ".join([*SENTENCES, "zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz zzzz."])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.notes import add, notes_client
+from tests.services.notes import add, notes_client
 from tests.support.serving import BRIDGE, HARBOUR, ListRetriever, client_for, make_pipeline
 
 TURNS = [

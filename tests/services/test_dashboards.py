@@ -20,7 +20,7 @@ from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http import errors
-from tests.support.promql import Exposed, exposed_by, problems
+from tests.services.promql import Exposed, exposed_by, problems
 from tests.support.serving import BRIDGE, CHAT, WordReranker, chat, limits, make_pipeline
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"

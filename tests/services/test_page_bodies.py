@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.page_bodies import LIBRECHAT, OPEN_WEBUI
 from tests.support.serving import ANSWER, BRIDGE, ListRetriever, client_for, make_pipeline
 
 URL = "/v1/chat/completions"
-
-
+BODIES = Path(__file__).resolve().parents[1] / "data" / "chat_pages"
+OPEN_WEBUI, LIBRECHAT = (
+    json.loads((BODIES / f"{page}.json").read_text("utf-8")) for page in ("open_webui", "librechat")
+)
 IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
 
 TITLE: dict[str, Any] = {

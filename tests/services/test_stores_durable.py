@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import RagPosfixError
-from tests.support.durable_stores import (
+from tests.services.durable_stores import (
     CollectionStore,
     IndexStore,
     Store,
@@ -60,7 +60,7 @@ def test_writers_that_are_killed_lose_nothing_that_they_acknowledged(
     make: Store, n_writers: int, tmp_path: Path
 ) -> None:
     context, choose = multiprocessing.get_context("forkserver"), random.Random(1)
-    context.set_forkserver_preload(["tests.support.durable_stores", "faiss"])
+    context.set_forkserver_preload(["tests.services.durable_stores", "faiss"])
     make(tmp_path)
     acknowledged: dict[str, str] = {}
     for moment in range(KILLS):

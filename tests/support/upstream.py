@@ -13,35 +13,25 @@ USAGE = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {
 
 
 class Reply:
-    """An answer.
+    """An answer: the parts of its body, and what is changed of the following.
 
-    Args:
-        body: Its parts.
+    Attributes:
         status: HTTP status; 0 closes the connection without an answer.
-        content_type: Of the body.
         cut: Promise more bytes than are sent, and close.
-        pause_before: Send nothing until the test is over before this part; None does not pause.
+        pause_before: Send nothing until the test is over before this part, -1 the status; None does not pause.
         resume: Ends that pause, and the rest is sent.
-        headers: Further headers.
     """
 
-    def __init__(
-        self,
-        *body: bytes,
-        status: int = 200,
-        content_type: str = "text/event-stream",
-        cut: bool = False,
-        pause_before: int | None = None,
-        headers: dict[str, str] | None = None,
-        resume: threading.Event | None = None,
-    ) -> None:
-        self.resume = resume
+    status = 200
+    content_type = "text/event-stream"
+    cut = False
+    pause_before: int | None = None
+    resume: threading.Event | None = None
+
+    def __init__(self, *body: bytes, headers: dict[str, str] | None = None, **options: Any) -> None:
         self.body = body
-        self.status = status
-        self.content_type = content_type
-        self.cut = cut
-        self.pause_before = pause_before
         self.headers = headers or {}
+        vars(self).update(options)
 
 
 def event(data: Any) -> bytes:

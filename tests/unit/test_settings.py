@@ -132,30 +132,18 @@ def test_settings_are_frozen_and_refuse_unknown_names(cls):
         cls(modell="a")
 
 
-@pytest.mark.parametrize(
-    ("cls", "name", "value"),
-    [
-        (Settings, "k", 0),
-        (Settings, "max_tokens", 0),
-        (Settings, "reranker", ""),
-        (Settings, "reranker_deadline_seconds", 0),
-        (Settings, "candidates", 0),
-        (Settings, "dtype", "int3"),
-        (CacheSettings, "memory_entries", -1),
-        (CacheSettings, "disk_bytes", -1),
-        (CacheSettings, "redis_timeout_seconds", 0),
-        (CacheSettings, "redis_timeout_seconds", 6),
-        (CacheSettings, "ttl_seconds", 0),
-        (CacheSettings, "max_entry_bytes", 0),
-        (PassageStoreSettings, "memory_bytes", -1),
-        (PassageStoreSettings, "disk_bytes", -1),
-        (PassageStoreSettings, "redis_bytes", 1000),
-        (PassageStoreSettings, "redis_timeout_seconds", 0),
-        (PassageStoreSettings, "redis_timeout_seconds", 31),
-        (PassageStoreSettings, "redis_ttl_seconds", 0),
-    ],
-)
-def test_values_out_of_range_are_refused_by_name(cls, name, value):
+WRONG = {
+    Settings: "k=0 max_tokens=0 reranker= reranker_deadline_seconds=0 candidates=0 dtype=int3",
+    CacheSettings: "memory_entries=-1 disk_bytes=-1 redis_timeout_seconds=0 redis_timeout_seconds=6 ttl_seconds=0 "
+    "max_entry_bytes=0",
+    PassageStoreSettings: "memory_bytes=-1 disk_bytes=-1 redis_bytes=1000 redis_timeout_seconds=0 "
+    "redis_timeout_seconds=31 redis_ttl_seconds=0",
+}
+
+
+@pytest.mark.parametrize(("cls", "wrong"), [(cls, one) for cls, some in WRONG.items() for one in some.split(" ")])
+def test_values_out_of_range_are_refused_by_name(cls, wrong):
+    name, value = wrong.split("=")
     with pytest.raises(ConfigError, match=name):
         cls(**{name: value})
 

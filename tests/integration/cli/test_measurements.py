@@ -12,7 +12,7 @@ from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import with_file_parameters
-from tests.support.capital_rows import write_capitals
+from tests.integration.capital_rows import write_capitals
 from tests.support.tiny import VOCABULARY, save_tiny
 
 pytestmark = pytest.mark.slow

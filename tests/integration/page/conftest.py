@@ -10,7 +10,7 @@ from tests.support.serving import make_pipeline, serving
 
 @pytest.fixture(scope="package")
 def browser():
-    from tests.support.chromium import chromium  # needs playwright, without which the modules skip their tests
+    from tests.integration.chromium import chromium  # needs playwright, without which the modules skip their tests
 
     with chromium() as browser:
         yield browser
@@ -29,8 +29,8 @@ def url(generator):
 
 @pytest.fixture
 def page(browser, url):
-    from tests.support.chromium import checked_page
-    from tests.support.question_page import open_page
+    from tests.integration.chromium import checked_page
+    from tests.integration.page.question_page import open_page
 
     with checked_page(browser) as page:
         open_page(page, url)

@@ -6,8 +6,17 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
-from tests.support.chromium import checked_page, wait_for
-from tests.support.question_page import MARAVEL, TORVANE, answers, ask, letters, open_page, settle, wait_for_answer
+from tests.integration.chromium import checked_page, wait_for
+from tests.integration.page.question_page import (
+    MARAVEL,
+    TORVANE,
+    answers,
+    ask,
+    letters,
+    open_page,
+    settle,
+    wait_for_answer,
+)
 from tests.support.serving import make_pipeline, serving
 
 pytestmark = pytest.mark.slow

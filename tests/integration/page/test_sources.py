@@ -16,10 +16,8 @@ from langchain_core.runnables import RunnableLambda
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
 from rag_posfix.retrieval.base import as_retriever
-from tests.support.chromium import checked_page, wait_for
-from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.order_biased import OrderBiasedGenerator
-from tests.support.question_page import (
+from tests.integration.chromium import checked_page, wait_for
+from tests.integration.page.question_page import (
     TORVANE,
     answers,
     ask,
@@ -28,6 +26,8 @@ from tests.support.question_page import (
     open_page,
     wait_for_answer,
 )
+from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.serving import BRIDGE, HARBOUR, make_pipeline, serving
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,16 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
-from tests.support.chromium import checked_page, wait_for
-from tests.support.question_page import TORVANE, answers, ask, code_in, has_no_horizontal_scroll, open_page, paste
+from tests.integration.chromium import checked_page, wait_for
+from tests.integration.page.question_page import (
+    TORVANE,
+    answers,
+    ask,
+    code_in,
+    has_no_horizontal_scroll,
+    open_page,
+    paste,
+)
 
 pytestmark = pytest.mark.slow
 

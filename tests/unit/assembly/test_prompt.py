@@ -57,3 +57,5 @@ def test_a_malformed_template_is_refused():
         PromptTemplate(heading="Title:")
     with pytest.raises(ConfigError, match="separator is int"):
         PromptTemplate(separator=3)
+    with pytest.raises(ConfigError, match="history_first is str, must be true or false"):
+        PromptTemplate(history_first="yes")

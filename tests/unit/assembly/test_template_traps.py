@@ -9,8 +9,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly import Assembler, PromptTemplate
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from tests.support.chat_templates import FAMILIES, system_in_user, written
-from tests.support.vocabularies import stock_tokenizer
+from tests.support.vocabularies import CONTROLS, chat_template, stock_tokenizer
 
 DOCUMENTS = [Document("Ann built it."), Document("It opened in 1901.")]
 HISTORY = [
@@ -18,15 +17,13 @@ HISTORY = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello"},
 ]
-BEGIN, END = "<bos>", "<end_of_turn>"
+END = "<end_of_turn>"
 
 
 def gemma_2():
     """A tokenizer whose template is that of Gemma 2: a system message is refused."""
     tokenizer = stock_tokenizer("gemma", "gemma")
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    turns = system_in_user(("<start_of_turn>user\n", f"{END}\n<start_of_turn>model\n"), ("", f"{END}\n"))
-    tokenizer.chat_template = written(BEGIN) + refusal + turns
+    tokenizer.chat_template = chat_template("gemma-2")
     return tokenizer
 
 
@@ -55,13 +52,8 @@ def test_a_template_that_refuses_a_system_message_serves_shipped_prompts_and_con
 
 
 def test_a_system_text_is_refused_with_its_role_and_the_remedy():
-    with pytest.raises(
-        ConfigError, match=r"roles system, user: System role not supported; move the content .* user's"
-    ):
+    with pytest.raises(ConfigError, match=r"roles system, user: System role not supported; move .* user's"):
         tokens_of(Tokenizer(gemma_2()), system="Be kind.")
-
-
-def test_a_system_message_of_a_chat_without_passages_is_refused_too():
     with pytest.raises(ConfigError, match="System role not supported"):
         Assembler(Tokenizer(gemma_2()), 4096).assemble("Who?", history=HISTORY)
 
@@ -79,7 +71,7 @@ def test_no_token_begins_a_prompt_whose_template_writes_none():
 )
 def test_the_token_that_a_template_writes_first_is_there_once(vocabulary, family):
     tokenizer = stock_tokenizer(vocabulary, family)
-    first = beginning(tokenizer, FAMILIES[family].controls[0])
+    first = beginning(tokenizer, CONTROLS[family][0])
     ids = tokens_of(Tokenizer(tokenizer))
     assert (ids[0], ids.count(first)) == (first, 1)
 

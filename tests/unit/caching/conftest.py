@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.disk_tier import open_tier
+from tests.unit.caching.disk_tier import open_tier
 
 
 @pytest.fixture

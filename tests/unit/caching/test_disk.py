@@ -18,9 +18,9 @@ from rag_posfix.caching.kv.entry import KVCodec
 from rag_posfix.caching.sqlite_file import SqliteFile
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
-from tests.support.disk_tier import LARGE, MIB, get, open_tier, put, raw, values
 from tests.support.passages import SHAPE, entry, same
 from tests.support.threads import in_threads
+from tests.unit.caching.disk_tier import LARGE, MIB, get, open_tier, put, raw, values
 
 
 def test_nothing_is_written_before_the_first_use(tmp_path):

@@ -15,9 +15,9 @@ from rag_posfix.caching.answers.tiered import seal
 from rag_posfix.caching.guard import CircuitBreaker
 from rag_posfix.caching.kv.entry import KVCodec, serialize
 from tests.support.clock import Clock
-from tests.support.disk_tier import MIB, get, open_tier, put, raw, values
 from tests.support.passages import SHAPE, entry, same
 from tests.support.subprocesses import run_python
+from tests.unit.caching.disk_tier import MIB, get, open_tier, put, raw, values
 
 
 @pytest.mark.parametrize(

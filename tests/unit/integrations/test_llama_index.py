@@ -52,7 +52,7 @@ def test_the_parity_flip_of_long_context_reorder():
     assert ours == {3: "132", 4: "1342", 5: "13542", 6: "135642"}
 
 
-@pytest.mark.parametrize("n", range(1, 20, 2))
+@pytest.mark.parametrize("n", [1, 3, 11])
 def test_for_odd_numbers_the_two_agree(n):
     assert ids(PosfixNodePostprocessor().postprocess_nodes(ranked(n))) == ids(
         LongContextReorder().postprocess_nodes(ranked(n))

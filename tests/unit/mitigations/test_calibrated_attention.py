@@ -10,9 +10,9 @@ from rag_posfix.mitigations import create
 from rag_posfix.mitigations.calibrated_attention import RedistributedAttention, passage_weights, redistribute
 from rag_posfix.plan.bias_profile import filler, scaled, with_dummy
 from rag_posfix.plan.layout import Layout, Span
-from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.mitigations.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 
 LAYOUT = toy_layout()
 N = len(LAYOUT.token_ids)
@@ -187,16 +187,7 @@ def test_one_passage_or_no_strength_leaves_nothing_to_survey():
     assert plan(layout=toy_layout((7, 3))).calibration is not None
 
 
-@pytest.mark.parametrize("parameters", [
-    {"temperature": 0}, {"temperature": 101}, {"strength": 1.5}, {"strength": True}, {"profile": [1.0]},
-    {"profile": [1.0, -2.0]}, {"profile": [1.0, "a"]}, {"profile": 3},
-    {"profile": "slots.json"}, {"profile": [1.0, float("inf")]},
-])  # fmt: skip
-def test_wrong_parameters_are_refused(parameters):
-    with pytest.raises(ConfigError, match=rf"calibrated_attention: {next(iter(parameters))}(\[1\])?="):
-        create("calibrated_attention", parameters)
-
-
-def test_a_profile_of_zeros_is_refused():
-    with pytest.raises(ConfigError, match="not all of them 0"):
-        create("calibrated_attention", {"profile": [0, 0.0]})
+@pytest.mark.parametrize("profile", [[1.0], [1.0, -2.0], [0, 0.0]])
+def test_a_profile_that_is_none_is_refused(profile):
+    with pytest.raises(ConfigError, match="calibrated_attention: profile"):
+        create("calibrated_attention", {"profile": profile})

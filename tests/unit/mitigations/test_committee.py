@@ -10,7 +10,7 @@ import torch
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import ConfigError, PlanConflictError
+from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
@@ -132,12 +132,6 @@ def test_joint_rows_come_last():
         Plan(rows=(RowPlan(all_passages=True), RowPlan()), combine=lambda scores: (scores.log_probs[0], scores.answer))
     with pytest.raises(PlanConflictError, match="all-passages rows must come last"):
         Plan(rows=(RowPlan(all_passages=True),), independent_passages=True)
-
-
-def test_a_prior_of_one_row_alone_is_refused():
-    for prior in (0.0, 1.0):
-        with pytest.raises(ConfigError, match="prior"):
-            create("committee", {"prior": prior})
 
 
 def test_the_experts_passages_come_from_the_store_and_the_joint_rows_prefix_too(loaded):

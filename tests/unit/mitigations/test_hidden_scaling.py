@@ -141,11 +141,6 @@ def test_the_plan_holds_what_was_asked_for(llama):
     assert scale(llama.spec.shape, channel=63, first_layer=2, last_layer=2).layers == range(2, 3)
 
 
-def test_a_path_is_no_parameter():
-    with pytest.raises(ConfigError, match="hidden_scaling has no parameter 'profile'"):
-        create("hidden_scaling", {"profile": "channel.json"})
-
-
 def test_without_a_channel_it_says_how_to_get_one(llama):
     with pytest.raises(ConfigError, match=r"channel=None .* rag-posfix probe positional-dimensions --out DIR finds"):
         create("hidden_scaling").plan(toy_layout(), llama.spec.shape)
@@ -154,8 +149,8 @@ def test_without_a_channel_it_says_how_to_get_one(llama):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"channel": 64}, "channel=64 must be below 64, the hidden size of this model"),
-        ({"channel": 3, "last_layer": 3}, "layers 0 to 3 must be within 0 to 2, the layers of this model"),
+        ({"channel": 64}, "channel=64 must be below 64"),
+        ({"channel": 3, "last_layer": 3}, "layers 0 to 3 must be within 0 to 2"),
         ({"channel": 3, "first_layer": 2}, "layers 2 to 1 must be within 0 to 2"),
         ({"channel": 64, "factor": 1.0}, "channel=64 must be below 64"),
     ],
@@ -165,19 +160,9 @@ def test_what_the_model_does_not_have_is_refused_when_planning(llama, parameters
         create("hidden_scaling", parameters).plan(toy_layout(), llama.spec.shape)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"channel": -1}, "channel=-1 must be a whole number >= 0, or None"),
-        ({"channel": True}, "channel=True must be a whole number"),
-        ({"factor": 11}, "factor=11 must be a number between -10 and 10"),
-        ({"first_layer": 1.5}, "first_layer=1.5 must be a whole number"),
-        ({"first_layer": 2, "last_layer": 1}, "first_layer=2 must not exceed last_layer=1"),
-    ],
-)
-def test_a_parameter_out_of_range_is_refused_with_its_value(parameters, message):
-    with pytest.raises(ConfigError, match=message):
-        create("hidden_scaling", parameters)
+def test_the_first_layer_is_no_later_than_the_last():
+    with pytest.raises(ConfigError, match="first_layer=2 must not exceed last_layer=1"):
+        create("hidden_scaling", {"first_layer": 2, "last_layer": 1})
 
 
 def test_weights_that_are_quantized_are_refused_instead_of_misread():

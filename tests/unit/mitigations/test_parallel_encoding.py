@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rag_posfix.attention.blockwise import attend_with_lse
-from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.parallel_encoding import TwoGroupAttention
 from tests.support.attending import random_states, rotate, run
@@ -78,9 +77,3 @@ def test_passages_share_their_start():
     starts = plan.rows[0].positions[0].tolist()
     assert starts.count(1.0) == 2
     assert starts[-2:] == [4.0, 5.0]
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"scale": 11}, {"temperature": "hot"}, {"scale": True}])
-def test_a_wrong_parameter_is_refused(wrong):
-    with pytest.raises(ConfigError, match=f"parallel_encoding: {next(iter(wrong))}=.* must be a number between"):
-        create("parallel_encoding", wrong)

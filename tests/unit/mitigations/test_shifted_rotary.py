@@ -8,9 +8,9 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.shifted_rotary import attend_band
-from tests.support.attend_states import FREQUENCIES, HEAD_DIM, States, distances, random_states
 from tests.support.attending import reference_attention, reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.mitigations.attend_states import FREQUENCIES, HEAD_DIM, States, distances, random_states
 
 LAYOUT = toy_layout((9, 12, 8, 10))
 TOKENS = (5, 9, 11, 20)
@@ -50,8 +50,9 @@ def test_a_far_key_is_read_at_its_shifted_distance_worked_by_hand():
     assert newest[0].tolist() == pytest.approx([0.279049, 0.279049, 0.441901], abs=1e-5)
 
 
-@pytest.mark.parametrize(("threshold", "window"), [(2, 0), (5, 2), (7, 7), (16, 3), (29, 4), (30, 4), (64, 4)])
-@pytest.mark.parametrize("start", [0, 1, 6, 20, 28, 29])
+@pytest.mark.parametrize(
+    ("threshold", "window", "start"), [(2, 0, 0), (5, 2, 6), (7, 7, 29), (16, 3, 1), (29, 4, 28), (30, 4, 20)]
+)
 def test_the_two_pieces_equal_the_matrix_of_distances(threshold, window, start):
     n = 30
     states = random_states(n)
@@ -64,8 +65,7 @@ def test_the_two_pieces_equal_the_matrix_of_distances(threshold, window, start):
         assert newest is None
 
 
-@pytest.mark.parametrize("width", [2, 3, 8, 40])
-@pytest.mark.parametrize("start", [0, 5, 29])
+@pytest.mark.parametrize(("width", "start"), [(2, 0), (8, 0), (3, 5), (40, 29)])
 def test_a_band_is_attention_with_a_band_mask(width, start):
     n = 30
     states = random_states(n, seed=1)
@@ -144,10 +144,5 @@ def test_the_threshold_is_a_share_of_the_context_window():
     assert create("shifted_rotary", {"threshold": 512}).plan(LAYOUT, SHAPE).rows[0].attend is None
     with pytest.raises(ConfigError, match="window=128 must be at most the threshold, which is 51"):
         create("shifted_rotary", {"share": 0.1}).plan(LAYOUT, SHAPE)
-
-
-@pytest.mark.parametrize("parameters", [{"share": 2}, {"threshold": 1}, {"threshold": 200.0}, {"threshold": True},
-                                        {"window": -1}, {"window": 100, "threshold": 99}])  # fmt: skip
-def test_wrong_parameters_are_refused(parameters):
-    with pytest.raises(ConfigError, match=f"shifted_rotary: {next(iter(parameters))}="):
-        create("shifted_rotary", parameters)
+    with pytest.raises(ConfigError, match="window=100"):
+        create("shifted_rotary", {"window": 100, "threshold": 99})

@@ -157,9 +157,3 @@ def test_the_confidence_is_that_of_the_likeliest_first_token_for_the_whole_answe
 def test_routing_brings_the_order_back():
     assert create("sorted_inter_document").is_order_invariant
     assert not create("sorted_inter_document", {"routing": 0.2}).is_order_invariant
-
-
-@pytest.mark.parametrize("wrong", [{"sort": "random"}, {"routing": 1.5}, {"routing": "high"}, {"routing": True}])
-def test_a_wrong_parameter_is_refused(wrong):
-    with pytest.raises(ConfigError, match=f"sorted_inter_document: {next(iter(wrong))}="):
-        create("sorted_inter_document", wrong)

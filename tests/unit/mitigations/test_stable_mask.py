@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from rag_posfix.attention.masks import pseudo_log_mass
-from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
-from tests.support.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.unit.mitigations.attend_states import FREQUENCIES, N_HEADS, N_KV_HEADS, distances, random_states
 
 LAYOUT = toy_layout()
 N = len(LAYOUT.token_ids)
@@ -108,10 +107,3 @@ def test_a_prompt_and_its_continuation_agree_while_both_are_shorter_than_in_trai
         running.advance(token)
     ordinary = Session(loaded, LAYOUT, create("stable_mask").plan(LAYOUT, loaded.spec.shape)).score(tokens)
     assert max(abs(a - b) for a, b in zip(at_once, ordinary, strict=True)) > 1e-5
-
-
-@pytest.mark.parametrize("parameters", [{"gamma": 0}, {"gamma": -1.0}, {"gamma": "a"}, {"train_length": 0},
-                                        {"train_length": 2.5}])  # fmt: skip
-def test_wrong_parameters_are_refused(parameters):
-    with pytest.raises(ConfigError, match=f"stable_mask: {next(iter(parameters))}="):
-        create("stable_mask", parameters)

@@ -109,11 +109,7 @@ ATTENDING = Plan(rows=(RowPlan(attend=Nothing()),))
             "(passages and positions|positions and passages)",
         ),
         (Plan(independent_passages=True), ATTENDING, "attend .passages that are read alone"),
-        (
-            Plan(rows=(RowPlan(), RowPlan()), combine=lambda scores: None),
-            Plan(rows=(RowPlan(), RowPlan()), combine=lambda scores: None),
-            r"rows \(both read several rows\)",
-        ),
+        (*[Plan(rows=(RowPlan(), RowPlan()), combine=lambda scores: None)] * 2, r"rows \(both read several rows\)"),
     ],
 )
 def test_plans_that_conflict_are_refused_with_both_names_and_the_field(first, second, field):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rag_posfix.attention.masks import WindowedAttention, window_positions, windows_of
-from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.mitigations import create
 from tests.support.attending import random_states, reference, run
@@ -89,9 +88,3 @@ def test_every_order_gives_the_same_with_several_passages_per_window(parameters)
     for order in itertools.permutations(range(4)):
         found = log_probs("parallel_windows", layout.select(order), **parameters)
         assert float((found - base).abs().max()) < 1e-5, order
-
-
-@pytest.mark.parametrize("wrong", [{"windows": 0}, {"windows": 1.5}, {"windows": True}, {"indentation": "middle"}])
-def test_a_wrong_parameter_is_refused(wrong):
-    with pytest.raises(ConfigError, match=f"parallel_windows: {next(iter(wrong))}="):
-        create("parallel_windows", wrong)

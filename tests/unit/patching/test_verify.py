@@ -61,9 +61,7 @@ def test_a_sound_model_passes_every_check(family):
 def test_rotary_frequencies_that_were_not_initialised_are_found_whatever_else_computes_with_them(loaded, name):
     # The second is read by nothing but a longer prompt: no logits show it.
     getattr(loaded.model.model.rotary_emb, name)[-1] = 3.7e-12
-    with pytest.raises(
-        UnsupportedModelError, match=rf"LlamaForCausalLM was loaded with a rotary_emb\.{name} that is not"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"Llama.* was loaded with a rotary_emb\.{name} that is not"):
         verify(loaded.model, loaded.spec)
 
 

@@ -18,7 +18,7 @@ from rag_posfix.probing.attention_mass import AttentionMass
 from rag_posfix.probing.norm_by_position import NormByPosition
 from rag_posfix.probing.rope_waveform import RopeWaveform
 from tests.support.command_line import command_line
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 
 @pytest.mark.parametrize("name", PROBES.names())

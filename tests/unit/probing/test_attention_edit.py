@@ -10,7 +10,7 @@ import torch
 from rag_posfix.probing.attention_edit import FACTORS, AttentionEdit, choice_of, scaled_score
 from rag_posfix.probing.prompts import key_value_prompts
 from rag_posfix.probing.subject import Change, Watch
-from tests.support.probed import tiny_model
+from tests.unit.probing.probed import tiny_model
 
 MODEL = tiny_model(400)
 IDS = torch.arange(40, 60)[None]

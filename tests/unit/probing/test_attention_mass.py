@@ -9,7 +9,7 @@ from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.attention_mass import AttentionMass, slot_masses
 from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(400)
 

@@ -7,7 +7,7 @@ import torch
 
 from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.probing.bias_at_init import BiasAtInit, create_untrained, forward_of, influence, shares
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 IDS = torch.randint(0, 50, (1, 64), generator=torch.Generator().manual_seed(3))
 

@@ -18,7 +18,7 @@ from rag_posfix.probing.causal_perturbation import (
 )
 from rag_posfix.probing.prompts import answer_loss, key_value_prompts, random_strings
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(400)
 SIZES = {"first": 80, "last": 120, "shift": 40, "tokens": 140, "strings": 3, "pairs": 6, "prompts": 6}

@@ -8,7 +8,7 @@ import torch
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.base import StateSums, sums_by_group
 from rag_posfix.probing.hidden_geometry import HiddenGeometry, decompose, low_frequency_share, mean_cosine, rank_of
-from tests.support.probed import FromStates, small_decoder
+from tests.unit.probing.probed import FromStates, small_decoder
 
 LENGTH, WIDTH = 64, 12
 AT = torch.arange(LENGTH).float()

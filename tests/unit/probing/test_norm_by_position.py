@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.probing.norm_by_position import NormByPosition, log_slope, norm_curves, resolution
-from tests.support.probed import small_decoder
+from tests.unit.probing.probed import small_decoder
 
 
 def test_without_encoding_the_variance_of_random_attention_is_that_of_a_mean_of_t_values():

@@ -24,9 +24,9 @@ from rag_posfix.probing.scale_trials import (
     random_channels,
 )
 from rag_posfix.probing.subject import Change, LanguageModel, Watch
-from tests.support.probed import small_decoder, tiny_model
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(200)
 

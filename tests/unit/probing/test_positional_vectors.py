@@ -8,7 +8,7 @@ import torch
 from rag_posfix.probing.base import StateSums, sums_by_group
 from rag_posfix.probing.hidden_geometry import decompose
 from rag_posfix.probing.positional_vectors import PositionalVectors, similarities
-from tests.support.probed import FromStates, small_decoder
+from tests.unit.probing.probed import FromStates, small_decoder
 
 LENGTH, WIDTH = 33, 6
 AT = torch.arange(LENGTH).float()

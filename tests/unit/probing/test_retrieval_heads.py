@@ -107,12 +107,6 @@ def test_heads_together_are_the_sum_over_heads(family):
         assert torch.allclose((by_head[0, 1] + by_head[2, 7])[span.slice], torch.tensor(two), atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [[], [(3, 0)], [(0, 8)], [(-1, 0)]])
-def test_a_head_that_the_model_lacks_is_refused(heads):
-    with pytest.raises(ConfigError, match="layers 0 to 2, heads 0 to 7"):
-        question_attention(loaded_model(), [toy_layout()], heads=heads)
-
-
 def test_the_reranker_scores_by_the_heads_that_are_given():
     engine = tiny_engine(600)
     documents = [Document(page_content=text) for text in ("gold one", "other two", "third text")]

@@ -10,9 +10,9 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.probing.rope_waveform import RopeWaveform, deepest_troughs, own_waveform
 from rag_posfix.probing.subject import LanguageModel
-from tests.support.probed import small_decoder, tiny_model
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 AT = torch.arange(100)
 

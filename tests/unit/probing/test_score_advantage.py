@@ -11,7 +11,7 @@ from rag_posfix.encodings import Decoder, DecoderShape, create_encoding
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.score_advantage import ScoreAdvantage, crossing, score_curves
 from rag_posfix.probing.subject import SmallDecoder
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 
 class Linear:

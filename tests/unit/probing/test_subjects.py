@@ -9,7 +9,7 @@ from rag_posfix.encodings import ENCODINGS
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.subject import Change, Watch, language_model, open_subject
 from rag_posfix.settings import Settings
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 IDS = torch.arange(3, 33)[None]
 CAUSAL = [name for name, cls in ENCODINGS.items() if cls.causal]

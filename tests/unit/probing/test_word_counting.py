@@ -10,7 +10,7 @@ import pytest
 
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.probing.word_counting import SENTENCES, WordCounting, counting_prompts
-from tests.support.probed import small_decoder, tiny_model
+from tests.unit.probing.probed import small_decoder, tiny_model
 
 
 def test_counts_are_those_of_the_sentences():

@@ -17,20 +17,10 @@ from rag_posfix.reranking.language_model import without_copies
             "Ilse Korvanth designed and built the old Maravel lighthouse.",
             "Ilse Korvanth designed and built the old Maravel lighthouse.",
         ),
-        (
-            "Who designed the Maravel lighthouse?",
-            "Ilse designed the Maravel lighthouse.",
-            "Ilse designed the Maravel lighthouse.",
-        ),
         ("Who designed the Maravel lighthouse?", "FAQ: who designed the Maravel lighthouse? Ilse.", "Ilse."),
         ("德国最高的山是哪一座\uff1f", "德国最高的山是楚格峰。", "德国最高的山是楚格峰。"),
         # A short query has no copies: every passage about it repeats it.
-        (
-            "Torvane lighthouse",
-            "The Torvane lighthouse was first lit in 1883.",
-            "The Torvane lighthouse was first lit in 1883.",
-        ),
-        ("Why?", "Why? Because.", "Why? Because."),
+        ("Torvane lighthouse", "The Torvane lighthouse was lit in 1883.", "The Torvane lighthouse was lit in 1883."),
         ("灯台はいつ建てられましたか", "質問。灯台はいつ建てられましたか\uff1f1890年です。", "質問。1890年です。"),
         ("?!", "Left as it is? Yes.", "Left as it is? Yes."),
         ("Who is it?", "", ""),

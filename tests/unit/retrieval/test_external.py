@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import math
-import threading
+import re
 import traceback
 from dataclasses import replace
 
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
+from pytest_httpserver import HTTPServer
 
 from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.errors import ConfigError, VectorStoreError
@@ -176,61 +175,39 @@ def test_conditions_in_postgresql_hold_for_exactly_the_rows_that_match(postgres)
     engine.dispose()
 
 
-class Elasticsearch(http.server.BaseHTTPRequestHandler):
-    """Answers as Elasticsearch 8.19 does, and records what it is asked."""
-
-    searches: list = []  # noqa: RUF012
-    gone = False
-
-    def _answer(self):
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        if self.path.startswith("/notes/_search"):
-            self.searches.append(json.loads(body))
-            hits = [
-                {"_index": "notes", "_id": "a", "_score": 0.9, "_source": {"text": "A", "metadata": {"year": 1999}}},
-                {"_index": "notes", "_id": "b", "_score": 0.4, "_source": {"text": "B", "metadata": {"year": 2001}}},
-            ]
-            payload = {"took": 1, "timed_out": False, "hits": {"total": {"value": 2}, "hits": hits}}
-        else:
-            payload = {"version": {"number": "8.19.0"}, "notes": {}}
-        content = json.dumps(payload).encode()
-        self.send_response(404 if self.gone else 200)
-        self.send_header("content-type", "application/vnd.elasticsearch+json;compatible-with=8")
-        self.send_header("x-elastic-product", "Elasticsearch")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_POST = do_HEAD = _answer
-
-    def log_message(self, *_):
-        """Say nothing."""
+ELASTIC = {
+    "headers": {"x-elastic-product": "Elasticsearch"},
+    "content_type": "application/vnd.elasticsearch+json;compatible-with=8",
+}
 
 
 @pytest.fixture
 def elasticsearch():
-    Elasticsearch.searches, Elasticsearch.gone = [], False
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elasticsearch)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield open_external(f"elasticsearch:url=http://127.0.0.1:{server.server_port},index=notes", LetterEmbeddings(), 5)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    """Answers as Elasticsearch 8.19 does."""
+    hits = [
+        {"_index": "notes", "_id": "a", "_score": 0.9, "_source": {"text": "A", "metadata": {"year": 1999}}},
+        {"_index": "notes", "_id": "b", "_score": 0.4, "_source": {"text": "B", "metadata": {"year": 2001}}},
+    ]
+    found = {"took": 1, "timed_out": False, "hits": {"total": {"value": 2}, "hits": hits}}
+    with HTTPServer(threaded=True) as server:
+        server.expect_request("/notes/_search").respond_with_json(found, **ELASTIC)
+        server.expect_request(re.compile("")).respond_with_json({"version": {"number": "8.19.0"}}, **ELASTIC)
+        yield server
 
 
 def test_elasticsearch_is_searched_as_its_recorded_wire_has_it(elasticsearch):
-    hits = elasticsearch.retrieve("a question", 2, filter={"year": {"$lt": 2000}})
+    store = open_external(f"elasticsearch:url={elasticsearch.url_for('')},index=notes", LetterEmbeddings(), 5)
+    hits = store.retrieve("a question", 2, filter={"year": {"$lt": 2000}})
     assert [(hit.id, hit.metadata["relevance_score"]) for hit in hits] == [("a", 0.8)]  # and the other is left out
-    body = Elasticsearch.searches[0]
-    assert body["knn"]["filter"] == [{"bool": {"filter": [{"range": {"metadata.year": {"lt": 2000}}}]}}]
-    assert body["knn"]["k"] == body["size"] == 2
-    elasticsearch.check()
-    elasticsearch.retrieve("a question", 200)
-    assert Elasticsearch.searches[-1]["knn"]["num_candidates"] >= 200
-    Elasticsearch.gone = True
+    store.check()
+    store.retrieve("a question", 200)
+    first, *_, last = (one.get_json(force=True)["knn"] for one, _ in elasticsearch.log if one.path == "/notes/_search")
+    assert first["filter"] == [{"bool": {"filter": [{"range": {"metadata.year": {"lt": 2000}}}]}}]
+    assert (first["k"], last["num_candidates"] >= 200) == (2, True)
+    elasticsearch.clear()
+    elasticsearch.expect_request(re.compile("")).respond_with_json({}, status=404, **ELASTIC)
     with pytest.raises(VectorStoreError, match="the vector store elasticsearch failed with NotFoundError"):
-        elasticsearch.check()
+        store.check()
 
 
 @pytest.mark.parametrize(
@@ -272,10 +249,7 @@ def test_conditions_for_milvus_look_into_lists_and_leave_negations_out():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (
-            "pinecone:index=a",
-            "unknown retriever 'pinecone'; choose dense, bm25, hybrid, or one of elasticsearch",
-        ),
+        ("pinecone:index=a", "unknown retriever 'pinecone'; choose dense, bm25, hybrid, or"),
         ("qdrant:url=http://x", "retriever qdrant lacks collection; it takes collection and, if needed, api_key"),
         ("qdrant:collection=a", "takes url or path"),
         ("qdrant:collection=a,color=red", "has no option 'color'"),

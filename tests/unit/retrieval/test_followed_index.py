@@ -24,9 +24,9 @@ from rag_posfix.retrieval.followed_index import FollowedIndex
 from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.storage import read_manifest
 from rag_posfix.settings import Settings
-from tests.support.index_files import data_file
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.subprocesses import run_python
+from tests.unit.retrieval.index_files import data_file
 
 OLD, NEW = ("bridge of iron", "harbour of ice"), ("bridge of iron", "zeppelin of gas")
 

@@ -146,10 +146,7 @@ def test_each_retriever_is_asked_for_the_candidates_or_for_k_if_that_is_more():
     [
         ({"retrievers": [Fixed(A)]}, "needs two or more retrievers, got 1"),
         ({"retrievers": [Fixed(A), "bm25"]}, "a str cannot be part of hybrid retrieval"),
-        ({"weights": [1]}, "weights=.* for 2 retrievers"),
-        ({"weights": [1, -1]}, "weights="),
-        ({"weights": [0, 0]}, "weights="),
-        ({"weights": [1, float("nan")]}, "weights="),
+        *(({"weights": weights}, "weights=") for weights in ([1], [1, -1], [0, 0], [1, float("nan")])),
         ({"fusion": "sum"}, "fusion"),
         ({"rank_constant": -1}, "rank_constant"),
         ({"candidates": 0}, "candidates"),

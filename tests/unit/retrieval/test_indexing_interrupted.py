@@ -27,7 +27,7 @@ def corpus(tmp_path):
 @contextmanager
 def an_indexer(corpus, index, steps):
     """Another process that is in its n-th step; killed at the end."""
-    command = [sys.executable, "-m", "tests.support.killed_indexer", str(corpus), str(index)]
+    command = [sys.executable, "-m", "tests.unit.retrieval.killed_indexer", str(corpus), str(index)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             for _ in range(steps):

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
 
 import pytest
 from langchain_core.documents import Document
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from pytest_httpserver import HTTPServer
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.answer import Question
@@ -35,40 +34,12 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-class Collector:
-    """A collector that takes OTLP over HTTP and keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.received: list[tuple[str, bytes]] = []
-        received = self.received
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                assert self.headers["content-type"] == "application/x-protobuf"
-                received.append((self.path, body))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                """Say nothing."""
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.server.shutdown()
-        collector.server.server_close()
-        thread.join(10)
+def collecting() -> Iterator[HTTPServer]:
+    """A collector that takes OTLP over HTTP; its log has what it gets."""
+    with HTTPServer() as server:
+        server.expect_request(re.compile(""), headers={"content-type": "application/x-protobuf"}).respond_with_data()
+        yield server
 
 
 def close(telemetry: Telemetry) -> None:
@@ -163,12 +134,12 @@ def test_a_tracer_without_opentelemetry_is_told_with_the_command_that_installs_i
 
 def test_spans_and_metrics_reach_a_collector(monkeypatch: pytest.MonkeyPatch):
     with collecting() as collector:
-        monkeypatch.setenv(ENDPOINT, collector.url)
+        monkeypatch.setenv(ENDPOINT, collector.url_for(""))
         telemetry = open_telemetry(TelemetrySettings())
         ask(telemetry)
         telemetry.flush(10)
         close(telemetry)
-        bodies = dict(collector.received)
+        bodies = {request.path: request.data for request, _ in collector.log}
     traces = ExportTraceServiceRequest.FromString(bodies["/v1/traces"])
     (resource,) = traces.resource_spans
     named = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
@@ -183,15 +154,15 @@ def test_spans_and_metrics_reach_a_collector(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_name_of_the_service_comes_from_the_standard_variable(monkeypatch: pytest.MonkeyPatch):
     with collecting() as collector:
-        monkeypatch.setenv(ENDPOINT, collector.url)
+        monkeypatch.setenv(ENDPOINT, collector.url_for(""))
         monkeypatch.setenv("OTEL_SERVICE_NAME", "answers")
         monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
         telemetry = open_telemetry(TelemetrySettings())
         ask(telemetry)
         close(telemetry)
-        ((path, body),) = collector.received
-    assert path == "/v1/traces"
-    (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+        ((request, _),) = collector.log
+    assert request.path == "/v1/traces"
+    (resource,) = ExportTraceServiceRequest.FromString(request.data).resource_spans
     named = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
     assert named["service.name"] == "answers"
 

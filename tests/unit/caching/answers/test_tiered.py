@@ -169,20 +169,14 @@ def test_the_envelope_of_these_tests_opens(cache, memory):
     "data",
     [
         b"",
-        b"nonsense",
         b"\xff\xfe",
         b"[]",
         b"{}",
-        b"null",
-        b'"text"',
         envelope(value=[1]),
-        envelope(value=None),
         envelope(key="other"),
         envelope(version=0),
         envelope(tags=[1]),
-        envelope(tags=None),
         envelope(expires_at="soon"),
-        envelope(expires_at=None),
         envelope()[:-1],
     ],
 )
@@ -271,12 +265,9 @@ def test_nothing_is_opened_before_the_first_use(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_invalid_url_is_a_cache_error(tmp_path):
+def test_an_invalid_url_and_a_missing_package_are_told(tmp_path, monkeypatch):
     with pytest.raises(CacheError, match="redis cache: the URL is not valid"):
         build_answer_cache(CacheSettings(redis_url="hush"), tmp_path)
-
-
-def test_without_redis_py_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[redis\]'"):
         build_answer_cache(CacheSettings(redis_url="redis://127.0.0.1"), tmp_path)

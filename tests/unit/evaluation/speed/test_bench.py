@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError, PromptTooLongError, UnknownNameError
 from rag_posfix.evaluation.record import read_record
@@ -22,7 +23,36 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import ATTENTION_NAME
 from tests.support.attention_hook import attention_of
 from tests.support.tiny import loaded_model, toy_layout
-from tests.support.word_encoder import WordEncoder
+
+
+class WordEncoder(TokenEncoder):
+    """One token per word; a line break is one too. A prompt is what the user says."""
+
+    eos_ids = frozenset()
+
+    def __init__(self):
+        self.words = []
+
+    def encode_text(self, text):
+        found = text.replace("\n", " \n ").split(" ")
+        return [self._number(word) for word in found if word]
+
+    def encode_template(self, text):
+        return self.encode_text(text)
+
+    def decode(self, token_ids):
+        return " ".join(self.words[token] for token in token_ids)
+
+    decode_answer = decode
+
+    def render_chat(self, messages, *, open_answer=True):
+        return " user: " + "".join(message["content"] for message in messages) + (" answer: " if open_answer else "")
+
+    def _number(self, word):
+        if word not in self.words:
+            self.words.append(word)
+        return self.words.index(word)
+
 
 NONE, EXPERTS = MitigationChoice("none"), MitigationChoice("context_experts")
 

@@ -18,7 +18,7 @@ from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
-from tests.support.together import generate_together
+from tests.unit.generation.together import generate_together
 
 LENGTHS = [(7, 4, 9, 6), (3,), (), (12, 2, 5), (7, 4, 9, 6, 11, 8)]
 MIX = ["none", "parallel_windows", "context_experts", "none", "none"]

@@ -15,7 +15,7 @@ from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
-from tests.support.together import generate_together
+from tests.unit.generation.together import generate_together
 
 LAYOUT = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
 TOKENS = 5

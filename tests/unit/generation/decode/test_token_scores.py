@@ -20,7 +20,7 @@ from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.layout import Layout
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
-from tests.support.together import generate_together
+from tests.unit.generation.together import generate_together
 
 PROMPT = tuple(range(20, 37))
 

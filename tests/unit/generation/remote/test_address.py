@@ -30,14 +30,12 @@ def test_name_and_base_url_are_read(text: str, name: str, url: str):
     [
         "openai:qwen",
         "openai:qwen@127.0.0.1:8080/v1",
-        "openai:@http://host/v1",
         "openai: @http://host/v1",
         "openai:m@ftp://host/v1",
         "openai:m@http://",
         "openai:m@http://host:port/v1",
         "openai:m@http://host/v1?key=1",
         "openai:m@http://host/v1/chat/completions",
-        "openai:m@http://host/v 1",
         "openai:m@http://" + "h" * 3000,
     ],
 )

@@ -15,7 +15,7 @@ from rag_posfix.errors import ConfigError, NoAnswerError, OverloadedError, Upstr
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from tests.support.upstream import Reply, error, event, piece, upstream, whole
-from tests.unit.generation.remote.test_generator import request_of
+from tests.unit.generation.remote.requests import request_of
 
 
 @contextmanager

@@ -164,16 +164,9 @@ def test_some_empty_samples_count_for_neither():
     assert found == pytest.approx((math.log(1.5 / 0.5), 0.0))
 
 
-def test_what_fails_otherwise_is_an_error():
-    with asking(error(500, "broken")) as (generator, _), pytest.raises(UpstreamError, match="status 500"):
-        generator.log_odds(layout_of("p"), YES, NO)
-
-
-def test_a_key_that_may_not_use_the_model_is_an_error():
-    with (
-        asking(error(403, "no access")) as (generator, _),
-        pytest.raises(UpstreamError, match="status 403: no access"),
-    ):
+@pytest.mark.parametrize(("status", "told"), [(500, "broken"), (403, "no access")])
+def test_what_fails_otherwise_is_an_error(status: int, told: str):
+    with asking(error(status, told)) as (generator, _), pytest.raises(UpstreamError, match=f"status {status}: {told}"):
         generator.log_odds(layout_of("p"), YES, NO)
 
 

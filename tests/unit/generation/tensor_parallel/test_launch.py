@@ -45,40 +45,34 @@ def nothing_starts(monkeypatch):
 
 
 class TestWhatIsRefused:
-    @pytest.mark.parametrize("tp", [4, 5, 7, 64])
-    def test_heads_that_cannot_be_dealt_out_evenly(self, folder, nothing_starts, tp):
-        with pytest.raises(ConfigError, match=rf"tp={tp} cannot split .* 6 key/value heads.*; allowed: 1, 2, 3, 6$"):
-            load_parallel(folder, tp=tp, environment=launch_environment())
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"tp": 4}, r"tp=4 .* 6 key/value heads.*; allowed: 1, 2, 3, 6$"),
+            ({"tp": 64}, r"tp=64 .* 6 key/value heads.*; allowed: 1, 2, 3, 6$"),
+            ({"tp": 1}, "tp=1 must be 2 or more"),
+            ({"tp": 2, "timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
+            ({"tp": 2, "model": "/nowhere"}, "'/nowhere' cannot be loaded"),
+        ],
+    )
+    def test_heads_times_and_models_that_cannot_be_split(self, folder, nothing_starts, options, message):
+        with pytest.raises(ConfigError, match=message):
+            load_parallel(**{"model": folder, "environment": launch_environment(), **options})
 
-    @pytest.mark.parametrize("tp", [1, 0, -2])
-    def test_fewer_than_two_ranks(self, folder, nothing_starts, tp):
-        with pytest.raises(ConfigError, match=f"tp={tp} must be 2 or more"):
-            load_parallel(folder, tp=tp, environment=launch_environment())
-
-    def test_a_device_that_ranks_would_not_compute_on(self, folder, nothing_starts, monkeypatch):
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"tp": 2, "device": "cpu"}, "device='cpu'.*tp=2.* use 'auto' or 'cuda'"), ({"tp": 3}, "tp=3 .*2 can")],
+    )
+    def test_a_device_that_ranks_would_not_compute_on(self, folder, nothing_starts, monkeypatch, options, message):
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-        with pytest.raises(ConfigError, match=r"device='cpu' cannot be used with tp=2: .* use 'auto' or 'cuda'"):
-            load_parallel(folder, tp=2, environment=launch_environment(), device="cpu")
-
-    def test_more_ranks_than_gpus(self, folder, nothing_starts, monkeypatch):
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-        with pytest.raises(ConfigError, match="tp=3 needs as many GPUs and 2 can be seen"):
-            load_parallel(folder, tp=3, environment=launch_environment())
-
-    def test_no_time_to_wait(self, folder, nothing_starts):
-        with pytest.raises(ConfigError, match="timeout_seconds=0 must be above 0"):
-            load_parallel(folder, tp=2, environment=launch_environment(), timeout_seconds=0)
+        with pytest.raises(ConfigError, match=message):
+            load_parallel(folder, environment=launch_environment(), **options)
 
     def test_a_missing_package_by_its_extra(self, folder, nothing_starts, monkeypatch):
         monkeypatch.setattr(parallel, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"accelerate is not installed.*\.\[tp\]"):
             load_parallel(folder, tp=2, environment=launch_environment())
-
-    def test_a_model_that_is_not_there(self, nothing_starts):
-        with pytest.raises(ConfigError, match="model '/nowhere' cannot be loaded"):
-            load_parallel("/nowhere", tp=2, environment=launch_environment())
 
     def test_a_family_that_is_not_supported(self, tmp_path, nothing_starts):
         from transformers import GPT2Config

@@ -22,8 +22,8 @@ from rag_posfix.generation.tensor_parallel.leader import (
     run_worker,
 )
 from tests.support.number_encoder import NumberEncoder
-from tests.support.scheduling import DaemonThreads
 from tests.support.tiny import loaded_model, toy_layout
+from tests.unit.generation.scheduling import DaemonThreads
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)

@@ -97,10 +97,8 @@ def test_prompt_and_model_are_the_key(cache):
 @pytest.mark.parametrize(
     "generations",
     [
-        None,
         "text",
         [None],
-        [1],
         [{}],
         [{"type": "Generation"}],
         [{"type": "Generation", "text": 5, "generation_info": None}],

@@ -12,7 +12,7 @@ from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import ranked_copies
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.runs import Runs
+from tests.unit.integrations.langchain.runs import Runs
 
 
 def doc(text, score=None, **more):
@@ -251,17 +251,17 @@ class TestBadInput:
         assert texts(over(found).invoke("q")) == ["same text", "other"]
         assert len(over(found, distinct=False).invoke("q")) == 4
 
-    def test_a_score_that_is_no_number_is_refused(self):
-        with pytest.raises(ConfigError, match=r"metadata\['relevance_score'\]=nan must be a finite number"):
-            over([doc("one", math.nan, id="one")]).invoke("q")
-
-    def test_content_that_is_no_text_is_refused(self):
-        with pytest.raises(ConfigError, match=r"documents\[0\]: page_content is int, must be a string"):
-            over([Document.model_construct(page_content=5, metadata={}, id="x")]).invoke("q")
-
-    def test_what_is_no_document_is_refused(self):
-        with pytest.raises(ConfigError, match=r"documents\[1\] is str, must be a langchain_core Document"):
-            PosfixRetriever(base_retriever=RunnableLambda(lambda question: [doc("x"), "y"])).invoke("q")
+    @pytest.mark.parametrize(
+        ("found", "message"),
+        [
+            ([doc("one", math.nan, id="one")], "=nan must be a finite number"),
+            ([Document.model_construct(page_content=5, metadata={}, id="x")], r"documents\[0\]: page_content is int"),
+            ([doc("x"), "y"], r"documents\[1\] is str"),
+        ],
+    )
+    def test_what_is_no_document_is_refused(self, found, message):
+        with pytest.raises(ConfigError, match=message):
+            PosfixRetriever(base_retriever=RunnableLambda(lambda question: found)).invoke("q")
 
     def test_ten_thousand_candidates_are_put_in_order(self):
         found = [doc(f"text {i}", (i * 7919 % 10_000) / 10_000) for i in range(10_000)]

@@ -18,9 +18,9 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.integrations.langchain.tools import read_schema, typed_answers
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from tests.support.runs import Runs
 from tests.support.tool_models import tool_engine
 from tests.support.toy_encoder import ToyEncoder
+from tests.unit.integrations.langchain.runs import Runs
 
 ROME = Document(page_content="Rome lies on the Tiber. It is old.", id="rome")
 PARIS = Document(page_content="Paris lies on the Seine. It is big.", id="paris")

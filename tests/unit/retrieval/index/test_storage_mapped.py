@@ -12,8 +12,8 @@ from rag_posfix.retrieval.index import vector_index
 from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
 from rag_posfix.retrieval.index.storage import read_manifest
-from tests.support.index_files import data_file
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.unit.retrieval.index_files import data_file
 
 EMBEDDINGS = DeterministicFakeEmbedding(size=16)
 

@@ -8,9 +8,9 @@ import torch
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
 from tests.support.number_encoder import NumberEncoder
-from tests.support.scheduling import CLOSING_SECONDS, DaemonThreads
 from tests.support.stepped import RecordingEngine
 from tests.support.tiny import loaded_model
+from tests.unit.generation.scheduling import CLOSING_SECONDS, DaemonThreads
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,11 +17,11 @@ from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import CacheSettings, Settings
-from tests.support.scheduling import drawn, start_all, threads
 from tests.support.stepped import answer, ask
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
+from tests.unit.generation.scheduling import drawn, start_all, threads
 
 
 class TestAnswers:

@@ -18,10 +18,10 @@ from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError,
 from rag_posfix.generation.batching.requests import RequestHandle, RunningRequest, decode_step, write_tokens
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.engine import Engine
-from tests.support.scheduling import CLOSING_SECONDS, start_all, threads
 from tests.support.stepped import RecordingEngine, answer, ask
 from tests.support.tiny import toy_layout
 from tests.support.waiting import wait_until
+from tests.unit.generation.scheduling import CLOSING_SECONDS, start_all, threads
 
 ROOT = Path(__file__).parents[5]
 

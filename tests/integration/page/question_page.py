@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.chromium import wait_for
+from tests.integration.chromium import wait_for
 
 TORVANE = "The Torvane lighthouse stands on Gannet Head, at the southern end of Tull Bay"
 """What the generator answers from content: the first sentence of passage B of the example."""

@@ -1,6 +1,6 @@
 """Processes that work on collections: a server that is killed, and a writer among others.
 
-Run as ``python -m tests.support.collection_process serve FOLDER`` or ``... write FOLDER PREFIX COUNT``.
+Run as ``python -m tests.services.collection_process serve FOLDER`` or ``... write FOLDER PREFIX COUNT``.
 """
 
 import sys

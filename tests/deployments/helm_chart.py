@@ -1,6 +1,6 @@
 """Renders the chart of deployments/helm without a cluster: Helm's own SDK, which the package helm-python-sdk bundles.
 
-``python -m tests.support.helm_chart`` writes the golden files anew, after a change of the chart that is meant.
+``python -m tests.deployments.helm_chart`` writes the golden files anew, after a change of the chart that is meant.
 """
 
 from __future__ import annotations

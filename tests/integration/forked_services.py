@@ -1,7 +1,8 @@
 """Starts several services, each a process of its own, and imports torch and transformers once for all of them.
 
-``python -m tests.support.forked_services`` reads JSON from stdin: ``models``, changes to the tiny model by the folder
-it is written to, and ``services``, the environment variables of each. The processes end when this one gets SIGTERM.
+``python -m tests.integration.forked_services`` reads JSON from stdin: ``models``, changes to the tiny model by the
+folder it is written to, and ``services``, the environment variables of each. The processes end when this one gets
+SIGTERM.
 """
 
 from __future__ import annotations

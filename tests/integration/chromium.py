@@ -13,30 +13,20 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_ARGUMENTS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
-
-
-def find_chromium() -> str:
-    """Return the path of a Chromium on this machine, or skip the test with the reason."""
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    if found is None:
-        pytest.skip("no Chromium on the PATH; install it with `apt-get install chromium`")
-    return found
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Run Chromium with a new, empty profile."""
-    path = find_chromium()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
-        try:
-            yield browser
-        finally:
-            browser.close()
+    """Run Chromium with a new, empty profile, or skip the test with the reason.
+
+    pytest-playwright keeps its browser open for the session, and with it an event loop: an asynchronous test after one
+    of a page fails with "Cannot run the event loop while another loop is running".
+    """
+    path = next(filter(None, map(shutil.which, _NAMES)), None)
+    if path is None:
+        pytest.skip("no Chromium on the PATH; install it with `apt-get install chromium`")
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path) as browser:
+        yield browser
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from langchain_core.documents import Document
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix_api.collections.collection import Collection
 from rag_posfix_api.collections.store import Collections
+from tests.services.opened_collection import texts
 from tests.support.letter_embeddings import LetterEmbeddings
-from tests.support.opened_collection import texts
 
 Store = Callable[[Path], "IndexStore | CollectionStore"]
 
