@@ -17,7 +17,6 @@ from rag_posfix import evaluation
 from tests.support.exports import seen_by_type_checkers
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ("torch", "transformers", "langchain_core", "pydantic", "numpy", "faiss", "sentence_transformers", "fastapi")
 
 
 @pytest.mark.parametrize(("name", "module"), seen_by_type_checkers(rag_posfix).items())
@@ -67,17 +66,15 @@ def test_the_version_is_in_one_place_which_builds_read() -> None:
     assert release.version() == rag_posfix.__version__
 
 
-def test_importing_loads_no_heavy_library_and_changes_no_environment() -> None:
+def test_importing_loads_thirty_modules_at_most_without_other_packages_and_changes_no_environment() -> None:
     code = (
-        "import os; before = dict(os.environ); import rag_posfix; "
-        f"print(json.dumps([[m for m in {HEAVY} if m in sys.modules], before == dict(os.environ)]))"
+        "import os; environment, modules = dict(os.environ), set(sys.modules); import rag_posfix; "
+        "print(json.dumps([sorted(set(sys.modules) - modules), environment == dict(os.environ)]))"
     )
-    assert run_python(code) == [[], True]
-
-
-def test_importing_takes_less_than_a_fifth_of_a_second() -> None:
-    code = "import time; t = time.perf_counter(); import rag_posfix; print(json.dumps(time.perf_counter() - t))"
-    assert min(run_python(code) for _ in range(3)) < 0.2
+    loaded, is_unchanged = run_python(code)
+    assert is_unchanged
+    assert {name.partition(".")[0] for name in loaded} <= {"rag_posfix", *sys.stdlib_module_names}
+    assert len(loaded) <= 30
 
 
 def run_python(code: str):

@@ -16,14 +16,10 @@ from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from typing import Any
 
-from langchain_core.documents import Document
-
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
-from rag_posfix.contracts.answer import Question
 from tests.support.redis_server import RedisServer
-from tests.support.serving import make_pipeline
 
 _FLUSH_SECONDS = 60.0
 _BATCH = 100
@@ -69,7 +65,7 @@ def after_eviction(n: int) -> dict[str, Any]:
 
 def after_failover(n: int) -> dict[str, Any]:
     """The master is killed just before the deletion, which is pending until its replica leads."""
-    from benchmarks.faults.scenarios import sentinel  # the processes import this file, and need no service
+    from benchmarks.faults.scenarios import sentinel
 
     with sentinel() as (url, kill):
         thread = threading.Thread(target=kill)
@@ -90,6 +86,11 @@ def cost(n: int) -> dict[str, Any]:
     with the tokenizer of the tests, which costs less than that of a model. Each block of calls with the comparison is
     divided by those without it before and after; the ratio is the median.
     """
+    from langchain_core.documents import Document  # the processes import this file, and need none of these
+
+    from rag_posfix.contracts.answer import Question
+    from tests.support.serving import make_pipeline
+
     documents = [
         Document(f"Paris is the capital of France. Passage {number}.", id=f"{number}") for number in range(10)
     ]

@@ -114,8 +114,10 @@ class RedisTier(Generic[V]):
             wanted = {names[name]: keys[names[name]] for name in names_here if name in names}
             has_index = bool(index) and index[0] in names_here
             elsewhere = keys.keys() - wanted.keys() if has_index else set()
-            for batch in _batches(wanted) if wanted else ({},):
+            for number, batch in enumerate(_batches(wanted) if wanted else ({},)):
                 if deadline_passed.is_set():
+                    if number == 0:  # a Redis that was not asked must not count as one that answered
+                        raise TimeoutError("the deadline passed before Redis was asked")
                     return
                 used = [*batch, *elsewhere] if has_index else []
                 replies.extend(zip(batch, self._fetch(client, list(batch), used), strict=True))

@@ -241,7 +241,7 @@ def test_keda_follows_the_time_in_the_queue_and_the_requests_in_flight():
 def test_the_metrics_that_scale_are_metrics_of_the_service():
     with serving(make_pipeline()) as url:
         assert post(url).status_code == 200
-        text = httpx2.get(f"{url}/metrics").text
+        text = httpx2.get(f"{url}/metrics", timeout=60).text
     assert "rag_posfix_in_flight_requests 0.0" in text
     assert re.search(r'^rag_posfix_queue_duration_seconds_bucket\{.*work="answer".*\} 1.0$', text, re.MULTILINE)
 

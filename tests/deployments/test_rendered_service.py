@@ -66,7 +66,7 @@ def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environme
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         address = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
-        assert httpx2.get(f"http://127.0.0.1:{address}/readyz").status_code == 200
+        assert httpx2.get(f"http://127.0.0.1:{address}/readyz", timeout=60).status_code == 200
         assert "no API key is needed" in log.read_text()
     finally:
         process.terminate()

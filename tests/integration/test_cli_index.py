@@ -82,7 +82,7 @@ def test_a_second_indexer_of_a_folder_is_one_line(run, files, tmp_path):
 
     thread = threading.Thread(target=other)
     thread.start()
-    held.wait(10)
+    held.wait(60)
     code, _, err = run("index", files, "--out", tmp_path / "index")
     done.set()
     thread.join()

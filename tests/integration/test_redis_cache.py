@@ -1,6 +1,5 @@
 """The Redis tier against a real redis-server."""
 
-import time
 from contextlib import closing
 
 import orjson
@@ -17,12 +16,13 @@ from tests.support.passages import get_blob, set_blob
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.serving import make_pipeline, post, serving
 from tests.support.threads import in_threads
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def cache(redis_server: RedisServer):
     # Generous: what these tests look at is not time, and the machine may be busy.
-    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)) as cache:
+    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)) as cache:
         yield cache
 
 
@@ -35,21 +35,21 @@ def test_a_value_comes_back_as_it_went_in(cache, value):
 
 def test_another_process_finds_the_value(cache, redis_server):
     set_blob(cache, "key", b"answer", 60)
-    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)) as other:
+    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)) as other:
         assert get_blob(other, "key") == b"answer"
 
 
 def test_keys_have_the_documented_prefix_and_a_time_to_live(cache, redis_server):
     set_blob(cache, "key", b"answer", 60, ["tag"])
     assert b"rag_posfix:answer:key" in redis_server.command("KEYS", "*")
-    assert 50 < int(redis_server.command("TTL", "rag_posfix:answer:key")[1:]) <= 60
+    assert 0 < int(redis_server.command("TTL", "rag_posfix:answer:key")[1:]) <= 60
     assert int(redis_server.command("TTL", "rag_posfix:tag:tag")[1:]) >= 60
 
 
 def test_an_entry_expires(cache):
     set_blob(cache, "key", b"answer", 0.05)
-    time.sleep(0.1)
-    assert get_blob(cache, "key") is None
+    wait_until(lambda: get_blob(cache, "key") is None)
+    assert cache.stats().errors == 0
 
 
 @pytest.mark.parametrize("damage", ["", "nonsense", "RPX1", "RPX1" + "x" * 40])
@@ -104,7 +104,7 @@ def test_a_tag_outlives_its_longest_entry(cache, redis_server):
 
 def test_a_tag_forgets_expired_entries(redis_server):
     clock = Clock()
-    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2, clock=clock)) as cache:
+    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60, clock=clock)) as cache:
         for number in range(20):
             cache.put_many({f"key{number}": Blob(b"x", ("tag",), clock.now + 100)})
         clock.advance(1000)
@@ -122,7 +122,7 @@ def test_clear_leaves_the_keys_of_others(cache, redis_server):
 
 def test_a_password_opens_and_is_never_shown(caplog):
     with RedisServer(password="hush-hush") as server:
-        with closing(RedisTier(server.url, BlobCodec(), timeout_seconds=2)) as cache:
+        with closing(RedisTier(server.url, BlobCodec(), timeout_seconds=60)) as cache:
             set_blob(cache, "key", b"answer", 60)
             assert get_blob(cache, "key") == b"answer"
             server.kill()
@@ -136,9 +136,8 @@ def test_a_cluster_is_one_more_redis():
     with RedisServer(**{"cluster-enabled": "yes"}) as server:
         server.command("CLUSTER", "ADDSLOTS", *(str(slot) for slot in range(16384)))
         url = f"redis-cluster://127.0.0.1:{server.port}"
-        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
-            time.sleep(0.05)
-        with closing(RedisTier(url, BlobCodec(), timeout_seconds=2)) as cache:
+        wait_until(lambda: b"cluster_state:ok" in server.command("CLUSTER", "INFO"))
+        with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as cache:
             for number in range(5):
                 set_blob(cache, f"key{number}", b"answer", 60, ["a", "b"])
             assert get_blob(cache, "key3") == b"answer"
@@ -163,11 +162,10 @@ def test_a_cluster_behind_tls_is_used_if_its_certificate_is_trusted(tmp_path, tr
         TlsProxy(port, server.port, certificate, key) as proxy,
     ):
         server.command("CLUSTER", "ADDSLOTS", *(str(slot) for slot in range(16384)))
-        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
-            time.sleep(0.05)
+        wait_until(lambda: b"cluster_state:ok" in server.command("CLUSTER", "INFO"))
         trust = certificate if trusted else other
         url = f"rediss-cluster://:hush-hush@localhost:{port}?ssl_ca_certs={trust}&ssl_check_hostname=false"
-        with closing(RedisTier(url, BlobCodec(), timeout_seconds=2)) as cache:
+        with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as cache:
             set_blob(cache, "key", b"answer", 60, ["tag"])
             assert get_blob(cache, "key") == (b"answer" if trusted else None)
         assert (b"answer" in server.command("KEYS", "*")) is trusted
@@ -177,7 +175,7 @@ def test_a_cluster_behind_tls_is_used_if_its_certificate_is_trusted(tmp_path, tr
 def test_sentinel_names_the_master(redis_server):
     with RedisServer(sentinel_of=redis_server.port) as sentinel:
         url = f"redis-sentinel://127.0.0.1:{sentinel.port}/mymaster/0"
-        with closing(RedisTier(url, BlobCodec(), timeout_seconds=2)) as cache:
+        with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as cache:
             set_blob(cache, "key", b"answer", 60, ["tag"])
             assert get_blob(cache, "key") == b"answer"
             assert b"rag_posfix:answer:key" in redis_server.command("KEYS", "*")
@@ -196,7 +194,7 @@ def test_a_hit_in_redis_is_promoted_and_dropped_with_its_document(cache):
 
 def test_the_options_of_a_url_cannot_undo_ours(redis_server):
     url = f"{redis_server.url}?socket_timeout=60&decode_responses=true&retry_on_timeout=true&protocol=3"
-    with closing(RedisTier(url, BlobCodec(), timeout_seconds=2)) as cache:
+    with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as cache:
         set_blob(cache, "key", b"\xff", 60)
         assert get_blob(cache, "key") == b"\xff"
 
@@ -208,7 +206,7 @@ def test_a_timeout_of_nothing_is_refused():
 
 def test_a_forged_entry_that_opens_is_a_miss_and_no_error(redis_server):
     """The seal and the envelope are right, only the answer's numbers are not."""
-    tier = RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)
+    tier = RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)
     with closing(TieredAnswerCache([tier])) as cache, serving(make_pipeline(cache=cache)) as url:
         answer = post(url, temperature=0).json()["choices"][0]["message"]["content"]
         names = redis_server.command("KEYS", "rag_posfix:answer:*").decode().split()

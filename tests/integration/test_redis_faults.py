@@ -1,11 +1,14 @@
-"""Whatever happens to Redis, a request is answered as if it were not there, and almost as fast."""
+"""Whatever happens to Redis, a request is answered as if it were not there, and waits for Redis once.
 
-import statistics
+How long that is, the benchmark measures: ``python -m benchmarks.faults``.
+"""
+
 import threading
-import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
+import redis
 
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.guard import CircuitBreaker
@@ -18,10 +21,6 @@ from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-BOUND_SECONDS = 0.050
-PAIRS = 5
-ATTEMPTS = 12  # the machine may be busy; the bound stays
 
 REPLIES = {
     "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -42,47 +41,53 @@ def open_cache(url, breaker=None):
     return RedisTier(url, BlobCodec(), timeout_seconds=timeout, breaker=breaker)
 
 
-def seconds_of_a_pair(cache, answers=None):
+def open_resting_cache(url):
+    """A cache that is not tried again once it failed: the time of its breaker stands still."""
+    return open_cache(url, CircuitBreaker(clock=Clock()))
+
+
+def assert_a_pair_misses(cache, answers=None):
     answers = answers or TieredAnswerCache([cache])
-    start = time.perf_counter()
     found = answers.get("key")
     answers.put("key", {"text": "answer"}, ["document"])
-    seconds = time.perf_counter() - start
     assert found is None
-    return seconds
 
 
-def assert_pairs_are_fast_misses(url):
-    """Each pair is the first of a new cache, so that none profits from a breaker that is open already."""
-    for _ in range(ATTEMPTS):
-        seconds = []
-        for _ in range(PAIRS):
-            with closing(open_cache(url)) as cache:
-                seconds.append(seconds_of_a_pair(cache))
-        if statistics.median(seconds) < BOUND_SECONDS:
-            return
-        time.sleep(1)  # another test of this machine may be starting its processes
-    pytest.fail(f"get and put took {seconds} s, the median must be under {BOUND_SECONDS} s")
+def assert_redis_is_waited_for_once(url):
+    with closing(open_resting_cache(url)) as cache:
+        assert_a_pair_misses(cache)
+        stats = cache.stats()
+        assert (stats.errors, stats.hits, stats.misses, stats.available) == (1, 0, 0, False)
+        assert_a_pair_misses(cache)
+        assert cache.stats().errors == 1
+
+
+def assert_pairs_miss(url):
+    """Redis answers, perhaps in time: each look-up may be an error of its own."""
+    with closing(open_resting_cache(url)) as cache:
+        for _ in range(2):
+            assert_a_pair_misses(cache)
+        assert cache.stats().hits == 0
 
 
 def test_stopped():
     with RedisServer() as server:
         server.stop()
-        assert_pairs_are_fast_misses(server.url)
+        assert_redis_is_waited_for_once(server.url)
 
 
 def test_a_name_that_does_not_resolve(monkeypatch):
     hanging = threading.Event()
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: hanging.wait(5) and [])
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_args, **_kwargs: hanging.wait(60) and [])
     try:
-        assert_pairs_are_fast_misses("redis://redis.invalid:6379")
+        assert_redis_is_waited_for_once("redis://redis.invalid:6379")
     finally:
         hanging.set()
 
 
 def test_black_holed_while_connecting():
     with faulty.full_backlog() as url:
-        assert_pairs_are_fast_misses(url)
+        assert_redis_is_waited_for_once(url)
 
 
 @pytest.mark.parametrize(
@@ -96,52 +101,53 @@ def test_black_holed_while_connecting():
 )
 def test_a_server_that_does_not_speak_redis(serve):
     with faulty.faulty_server(serve) as url:
-        assert_pairs_are_fast_misses(url)
+        assert_pairs_miss(url)
 
 
 def test_wrong_password():
     with RedisServer(password="right") as server:
-        assert_pairs_are_fast_misses(server.url.replace("right", "wrong"))
-        assert_pairs_are_fast_misses(server.url.replace(":right@", ""))
+        assert_pairs_miss(server.url.replace("right", "wrong"))
+        assert_pairs_miss(server.url.replace(":right@", ""))
 
 
 def test_paused():
     with RedisServer() as server:
         server.pause()
-        assert_pairs_are_fast_misses(server.url)
+        assert_redis_is_waited_for_once(server.url)
 
 
 def test_paused_while_connected():
     with RedisServer() as server, warm(server) as cache:
         server.pause()
-        assert seconds_of_a_pair(cache) < BOUND_SECONDS
-        assert not cache.stats().available
+        errors = cache.stats().errors
+        assert_a_pair_misses(cache)
+        assert (cache.stats().errors, cache.stats().available) == (errors + 1, False)
 
 
 def test_killed_in_the_middle_of_a_request():
-    with RedisServer() as server, warm(server, timeout_seconds=2) as cache:
+    with RedisServer() as server, warm(server, timeout_seconds=60) as cache:
         server.pause()  # so that the request is certainly under way
         killer = threading.Timer(0.01, server.kill)
         killer.start()
-        assert seconds_of_a_pair(cache) < BOUND_SECONDS
+        assert_a_pair_misses(cache)
         killer.join()
+        assert not cache.stats().available
 
 
 def test_full_redis_refuses_writes_and_serves_reads(caplog):
     with RedisServer(maxmemory="1", **{"maxmemory-policy": "noeviction"}) as server:
-        assert_pairs_are_fast_misses(server.url)
-        with warm(server, timeout_seconds=2) as cache:
+        with warm(server, timeout_seconds=60) as cache:
             errors = cache.stats().errors
             caplog.clear()
-            seconds = [seconds_of_a_pair(cache) for _ in range(PAIRS)]
-            assert statistics.median(seconds) < BOUND_SECONDS
+            for _ in range(5):
+                assert_a_pair_misses(cache)
             assert cache.stats().available
-            assert cache.stats().errors == errors + PAIRS
+            assert cache.stats().errors == errors + 5
         assert not caplog.records
 
 
 def test_loses_its_connections_and_goes_on():
-    with RedisServer() as server, warm(server, timeout_seconds=2) as cache:
+    with RedisServer() as server, warm(server, timeout_seconds=60) as cache:
         set_blob(cache, "other", b"answer", 60)
         server.command("CLIENT", "KILL", "TYPE", "normal")
         assert get_blob(cache, "other") == b"answer"
@@ -152,7 +158,7 @@ def test_recovers_by_itself_after_a_restart(caplog):
     with RedisServer() as server, closing(open_cache(server.url, CircuitBreaker(clock=clock))) as cache:
         warm_up(cache, clock)
         server.kill()
-        assert seconds_of_a_pair(cache) < BOUND_SECONDS
+        assert_a_pair_misses(cache)
         server.start()
         set_blob(cache, "key", b"answer", 60)
         assert get_blob(cache, "key") is None, "the breaker must still give it a rest"
@@ -167,7 +173,7 @@ def test_recovers_by_itself_after_a_pause():
         warm_up(cache, clock)
         server.pause()
         for _ in range(3):
-            assert seconds_of_a_pair(cache) < BOUND_SECONDS
+            assert_a_pair_misses(cache)
             clock.advance(31)
         server.resume()
         assert get_blob(warm_up(cache, clock), "warm") == b"up"
@@ -181,20 +187,22 @@ def test_recovers_from_a_server_that_drips():
         faulty.sends_one_byte_at_a_time(connection, over)
 
     with faulty.faulty_server(serve) as url, closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
-        for asked in range(1, 9):  # more often than it has threads: each attempt must reach the server
+
+        def has_asked(times):
             get_blob(cache, "key")
             clock.advance(31)
-            wait_until(lambda asked=asked: len(connections) >= asked)
+            return len(connections) >= times
+
+        for times in range(1, 9):  # more often than it has threads: attempts must reach the server
+            wait_until(lambda times=times: has_asked(times))
 
 
 def test_an_outage_is_paid_once_not_per_request():
-    with faulty.faulty_server(faulty.never_answers) as url, closing(open_cache(url)) as cache:
+    with faulty.faulty_server(faulty.never_answers) as url, closing(open_resting_cache(url)) as cache:
         get_blob(cache, "key")
         answers = TieredAnswerCache([cache])
-        start = time.perf_counter()
         for _ in range(200):
-            seconds_of_a_pair(cache, answers)
-        assert time.perf_counter() - start < 2, "400 waits for Redis would take longer"
+            assert_a_pair_misses(cache, answers)
         assert cache.stats().errors == 1
 
 
@@ -226,26 +234,49 @@ def test_a_closed_cache_only_misses():
         cache.close()
 
 
-def test_a_redis_that_is_late_and_works_is_used():
-    """A deadline of 20 ms on a busy machine: Redis answers after 60, and was given up for half a minute."""
+@pytest.mark.parametrize(("latency", "is_used", "deadline"), [(0.0625, True, 0.1875), (0.1875, False, 0.2)])
+def test_a_redis_that_is_late_is_used_if_it_answers_within_three_quarters_of_the_longest_wait(
+    latency, is_used, deadline, monkeypatch
+):
+    """Its deadline is 20 ms and 200 ms at most. After one latency it is that + 4 x its half (RFC 6298)."""
+    clock, is_missed = Clock(), threading.Event()
+    monkeypatch.setattr("rag_posfix.caching.redis_servers.time", SimpleNamespace(monotonic=clock))
 
     def serve(connection, over):
+        connection.settimeout(60)
         while not over.is_set() and connection.recv(65536):
-            time.sleep(0.06)
+            is_missed.wait(60)
             connection.sendall(b"$-1\r\n")
 
-    with faulty.faulty_server(serve) as url, closing(open_cache(url)) as cache:
-        get_blob(cache, "key")
-        wait_until(lambda: cache.stats().available)  # the late answer says that it works
-        before = cache.stats()
-        for _ in range(10):
-            get_blob(cache, "key")
-        after = cache.stats()
-        assert after.misses - before.misses >= 9
-        assert after.skipped == before.skipped
+    with faulty.faulty_server(serve) as url, closing(open_resting_cache(url)) as cache:
+        assert get_blob(cache, "key") is None
+        assert (cache.stats().errors, cache.stats().available) == (1, False)
+        clock.advance(latency)
+        is_missed.set()
+        wait_until(lambda: cache.wait_seconds == pytest.approx(deadline))
+        wait_until(lambda: cache.stats().available == is_used)
 
 
-def test_a_redis_that_comes_back_is_used_within_seconds_and_rests_are_counted():
+def test_a_redis_that_was_not_asked_in_time_does_not_count_as_one_that_answered(monkeypatch):
+    clock, is_missed, connect = Clock(), threading.Event(), redis.ConnectionPool
+
+    def connect_late(**options):
+        is_missed.wait(60)
+        return connect(**options)
+
+    monkeypatch.setattr(redis, "ConnectionPool", connect_late)
+    monkeypatch.setattr("rag_posfix.caching.redis_servers.time", SimpleNamespace(monotonic=clock))
+    before = threading.enumerate()
+    with closing(open_resting_cache("redis://127.0.0.1:1")) as cache:
+        assert get_blob(cache, "key") is None
+        threads = [thread for thread in threading.enumerate() if thread not in before]
+        clock.advance(0.0625)  # an answer would come in time to be used
+        is_missed.set()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
+    assert (len(threads), cache.stats().available) == (1, False)
+
+
+def test_a_redis_that_comes_back_is_used_and_rests_are_counted():
     with RedisServer() as server, closing(open_cache(server.url)) as cache:
         wait_until(lambda: set_blob(cache, "key", b"answer", 60) or get_blob(cache, "key") == b"answer")
         server.kill()
@@ -255,9 +286,7 @@ def test_a_redis_that_comes_back_is_used_within_seconds_and_rests_are_counted():
         assert cache.stats().skipped >= 15, "a tier at rest is told from a miss"
         assert cache.stats().misses == misses
         server.start()
-        started = time.monotonic()
         wait_until(lambda: set_blob(cache, "key", b"answer", 60) or get_blob(cache, "key") == b"answer")
-        assert time.monotonic() - started < 3
 
 
 @contextmanager
@@ -271,35 +300,23 @@ def slow_cache(seconds):
             yield cache, relay
 
 
-def count_hits(cache, repeats, pause=0.0):
-    hits = 0
-    for _ in range(repeats):
-        hits += get_blob(cache, "key") == b"answer"
-        time.sleep(pause)
-    return hits
+def test_a_slow_healthy_redis_is_used():
+    with slow_cache(0.04) as (cache, _):  # twice the time limit
+        wait_until(lambda: get_blob(cache, "key") == b"answer")
+        answers, other = TieredAnswerCache([cache]), {"text": "answer"}
+        # Its tags take further round trips.
+        wait_until(lambda: answers.put("other", other, ["document"]) or answers.get("other") == other)
 
 
-def test_a_slow_healthy_redis_is_used_from_the_second_second_on():
-    with slow_cache(0.1) as (cache, _):
-        count_hits(cache, 10, 0.1)
-        assert count_hits(cache, 30) >= 27
-        answers = TieredAnswerCache([cache])
-        answers.put("other", {"text": "answer"}, ["document"])  # its tags take further round trips
-        assert answers.get("other") == {"text": "answer"}
-
-
-def test_a_redis_beyond_the_bound_adds_nothing_and_keeps_its_connections():
+def test_a_redis_beyond_the_bound_is_not_used_and_keeps_its_connections():
     with slow_cache(0.17) as (cache, relay):
-        count_hits(cache, 15, 0.1)  # a probe opens four connections
-        connections = relay.connections
-        spent = []
-        for _ in range(100):
-            started = time.perf_counter()
+
+        def has_probed():
             assert get_blob(cache, "key") is None
-            spent.append(time.perf_counter() - started)
-            time.sleep(0.015)  # probes follow after 1 and 2 s
-        assert max(spent) < 0.01
-        assert relay.connections == connections
+            return relay.requests.count(b"probe") >= 6
+
+        wait_until(has_probed)  # three times: each probe asks twice
+        assert relay.connections <= 8, "four stay open for all of them"
         relay.seconds = 0.0
         wait_until(lambda: get_blob(cache, "key") == b"answer")
 
@@ -315,15 +332,13 @@ def warm(server, timeout_seconds=0.02):
 
 def warm_up(cache, clock):
     """Return ``cache`` once it is connected and its breaker closed, however busy the machine is."""
-    for _ in range(100):
+
+    def is_warm():
         clock.advance(31)
         get_blob(cache, "warm")
-        for _ in range(20):  # a probe runs in a thread
-            if cache.stats().available:
-                break
-            time.sleep(0.005)
         set_blob(cache, "warm", b"up", 60)
         get_blob(cache, "warm")
-        if cache.stats().available:
-            return cache
-    raise AssertionError("Redis never answered in time")
+        return cache.stats().available
+
+    wait_until(is_warm)
+    return cache

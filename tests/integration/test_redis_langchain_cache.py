@@ -12,7 +12,7 @@ from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 @pytest.fixture
 def cache(redis_server):
-    with closing(TieredAnswerCache([RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)])) as tiers:
+    with closing(TieredAnswerCache([RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)])) as tiers:
         yield RagPosfixCache(tiers)
 
 

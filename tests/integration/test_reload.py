@@ -129,10 +129,10 @@ def test_the_service_follows_what_the_command_writes(python: WarmPython, indexes
         assert served.cites(BUILT, BRIDGE)
         assert not served.cites(BURNED, ZEPPELIN)
         assert index_files(python, served.folder / "files", served.index)["added"] == 1
-        wait_until(lambda: served.cites(BURNED, ZEPPELIN), 20)
+        wait_until(lambda: served.cites(BURNED, ZEPPELIN))
         assert "2 passages" in served.log()
         wait_until(lambda: not served.deleted_files())
-        refused = httpx2.post(f"{served.url}/v1/admin/reload")
+        refused = httpx2.post(f"{served.url}/v1/admin/reload", timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_scope")
 
 
@@ -167,9 +167,9 @@ def test_a_request_reloads_while_a_stream_ends_on_the_version_that_it_began_with
     slow = streamed(BRIDGE[:20], BRIDGE[20:], pause_before=2, resume=resume)
     replies = [first_passage, slow, first_passage]  # the first is for the question before readiness
     with serve(python, indexes, tmp_path, *replies, RETRIEVER="bm25", **UNATTENDED) as served:
-        key = httpx2.post(f"{served.url}/admin/keys", json={"tenant": "acme"}, headers=KEY).json()["key"]
+        key = httpx2.post(f"{served.url}/admin/keys", json={"tenant": "acme"}, headers=KEY, timeout=60).json()["key"]
         for headers, status in ((None, 401), ({"authorization": f"Bearer {key}"}, 403)):
-            assert httpx2.post(f"{served.url}/v1/admin/reload", headers=headers).status_code == status
+            assert httpx2.post(f"{served.url}/v1/admin/reload", headers=headers, timeout=60).status_code == status
         body = {"model": "default", "messages": [{"role": "user", "content": BUILT}], "stream": True}
         with httpx2.stream("POST", f"{served.url}/v1/chat/completions", json=body, headers=KEY, timeout=60) as stream:
             lines = stream.iter_lines()
@@ -202,7 +202,7 @@ def test_a_damaged_index_leaves_the_old_one_until_one_comes_that_is_whole(
         assert (index["version"], index["reloaded"]) == (before, False)
         assert "is damaged" in index["error"]
         assert f"version {before} of 1 passages is: index" in served.log()
-        ready = httpx2.get(f"{served.url}/readyz")
+        ready = httpx2.get(f"{served.url}/readyz", timeout=60)
         assert ready.status_code == 200
         assert "the index cannot be renewed since" in ready.json()["detail"]
         assert str(served.folder) not in ready.text
@@ -212,7 +212,7 @@ def test_a_damaged_index_leaves_the_old_one_until_one_comes_that_is_whole(
         served.renew()
         assert _reloads_under_load(served) == [False, False, False, True]
         assert served.log().count("2 passages") == 1
-        assert "detail" not in httpx2.get(f"{served.url}/readyz").json()
+        assert "detail" not in httpx2.get(f"{served.url}/readyz", timeout=60).json()
         assert served.cites(BURNED, ZEPPELIN)
 
 

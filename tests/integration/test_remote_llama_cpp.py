@@ -94,7 +94,7 @@ def serving(folder: Path, slots: int, *options: str) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 @pytest.fixture(scope="module")

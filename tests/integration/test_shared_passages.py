@@ -43,7 +43,7 @@ class Replica:
     def redis_lookups(self, result: str) -> float:
         """How many passages were found in Redis, or not, as /metrics has it."""
         name = f'rag_posfix_cache_tier_lookups_total{{cache="passages",result="{result}",tier="redis"}} '
-        text = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", timeout=30).text
+        text = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
         (line,) = [line for line in text.splitlines() if line.startswith(name)]
         return float(line.removeprefix(name))
 
@@ -124,7 +124,7 @@ def test_a_passage_read_by_one_process_is_warm_for_another(dtype, foreign, repli
     cold = first.ask("When was the bridge built?", passages)
     own = cached_tokens(cold)  # of the prompt's prefix, which a service reads before it is ready
     # Written after the answer.
-    wait_until(lambda: int(redis.command("ZCARD", "rag_posfix:passage-index")[1:]) >= len(passages), 30)
+    wait_until(lambda: int(redis.command("ZCARD", "rag_posfix:passage-index")[1:]) >= len(passages))
 
     warm = second.ask("When was the bridge built?", passages)
     assert cached_tokens(warm) - own >= sum(map(len, passages))  # the tiny tokenizer has a token for each letter

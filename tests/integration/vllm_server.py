@@ -70,7 +70,7 @@ def vllm_server(weights: Path, folder: Path) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(60)

@@ -40,7 +40,7 @@ from tests.support.toy_encoder import ToyEncoder
 
 
 def connect(url: str, **options: Any) -> anthropic.Anthropic:
-    return anthropic.Anthropic(**{"base_url": url, "api_key": "right", "max_retries": 0, "timeout": 20, **options})
+    return anthropic.Anthropic(**{"base_url": url, "api_key": "right", "max_retries": 0, "timeout": 60, **options})
 
 
 def document(text: str, **fields: Any) -> DocumentBlockParam:

@@ -112,7 +112,7 @@ def test_an_end_of_the_request_reaches_assembly(over: str):
 
     from rag_posfix.cancellation import set_cancel_check
 
-    ticket = Ticket(10 if over == "gone" else 0, time.monotonic(), cancelled=over == "gone")
+    ticket = Ticket(600 if over == "gone" else 0, time.monotonic(), cancelled=over == "gone")
     context = contextvars.copy_context()
     context.run(set_cancel_check, ticket.check)
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 3

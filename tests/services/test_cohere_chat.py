@@ -33,7 +33,7 @@ DOCUMENTS: list[Any] = [HARBOUR, {"id": "b", "data": {"text": BRIDGE, "title": "
 @pytest.fixture(scope="module")
 def client() -> Iterator[cohere.ClientV2]:
     pipeline = make_pipeline(window=2000, retriever=ListRetriever(HARBOUR))
-    with serving(pipeline, api_key="key") as url, httpx.Client() as http:
+    with serving(pipeline, api_key="key") as url, httpx.Client(timeout=60) as http:
         yield cohere.ClientV2(api_key="key", base_url=url, httpx_client=http, max_retries=0)
 
 
@@ -156,7 +156,7 @@ def test_errors_are_cohere_s(client: cohere.ClientV2):
 
 def test_a_failure_in_the_stream_is_its_last_event():
     pipeline = make_pipeline(FailingGenerator(2, GenerationError("secret")))
-    with serving(pipeline) as url, httpx.Client() as http:
+    with serving(pipeline) as url, httpx.Client(timeout=60) as http:
         failing = cohere.ClientV2(api_key="key", base_url=url, httpx_client=http, max_retries=0)
         *_, last = failing.chat_stream(model="fake", messages=MESSAGES, documents=DOCUMENTS)
     assert last.type == "message-end"

@@ -69,11 +69,11 @@ def test_a_deletion_that_redis_does_not_have_is_pending_until_redis_works(tmp_pa
         assert deleted["deleted"] is True
         assert deleted["pending"] >= 1
         server.start()
-        wait_until(lambda: cache.pending_deletions == 0, seconds=60)
+        wait_until(lambda: cache.pending_deletions == 0)
 
 
 def answer_cache_of(server: RedisServer) -> TieredAnswerCache:
-    return TieredAnswerCache([MemoryTier(), RedisTier(server.url, BlobCodec(), timeout_seconds=2)])
+    return TieredAnswerCache([MemoryTier(), RedisTier(server.url, BlobCodec(), timeout_seconds=60)])
 
 
 def test_adding_is_idempotent_by_id_and_by_content(client: TestClient):

@@ -180,7 +180,7 @@ def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path: Pa
             for batch in range(1000):
                 names = [f"d{batch}-{number}" for number in range(5)]
                 body = {"documents": [{"id": name, "text": f"text of {name}"} for name in names]}
-                if httpx2.post(f"{url}{NOTES}/documents", json=body, timeout=20).status_code == 200:
+                if httpx2.post(f"{url}{NOTES}/documents", json=body, timeout=60).status_code == 200:
                     acknowledged.extend(names)
         except httpx2.TransportError:
             done.set()  # the server is gone
@@ -188,12 +188,12 @@ def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path: Pa
     with process("serve", str(tmp_path)) as server:
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         wait_until(lambda: _answers(url))
-        assert httpx2.post(f"{url}/v1/collections", json={"name": "notes"}, timeout=20).status_code == 201
+        assert httpx2.post(f"{url}/v1/collections", json={"name": "notes"}, timeout=60).status_code == 201
         with ThreadPoolExecutor(1) as pool:
             pool.submit(ingest, url)
             wait_until(lambda: len(acknowledged) >= 40)
             server.send_signal(signal.SIGKILL)
-            assert done.wait(30)
+            assert done.wait(60)
     kept = Collections(tmp_path / "collections", 10, 100_000).get("", "notes", LetterEmbeddings(), lambda gone: None)
     stored = texts(kept)
     assert set(acknowledged) <= set(stored)
@@ -204,7 +204,7 @@ def test_a_server_that_is_killed_loses_nothing_that_it_acknowledged(tmp_path: Pa
 
 def _answers(url: str) -> bool:
     try:
-        return httpx2.get(f"{url}/readyz").status_code == 200
+        return httpx2.get(f"{url}/readyz", timeout=60).status_code == 200
     except httpx2.TransportError:
         return False
 

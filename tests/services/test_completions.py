@@ -28,12 +28,12 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=60) as client:
         yield client
 
 
 def post(url: str, **fields: Any) -> httpx2.Response:
-    return httpx2.post(url + "/v1/completions", json={"model": "fake", "prompt": PROMPT, **fields}, timeout=20)
+    return httpx2.post(url + "/v1/completions", json={"model": "fake", "prompt": PROMPT, **fields}, timeout=60)
 
 
 def test_a_prompt_is_continued_as_it_is(client: openai.OpenAI):
@@ -169,7 +169,7 @@ class NoPromptEncoder:
 def test_a_generator_without_log_probabilities_says_so_in_both_routes():
     with serving(make_pipeline(UnscoredGenerator(ToyEncoder()))) as url:
         body = {"messages": [{"role": "user", "content": "hello"}], "documents": [], "logprobs": True}
-        for refused in (post(url, logprobs=1), httpx2.post(url + "/v1/chat/completions", json=body)):
+        for refused in (post(url, logprobs=1), httpx2.post(url + "/v1/chat/completions", json=body, timeout=60)):
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
             assert "returns no log-probabilities" in refused.json()["error"]["message"]
         assert post(url).status_code == 200
@@ -185,7 +185,9 @@ def test_a_client_that_leaves_ends_its_stream():
     generator = GatedGenerator()
     generator.gate.set()
     with serving(make_pipeline(generator)) as url:
-        with httpx2.stream("POST", url + "/v1/completions", json={"prompt": "ab c d e", "stream": True}) as response:
+        with httpx2.stream(
+            "POST", url + "/v1/completions", json={"prompt": "ab c d e", "stream": True}, timeout=60
+        ) as response:
             lines = response.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["object"] == "text_completion"
-        assert generator.closed.wait(10)
+        assert generator.closed.wait(60)

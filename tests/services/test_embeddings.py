@@ -19,7 +19,7 @@ def client() -> Iterator[openai.OpenAI]:
     pipeline = make_pipeline(embeddings=LetterEmbeddings())
     with (
         serving(pipeline, max_documents=3) as url,
-        openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=20) as client,
+        openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=60) as client,
     ):
         yield client
 

@@ -337,7 +337,7 @@ def test_a_key_runs_so_many_requests_at_once(tmp_path: Path):
         import httpx2
 
         body = chat(documents=[BRIDGE], stream=stream)
-        return httpx2.post(url + CHAT, json=body, headers={"x-api-key": key}, timeout=20)
+        return httpx2.post(url + CHAT, json=body, headers={"x-api-key": key}, timeout=60)
 
     with serving(make_pipeline(generator), data_dir=tmp_path) as url, ThreadPoolExecutor(2) as pool:
         first = pool.submit(ask, url, whole, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,9 +20,11 @@ from tests.support.serving import (
     HARBOUR,
     EndlessGenerator,
     GatedGenerator,
+    gauge,
     in_flight,
     make_pipeline,
     post,
+    running,
     serving,
 )
 from tests.support.waiting import wait_until
@@ -32,7 +33,7 @@ JSON = {"content-type": "application/json"}
 
 
 def sent(content: bytes) -> Callable[[str], httpx2.Response]:
-    return lambda url: httpx2.post(url + CHAT, content=content, headers=JSON, timeout=20)
+    return lambda url: httpx2.post(url + CHAT, content=content, headers=JSON, timeout=60)
 
 
 def asked(**fields: Any) -> Callable[[str], httpx2.Response]:
@@ -44,16 +45,16 @@ def in_chunks(url: str) -> httpx2.Response:
         for _ in range(50):
             yield b" " * 100
 
-    return httpx2.post(url + CHAT, content=chunks(), headers=JSON, timeout=20)
+    return httpx2.post(url + CHAT, content=chunks(), headers=JSON, timeout=60)
 
 
 def with_a_long_header(url: str) -> httpx2.Response:
-    return httpx2.get(url + "/livez", headers={"x-long": "x" * 5000})
+    return httpx2.get(url + "/livez", headers={"x-long": "x" * 5000}, timeout=60)
 
 
 def too_slowly(url: str) -> httpx2.Response:
     """What a client that sends half of a request is told, as the response of a client."""
-    with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=60) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n".encode() + b"{")
         found = b""
         while data := connection.recv(65536):
@@ -137,15 +138,16 @@ LIMITS = {
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
 def test_each_limit_has_an_error_of_its_own(limit: Limit):
     generator = EndlessGenerator() if limit.endless else GatedGenerator()
-    with serving(make_pipeline(generator), **limit.settings) as url, ThreadPoolExecutor(1) as pool:
+    with running(make_pipeline(generator), **limit.settings) as (url, server), ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, url) if limit.behind else None
         if first is None:
             generator.gate.set()
         else:
-            assert generator.entered.wait(10)
+            assert generator.entered.wait(60)
         try:
             refused = limit.ask(url)
         finally:
+            server.config.http.read_seconds = 60.0
             generator.gate.set()
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (limit.status, limit.code)
@@ -165,8 +167,8 @@ def test_what_is_exactly_at_a_limit_is_answered():
     with serving(make_pipeline(), max_documents=3, max_body_bytes=2000) as url:
         for fields in ({"documents": [BRIDGE] * 3}, {"stop": ["a"] * 4}, {"stop": "s" * 256}, {"top_logprobs": 20}):
             assert post(url, logprobs=True, **fields).status_code == 200, fields
-        assert httpx2.post(url + CHAT, content=body.ljust(2000), headers=JSON, timeout=20).status_code == 200
-        in_chunks = httpx2.post(url + CHAT, content=iter([body, b" " * (2000 - len(body))]), headers=JSON, timeout=20)
+        assert httpx2.post(url + CHAT, content=body.ljust(2000), headers=JSON, timeout=60).status_code == 200
+        in_chunks = httpx2.post(url + CHAT, content=iter([body, b" " * (2000 - len(body))]), headers=JSON, timeout=60)
         assert in_chunks.status_code == 200
 
 
@@ -182,12 +184,11 @@ def test_requests_wait_until_their_tokens_fit_and_none_overtakes():
     settings = {"max_concurrent": 8, "max_tokens_in_flight": 1500}
     with serving(make_pipeline(generator), **settings) as url, ThreadPoolExecutor(3) as pool:
         first = pool.submit(post, url, max_tokens=900)
-        assert generator.entered.wait(10)
+        assert generator.entered.wait(60)
         long = pool.submit(post, url, max_tokens=900, documents=[HARBOUR])
         wait_until(lambda: in_flight(url) == 2)
         small = pool.submit(post, url, max_tokens=10)
-        wait_until(lambda: in_flight(url) == 3)
-        time.sleep(0.2)
+        wait_until(lambda: gauge(url, 'rag_posfix_waiting_requests{work="answer"}') == 2)
         assert generator.most_running == 1, "1500 tokens hold one of them; the small one does not overtake"
         generator.gate.set()
         assert [one.result().status_code for one in (first, long, small)] == [200] * 3

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -23,6 +23,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import ROUTERS, create_app
+from tests.support.clock import Clock
 from tests.support.serving import (
     BRIDGE,
     CHAT,
@@ -86,7 +87,7 @@ def test_an_answer_counts_its_first_token_and_the_time_for_each_further_one(stre
     client, reading = client_for(make_pipeline(Clocked()))
     client.post(CHAT, json=chat(documents=[BRIDGE], stream=stream))
     assert reading.change("time_to_first_token_seconds_count") == 1
-    assert 0 < reading.change("time_to_first_token_seconds_sum") < 10
+    assert reading.change("time_to_first_token_seconds_sum") > 0
     # Eight words in 1.4 s; the first comes with the prefill: 1.4 / 7.
     assert reading.change("time_per_output_token_seconds_count") == 1
     assert reading.change("time_per_output_token_seconds_sum") == pytest.approx(0.2)
@@ -108,11 +109,20 @@ def test_a_cached_answer_has_no_first_token_and_waits_for_nobody():
     assert reading.change("cache_requests_total", result="hit") == 2
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time that requests wait for their permits by."""
+    clock = Clock()
+    monkeypatch.setattr("rag_posfix_api.runtime.admission.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
 def test_the_time_in_the_queue_is_counted_with_the_queue_of_the_batch():
     client, reading = client_for(make_pipeline(Clocked(queue=3.0)))
     client.post(CHAT, json=chat(documents=[BRIDGE]))
     assert reading.change("queue_duration_seconds_count", work="answer") == 1
-    assert 3.0 <= reading.change("queue_duration_seconds_sum", work="answer") < 4.0
+    assert reading.change("queue_duration_seconds_sum", work="answer") == 3.0
     assert reading.change("queue_duration_seconds_count", work="score") == 0
 
 
@@ -123,24 +133,26 @@ def test_the_time_in_the_queue_is_counted_with_the_queue_of_the_batch():
         ("/v1/evaluate/order", {"question": "Which bridge?", "documents": [BRIDGE, HARBOUR, "Fog."], "orders": 3}),
     ],
 )
-def test_a_request_of_several_answers_has_one_first_token_and_the_wait_of_each_answer(path: str, body: dict[str, Any]):
+def test_a_request_of_several_answers_has_one_first_token_and_the_wait_of_each_answer(
+    path: str, body: dict[str, Any], clock: Clock
+):
     generator = GatedGenerator()
     with running(make_pipeline(generator), max_concurrent=1) as (url, server):
         reading = Reading(server.config.app)
         first = threading.Thread(target=post, args=(url,))
         first.start()
-        assert generator.entered.wait(10)
-        second = threading.Thread(target=httpx2.post, args=(url + path,), kwargs={"json": body, "timeout": 20})
+        assert generator.entered.wait(60)
+        second = threading.Thread(target=httpx2.post, args=(url + path,), kwargs={"json": body, "timeout": 60})
         second.start()
         wait_until(lambda: reading.change("waiting_requests", work="answer") == 1)
-        time.sleep(1)
+        clock.advance(1)
         generator.gate.set()
-        first.join(10)
-        second.join(10)
+        first.join(60)
+        second.join(60)
     assert reading.change("time_to_first_token_seconds_count") == 2
     assert reading.change("queue_duration_seconds_count", work="answer") == 1 + 3
-    assert 1 <= reading.change("queue_duration_seconds_sum", work="answer") < 2, "one answer waited a second, two not"
-    assert 1 <= reading.change("stage_duration_seconds_sum", stage="queue") < 2
+    assert reading.change("queue_duration_seconds_sum", work="answer") == 1, "one answer waited a second, two not"
+    assert reading.change("stage_duration_seconds_sum", stage="queue") == 1
 
 
 def test_a_reranking_request_waits_in_a_queue_of_its_own():
@@ -156,18 +168,18 @@ def test_a_request_that_waits_is_seen_and_its_wait_is_counted_when_it_is_refused
         reading = Reading(server.config.app)
         first = threading.Thread(target=post, args=(url,))
         first.start()
-        assert generator.entered.wait(10)
+        assert generator.entered.wait(60)
         second = threading.Thread(target=post, args=(url,), kwargs={"documents": [HARBOUR]})
         second.start()
         wait_until(lambda: reading.change("waiting_requests", work="answer") == 1)
         assert reading.change("running_answers") == 1
         assert reading.change("in_flight_requests") == 2
-        second.join(10)
+        second.join(60)
         generator.gate.set()
-        first.join(10)
+        first.join(60)
         assert reading.change("requests_total", dialect="openai", code="overloaded") == 1
         assert reading.change("queue_duration_seconds_count", work="answer") == 2
-        assert 0.3 <= reading.change("queue_duration_seconds_sum", work="answer") < 5
+        assert reading.change("queue_duration_seconds_sum", work="answer") >= 0.3
         assert reading.change("waiting_requests", work="answer") == 0
         # The refused request got no text.
         assert reading.change("time_to_first_token_seconds_count") == 1

@@ -33,13 +33,13 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[ollama.Client]:
-    with ollama.Client(host=url, timeout=20) as client:
+    with ollama.Client(host=url, timeout=60) as client:
         yield client
 
 
 def post(url: str, **fields: Any) -> httpx2.Response:
     body = {"model": "fake", "messages": MESSAGES, **fields}
-    return httpx2.post(url + "/api/chat", json=body, timeout=20)
+    return httpx2.post(url + "/api/chat", json=body, timeout=60)
 
 
 def test_the_client_gets_a_whole_answer(client: ollama.Client):
@@ -121,7 +121,7 @@ def test_litellm_whole_and_streamed_as_recorded(url: str, stream: bool):
         "/api/generate": {"model": "fake", "prompt": QUESTION, "options": {}, "stream": stream, "images": []},
     }
     for path, body in bodies.items():
-        response = httpx2.post(url + path, content=json.dumps(body).encode(), headers=RECORDED, timeout=20)
+        response = httpx2.post(url + path, content=json.dumps(body).encode(), headers=RECORDED, timeout=60)
         assert "content-type" not in response.request.headers
         lines = [json.loads(line) for line in response.text.splitlines()]
         texts = [line["message"]["content"] if path == "/api/chat" else line["response"] for line in lines]
@@ -131,9 +131,9 @@ def test_litellm_whole_and_streamed_as_recorded(url: str, stream: bool):
 def test_a_form_of_curl_is_read_and_that_of_another_site_is_not(url: str):
     body = json.dumps({"model": "fake", "messages": MESSAGES}).encode()
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert httpx2.post(url + "/api/chat", content=body, headers=form).status_code == 200
+    assert httpx2.post(url + "/api/chat", content=body, headers=form, timeout=60).status_code == 200
     for page in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
-        response = httpx2.post(url + "/api/chat", content=body, headers={**form, **page})
+        response = httpx2.post(url + "/api/chat", content=body, headers={**form, **page}, timeout=60)
         assert (response.status_code, set(response.json())) == (422, {"error"})
 
 
@@ -151,14 +151,14 @@ def test_the_client_shows_the_model(client: ollama.Client, url: str):
     assert shown.modelinfo is not None
     assert shown.modelinfo["rag_posfix.context_length"] >= 100
     assert shown.capabilities == ["completion"]
-    by_name = httpx2.post(url + "/api/show", json={"name": "fake"})  # as litellm asks
+    by_name = httpx2.post(url + "/api/show", json={"name": "fake"}, timeout=60)  # as litellm asks
     assert by_name.json()["model_info"] == shown.modelinfo
     with pytest.raises(ollama.ResponseError, match="'gpt-9' is not served here"):
         client.show("gpt-9")
 
 
 def test_the_version_and_errors_of_unknown_paths(url: str):
-    assert set(httpx2.get(url + "/api/version").json()) == {"version"}
-    unknown = httpx2.post(url + "/api/embed", json={"model": "fake", "input": "x"})
+    assert set(httpx2.get(url + "/api/version", timeout=60).json()) == {"version"}
+    unknown = httpx2.post(url + "/api/embed", json={"model": "fake", "input": "x"}, timeout=60)
     assert (unknown.status_code, set(unknown.json())) == (404, {"error"})
     assert "nothing is served at POST '/api/embed'" in unknown.json()["error"]

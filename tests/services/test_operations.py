@@ -62,7 +62,7 @@ def test_while_the_model_loads_the_service_is_live_and_not_ready(monkeypatch: py
     gate = threading.Event()
 
     def build(settings: Settings, **_options: object) -> Pipeline:
-        assert gate.wait(20)
+        assert gate.wait(60)
         return make_pipeline()
 
     monkeypatch.setattr(BUILD_PIPELINE, build)
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_loaded_leaves_a_live_service_with_a_reason(
 
 def test_shutting_down_does_not_wait_for_a_model_that_loads(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
-    monkeypatch.setattr(BUILD_PIPELINE, lambda settings, **_: make_pipeline() if gate.wait(20) else None)
+    monkeypatch.setattr(BUILD_PIPELINE, lambda settings, **_: make_pipeline() if gate.wait(60) else None)
     with TestClient(create_app(Settings(), service=limits())) as client:
         assert client.get("/livez").status_code == 200
     assert not gate.is_set()

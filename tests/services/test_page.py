@@ -133,7 +133,7 @@ def test_the_page_is_opened_once_when_the_service_is_ready(monkeypatch):
         wait_until(lambda: server.server_state.total_requests == 0)
     finally:
         server.should_exit = True
-        thread.join(15)
+        thread.join(60)
         listener.close()
     assert opened == [address]
 

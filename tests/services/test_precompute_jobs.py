@@ -34,7 +34,7 @@ class Stepping:
 
     def __call__(self, progress, cancelled: threading.Event) -> int:
         for batch in range(1, 4):
-            assert self.on.acquire(timeout=20)
+            assert self.on.acquire(timeout=60)
             progress(2 * batch, 6)
         return 60
 
@@ -100,13 +100,13 @@ def test_jobs_start_again_after_they_were_closed(jobs: PrecomputeJobs):
 
     def work(progress, cancelled: threading.Event) -> int:
         running.set()
-        assert cancelled.wait(20)
+        assert cancelled.wait(60)
         progress(2, 6)
         return 20
 
     jobs.start("a", work)
     jobs.start("b", queued)
-    assert running.wait(20)
+    assert running.wait(60)
     jobs.close()
     assert jobs.state("a") == PrecomputeState("cancelled", 2, 6)
     assert jobs.state("b") == PrecomputeState("cancelled")

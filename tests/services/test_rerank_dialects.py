@@ -32,7 +32,7 @@ def post(client: TestClient, path: str, **body: Any) -> httpx2.Response:
 
 def test_coheres_client_ranks_with_both_versions_of_its_api():
     pipeline = make_pipeline(reranker=WordReranker())
-    with serving(pipeline, api_key="key") as url, httpx.Client() as http:
+    with serving(pipeline, api_key="key") as url, httpx.Client(timeout=60) as http:
         second = cohere.ClientV2(api_key="key", base_url=url, httpx_client=http)
         ranked = second.rerank(model="any", query=QUERY, documents=TEXTS, top_n=2)
         assert [one.index for one in ranked.results] == [1, 0]
@@ -52,7 +52,7 @@ def test_coheres_client_ranks_with_both_versions_of_its_api():
 
 def test_coheres_client_sees_errors_as_its_own():
     pipeline = make_pipeline(reranker=WordReranker())
-    with serving(pipeline, api_key="key") as url, httpx.Client() as http:
+    with serving(pipeline, api_key="key") as url, httpx.Client(timeout=60) as http:
         wrong = cohere.ClientV2(api_key="wrong", base_url=url, httpx_client=http)
         with pytest.raises(ApiError) as refused:
             wrong.rerank(model="any", query=QUERY, documents=TEXTS)

@@ -68,14 +68,14 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
         line = json.loads(process.stderr.readline())
         assert line["message"].startswith("listening on http://127.0.0.1:")
         port = int(line["message"].rsplit(":", 1)[1])
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
             assert connection.recv(20).startswith(b"HTTP/1.1 200")
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(b"GET /livez HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
             assert connection.recv(20).startswith(b"HTTP/1.1 403")
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert out == ""

@@ -61,7 +61,7 @@ def test_metrics_count_each_configured_tenant_and_no_other(tmp_path: Path):
     assert not any("umbrella" in labels for labels in tokens)
     seconds = samples(text, "rag_posfix_tenant_model_seconds_total")
     assert list(seconds) == [f'tenant="acme",work="{ANSWER}"']
-    assert 0 < seconds[f'tenant="acme",work="{ANSWER}"'] < 60
+    assert seconds[f'tenant="acme",work="{ANSWER}"'] > 0
 
 
 def test_requests_that_run_together_share_the_time_of_the_model(monkeypatch: pytest.MonkeyPatch):
@@ -87,12 +87,12 @@ def test_an_address_of_its_own_serves_metrics_without_a_key():
     registry, port = CollectorRegistry(), free_port()
     Gauge("rag_posfix_answer", "Of a test.", registry=registry).set(42)
     with serve_metrics(f"127.0.0.1:{port}", registry):
-        assert "rag_posfix_answer 42.0" in httpx2.get(f"http://127.0.0.1:{port}/metrics").text
+        assert "rag_posfix_answer 42.0" in httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
         taken = serve_metrics(f"127.0.0.1:{port}", registry)
         with pytest.raises(ConfigError, match=f"metrics_address='127.0.0.1:{port}' cannot be listened on"), taken:
             pass
     with pytest.raises(httpx2.ConnectError):
-        httpx2.get(f"http://127.0.0.1:{port}/metrics")
+        httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=60)
     with serve_metrics(None, registry):
         pass
 

@@ -48,11 +48,11 @@ def test_the_flags_serve_over_tls(tmp_path: Path):
         trusting = ssl.create_default_context(cafile=str(cert))
         assert httpx2.get(url + "/readyz", verify=trusting, timeout=60).status_code == 200
         with pytest.raises(httpx2.TransportError):  # nobody vouches for this certificate
-            httpx2.get(url + "/readyz", timeout=20)
+            httpx2.get(url + "/readyz", timeout=60)
         with pytest.raises(httpx2.TransportError):
-            httpx2.get(url.replace("https", "http") + "/readyz", timeout=20)
+            httpx2.get(url.replace("https", "http") + "/readyz", timeout=60)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0

@@ -222,7 +222,7 @@ def test_a_stream_that_is_closed_within_the_service_is_no_error():
     recorded = RecordedTelemetry()
     with running(make_pipeline(Slow(ToyEncoder())), telemetry=recorded.telemetry) as (url, _):
         body = chat(documents=[BRIDGE], stream=True)
-        with httpx2.stream("POST", url + CHAT, json=body, timeout=20) as response:
+        with httpx2.stream("POST", url + CHAT, json=body, timeout=60) as response:
             for line in response.iter_lines():
                 if "The" in line:
                     break

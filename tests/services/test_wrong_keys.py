@@ -7,7 +7,7 @@ import base64
 import multiprocessing
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from rag_posfix_api.keys.store import KeyStore, digest, matches_scrypt, split_ke
 from tests.support.clock import Clock
 from tests.support.old_keys import hashes, make_old
 from tests.support.tenants import Tenants, key_of
+from tests.support.waiting import wait_until
 
 WRONG = "A" * 43
 
@@ -38,7 +39,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, gate: threading.Event | None = None
 
     def hashed(secret: str, stored: str) -> bool:
         secrets.append(secret)
-        assert gate is None or gate.wait(20)
+        assert gate is None or gate.wait(60)
         return matches_scrypt(secret, stored)
 
     with monkeypatch.context() as patched:
@@ -127,8 +128,7 @@ async def test_an_old_key_that_is_revoked_while_it_is_checked_is_refused(
     make_old(tmp_path, key)
     with counted(monkeypatch, gate) as secrets:
         asked = asyncio.create_task(KeyChecker(store).caller(key.encode()))
-        while not secrets:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: secrets)
         store.revoke(made.id)
         gate.set()
         assert await asked is None
@@ -213,27 +213,25 @@ async def test_wrong_secrets_from_one_source_do_not_keep_the_same_key_from_anoth
         assert len(secrets) == 2, "the digest is there: no further scrypt"
 
 
+@pytest.fixture(scope="module")
+def attack() -> Iterator[tuple[Host, Executor]]:
+    """A process for services and one that floods them."""
+    with Host() as host, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as flooding:
+        yield host, flooding
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("old", [False, True], ids=["digests", "scrypt hashes"])
-def test_no_valid_key_is_refused_under_wrong_secrets_on_200_connections(old: bool, tmp_path: Path):
-    store = KeyStore(tmp_path)
+def test_no_valid_key_is_refused_under_wrong_secrets_on_200_connections(
+    old: bool, tmp_path: Path, attack: tuple[Host, Executor]
+):
+    """What it costs others, the benchmark measures: ``python -m benchmarks.service_load keys``."""
+    store, (host, flooding) = KeyStore(tmp_path), attack
     attacked, *valid = [store.create(f"tenant{number}")[1] for number in range(16)]
     if old:
         make_old(tmp_path, attacked, *valid)
-    spawned = multiprocessing.get_context("spawn")
-    with Host() as host, ProcessPoolExecutor(1, spawned) as flooding:
-        url = host.serve(limits={"data_dir": str(tmp_path)})
-        for _ in range(3):  # other programs may take the cores while one of the two is measured
-            # A scrypt hash takes 16 MiB and a core: its first use waits for what was presented for the same key.
-            measured = wrong_keys(url, [attacked] if old else [attacked, *valid], valid, 1.0, flooding)
-            assert (measured["connections"], measured["valid"], measured["refused"]) == (200, 15, 0)
-            assert measured["wrong_per_s"] <= 60  # what keeps the event loop free for others
-            if old:
-                break
-            pairs = [(measured[name]["p99_ms"], measured[f"{name}_quiet"]["p99_ms"]) for name in ("livez", "cached")]
-            # Client, service and flood share the cores: a slice of the scheduler is some milliseconds, more than twice
-            # what a quiet request takes on a fast machine.
-            if all(busy <= max(2 * quiet, quiet + 10) for busy, quiet in pairs):
-                break
-        else:
-            pytest.fail(f"p99 in ms under attack and in quiet: {pairs}")
+    url = host.serve(limits={"data_dir": str(tmp_path)})
+    # A scrypt hash takes 16 MiB and a core: its first use waits for what was presented for the same key.
+    measured = wrong_keys(url, [attacked] if old else [attacked, *valid], valid, 0.2, flooding)
+    assert (measured["connections"], measured["valid"], measured["refused"]) == (200, 15, 0)
+    assert measured["wrong_per_s"] <= 60  # each is told a fiftieth of a second after the one before

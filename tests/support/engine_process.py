@@ -48,7 +48,7 @@ class EngineProcess:
     def seen(self) -> list[int]:
         """Return the first station of each prompt that this process was sent, in order."""
         request = urllib.request.Request(self.url + "/seen", b"{}", {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return list(json.load(response)["seen"])
 
 

@@ -57,14 +57,14 @@ def answers_to_each_request(reply: bytes) -> Callable[[socket.socket, threading.
 
 
 def dies_in_the_middle_of_the_reply(connection: socket.socket, over: threading.Event) -> None:
-    connection.settimeout(5)
+    connection.settimeout(60)
     connection.recv(65536)
     connection.sendall(b"$1000\r\nhalf")
 
 
 def sends_one_byte_at_a_time(connection: socket.socket, over: threading.Event) -> None:
     """Every byte comes within the socket timeout, the reply never ends."""
-    connection.settimeout(5)
+    connection.settimeout(60)
     connection.recv(65536)
     connection.sendall(b"$100000\r\n")
     while not over.wait(0.005):
@@ -84,7 +84,7 @@ class Relay:
 
     def __call__(self, connection: socket.socket, over: threading.Event) -> None:
         self.connections += 1
-        connection.settimeout(5)
+        connection.settimeout(60)
         with socket.create_connection(("127.0.0.1", self._port)) as server:
             while not over.is_set():
                 for source in select.select([connection, server], [], [], 0.05)[0]:

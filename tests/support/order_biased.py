@@ -40,7 +40,7 @@ class OrderBiasedGenerator(FakeGenerator):
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         for number, chunk in enumerate(super().stream(request)):
-            if number >= 2 and not self.gate.wait(20):
+            if number >= 2 and not self.gate.wait(60):
                 raise TimeoutError("the test never opened the gate")
             yield chunk
 

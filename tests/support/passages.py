@@ -37,7 +37,7 @@ def same(one: PassageKV | None, two: PassageKV | None) -> bool:
 def open_tier(server: Any, **options: Any) -> closing[RedisTier[PassageKV]]:
     # Generous: what these tests look at is not time, and the machine may be busy.
     codec = KVCodec(options.pop("compress", False))
-    return closing(RedisTier(server.url, codec, **{"timeout_seconds": 5, **options}))
+    return closing(RedisTier(server.url, codec, **{"timeout_seconds": 60, **options}))
 
 
 def get(tier: RedisTier[PassageKV], key: str, shape: Any = SHAPE) -> PassageKV | None:

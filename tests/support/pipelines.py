@@ -1,7 +1,5 @@
 """Pipelines over a scripted generator, a retriever of three documents and a reranker by length."""
 
-import time
-
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
@@ -36,15 +34,13 @@ QUESTION = "Which river does Rome have, the Tiber?"
 class Counting(FakeGenerator):
     """Counts the answers that it computes."""
 
-    def __init__(self, *arguments, seconds=0.0, **options):
+    def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.seconds = seconds
         self.computed = 0
         self.closed_after = None
 
     def generate(self, request):
         self.computed += 1
-        time.sleep(self.seconds)
         return super().generate(request)
 
     def stream(self, request):
@@ -91,8 +87,8 @@ class ByLength:
         return sorted(scored, key=lambda d: -d.metadata["relevance_score"])
 
 
-def pipeline(*, window=8192, order_invariant=True, seconds=0.0, **options):
-    generator = Counting(ToyEncoder(), window, order_invariant=order_invariant, seconds=seconds)
+def pipeline(*, window=8192, order_invariant=True, **options):
+    generator = Counting(ToyEncoder(), window, order_invariant=order_invariant)
     return Pipeline(generator, Assembler(generator.encoder, window), **options)
 
 

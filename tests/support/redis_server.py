@@ -112,7 +112,7 @@ class RedisServer:
             mode = [str(config), "--sentinel"]
         arguments = [part for name, value in options.items() for part in (f"--{name}", *(value.split() or [""]))]
         self._process = subprocess.Popen([self._binary, *mode, *arguments], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"{self._binary} ended with {self._process.returncode} while starting")
@@ -120,7 +120,7 @@ class RedisServer:
                 return
             time.sleep(0.02)
         self.kill()
-        raise RuntimeError(f"{self._binary} did not answer within 10 s")
+        raise RuntimeError(f"{self._binary} did not answer within 60 s")
 
     def stop(self) -> None:
         self._end(signal.SIGTERM)
@@ -139,7 +139,7 @@ class RedisServer:
     def command(self, *words: str) -> bytes:
         """Send one command over a connection of its own and return the raw reply (up to 64 KiB)."""
         with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=5) as plain,
+            socket.create_connection(("127.0.0.1", self.port), timeout=60) as plain,
             self._encrypted(plain) as connection,
         ):
             if self.password:
@@ -166,7 +166,7 @@ class RedisServer:
         process, self._process = self._process, None
         if process is not None:
             process.send_signal(how)
-            process.wait(10)
+            process.wait(60)
 
 
 def skip_without_tls() -> None:
@@ -175,7 +175,7 @@ def skip_without_tls() -> None:
         [find_redis_server(), "--port", "0", "--tls-port", "0"],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
     if "not listen anywhere" not in asked.stdout:
@@ -191,9 +191,9 @@ def form_cluster(masters: Sequence[RedisServer], others: Sequence[RedisServer] =
     for node in nodes[1:]:
         nodes[0].command("CLUSTER", "MEET", "127.0.0.1", str(node.port))
     known = f"cluster_known_nodes:{len(nodes)}".encode()
-    wait_until(lambda: all(known in node.command("CLUSTER", "INFO") for node in nodes), 30)
+    wait_until(lambda: all(known in node.command("CLUSTER", "INFO") for node in nodes))
     if not others:
-        wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes), 30)
+        wait_until(lambda: all(b"cluster_state:ok" in node.command("CLUSTER", "INFO") for node in nodes))
 
 
 def node_id(node: RedisServer) -> str:

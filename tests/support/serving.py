@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx2
 import uvicorn
@@ -22,9 +26,14 @@ from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.app import create_app
 from rag_posfix_api.listener import bind
+from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.server import make_server
+from tests.support.clock import Clock
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    import pytest
 
 CHAT = "/v1/chat/completions"
 BRIDGE = "The bridge of Arvo was built in 1911. It is made of steel."
@@ -50,7 +59,47 @@ def chat(question: str = QUESTION, **fields: Any) -> dict[str, Any]:
 
 def post(url: str, **fields: Any) -> httpx2.Response:
     """Ask the service at ``url`` with one document."""
-    return httpx2.post(url + CHAT, json=chat(**{"documents": [BRIDGE], **fields}), timeout=20)
+    return httpx2.post(url + CHAT, json=chat(**{"documents": [BRIDGE], **fields}), timeout=60)
+
+
+@contextmanager
+def leaving(url: str, path: str = CHAT, **fields: Any) -> Iterator[None]:
+    """Send a request whose client leaves at the end of the block, without its answer."""
+    with connected(url) as connection:
+        connection.sendall(request_of(path, fields or chat(documents=[BRIDGE])))
+        yield
+
+
+def connected(url: str) -> socket.socket:
+    """Return a connection to the service at ``url``."""
+    return socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=60)
+
+
+def request_of(path: str, fields: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a request."""
+    body = json.dumps(fields).encode()
+    lines = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close")
+    return "\r\n".join((f"POST {path} HTTP/1.1", *lines, "", "")).encode() + body
+
+
+def clock_of_requests(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return a clock for the time limits and the waits of requests."""
+    clock = Clock()
+    for module in ("admission", "admitted"):
+        monkeypatch.setattr(f"rag_posfix_api.runtime.{module}.time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def noticed_leaving(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return what is set when the service has noticed that a client left."""
+    noticed, cancel = threading.Event(), Admission.cancel
+
+    def cancel_and_tell(admission: Admission, ticket: Ticket) -> None:
+        cancel(admission, ticket)
+        noticed.set()
+
+    monkeypatch.setattr(Admission, "cancel", cancel_and_tell)
+    return noticed
 
 
 def in_flight(url: str) -> float:
@@ -60,7 +109,7 @@ def in_flight(url: str) -> float:
 
 def gauge(url: str, name: str) -> float:
     """What the service at ``url`` says of a metric without labels."""
-    text = httpx2.get(url + "/metrics").text
+    text = httpx2.get(url + "/metrics", timeout=60).text
     (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
     return float(line.split()[-1])
 
@@ -157,7 +206,7 @@ class GatedGenerator(FakeGenerator):
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            if not self.gate.wait(20):
+            if not self.gate.wait(60):
                 raise TimeoutError("the test never opened the gate")
             for chunk in super().stream(request):
                 self.steps += 1
@@ -170,15 +219,42 @@ class GatedGenerator(FakeGenerator):
 class EndlessGenerator(GatedGenerator):
     """Streams until it is closed."""
 
+    def step(self) -> None:
+        time.sleep(0.005)
+
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         self.entered.set()
         try:
             while True:
                 self.steps += 1
-                time.sleep(0.005)
+                self.step()
                 yield Chunk("word ")
         finally:
             self.closed.set()
+
+
+class ClockedGenerator(EndlessGenerator):
+    """Takes a quarter of a second of ``clock`` for each step."""
+
+    step_seconds = 0.25
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def step(self) -> None:
+        self.clock.advance(self.step_seconds)
+
+
+class GeneratorByTurns(EndlessGenerator):
+    """Takes the first step at once and waits for a turn in each further one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = threading.Semaphore(1)
+
+    def step(self) -> None:
+        assert self.turns.acquire(timeout=60)
 
 
 class FailingGenerator(FakeGenerator):
@@ -221,6 +297,6 @@ def running(
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
         server.should_exit = True
-        thread.join(15)
+        thread.join(60)
         listener.close()
         assert not thread.is_alive()

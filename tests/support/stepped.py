@@ -110,7 +110,7 @@ class RecordingEngine:
     def _turn(self, what, names):
         if self._by_turns:
             self.next_up = f"{what} {names}"
-            if not self._turns.acquire(timeout=20):
+            if not self._turns.acquire(timeout=60):
                 raise TimeoutError("the test gave no turn")
             self.next_up = None
         self.events.append(f"{what} {names}")

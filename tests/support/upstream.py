@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 USAGE = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
 
@@ -196,3 +199,14 @@ def upstream(*replies: Reply | Answering, port: int = 0) -> Iterator[Upstream]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def record_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the seconds of the pauses before further attempts, which take no time from now on."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("anyio.sleep", sleep)
+    return pauses

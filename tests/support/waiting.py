@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Return once ``condition`` is true; fail if it never becomes true."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -3,7 +3,7 @@
 In Redis the quotas of a key are one sorted set, changed by one script in one round trip. Its member ``rate`` has the
 theoretical arrival time of the generic cell rate algorithm (ITU-T I.371) as its score, which is equal to the token
 bucket of ``Quotas``; each running request is a member with the time at which it is given up, for a process may die.
-Redis's own clock counts.
+Redis's own clock counts, the same for all processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from rag_posfix_api.http.errors import QuotaError, QuotasUnavailableError
 _MAX_ENDED: Final = 1000
 _PREFIX: Final = "rag_posfix:quota:"
 _TAKE: Final = """
-local time = redis.call('TIME')
-local now = time[1] + time[2] / 1000000
-local rate, most, lease = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local now = tonumber(ARGV[1])
+if not now then
+    local time = redis.call('TIME')
+    now = time[1] + time[2] / 1000000
+end
+local rate, most, lease = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-if #ARGV > 4 then redis.call('ZREM', KEYS[1], unpack(ARGV, 5)) end
+if #ARGV > 5 then redis.call('ZREM', KEYS[1], unpack(ARGV, 6)) end
 local arrival = redis.call('ZSCORE', KEYS[1], 'rate')
 local running = redis.call('ZCARD', KEYS[1]) - (arrival and 1 or 0)
 if most > 0 and running >= most then return {'running', tostring(running)} end
@@ -41,7 +44,7 @@ if rate > 0 then
     if arrival - now > 60 + 0.000001 then return {'rate', string.format('%.6f', arrival - now - 60)} end
     redis.call('ZADD', KEYS[1], string.format('%.6f', arrival), 'rate')
 end
-if most > 0 then redis.call('ZADD', KEYS[1], string.format('%.6f', now + lease), ARGV[4]) end
+if most > 0 then redis.call('ZADD', KEYS[1], string.format('%.6f', now + lease), ARGV[5]) end
 redis.call('PEXPIRE', KEYS[1], math.ceil(1000 * math.max(lease, 60)))
 return {'taken', ''}
 """
@@ -123,17 +126,24 @@ class SharedQuotas(Quotas):
     Args:
         lease_seconds: When a running request whose process did not end it is given up.
         wait_seconds: Time limit of Redis while it is fast.
+        clock: Returns the seconds that count in place of the clocks of Redis and of this process.
     """
 
     def __init__(
-        self, url: str, without_redis: Literal["local", "reject"], lease_seconds: float, wait_seconds: float = 0.25
+        self,
+        url: str,
+        without_redis: Literal["local", "reject"],
+        lease_seconds: float,
+        wait_seconds: float = 0.25,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(clock or time.monotonic)
         self._url = url
         self._without_redis = without_redis
         self._lease_seconds = lease_seconds
         self._wait_seconds = wait_seconds
         self._servers: RedisServers | None = None
+        self._redis_time: Callable[[], float | str] = clock or str  # "": Redis takes its own
         self._ended: defaultdict[str, list[str]] = defaultdict(list)  # requests that Redis may still count, by key
         self._open()
 
@@ -144,7 +154,7 @@ class SharedQuotas(Quotas):
             return _nothing
         request, name = secrets.token_hex(8), _PREFIX + caller.key_id
         ended = self._ended.pop(name, [])[-_MAX_ENDED:]
-        arguments = (rate or 0, most or 0, self._lease_seconds, request, *ended)
+        arguments = (self._redis_time(), rate or 0, most or 0, self._lease_seconds, request, *ended)
         reply = await self._call("reading", name, lambda client: client.eval(_TAKE, 1, name, *arguments))
         if reply is None:
             self._ended[name] += ended if most is None else [*ended, request]

@@ -155,7 +155,7 @@ def test_a_killed_measurement_continues_where_it_was(run, folder, index, tmp_pat
             wait_until(lambda: _lines(out) >= 7, seconds=240)
         finally:
             process.kill()
-            process.wait(20)
+            process.wait(60)
         kept, sent = _lines(out), _answers(server)
         assert kept < PROMPTS
         assert not (out / "record.json").exists()

@@ -61,7 +61,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser, generator):
 def test_passages_come_from_a_collection(browser, generator):
     with (
         serving(make_pipeline(generator, embeddings=LetterEmbeddings())) as url,
-        httpx2.Client(base_url=url) as client,
+        httpx2.Client(base_url=url, timeout=60) as client,
         checked_page(browser) as page,
     ):
         documents = [{"id": f"d{i}", "text": f"Found {i}. More."} for i in range(4)]

@@ -15,7 +15,7 @@ LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
 
 
 def open_tier(folder, codec=None, **options):
-    return closing(DiskTier(folder, codec or BlobCodec(), **{"busy_seconds": 5, **options}))
+    return closing(DiskTier(folder, codec or BlobCodec(), **{"busy_seconds": 60, **options}))
 
 
 def put(tier, key, value=b"answer", tags=(), expires_at=float("inf")):

@@ -1,7 +1,6 @@
 import math
 import os
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -16,7 +15,7 @@ def runner():
 
 
 def test_it_returns_the_result(runner):
-    assert runner.run(lambda: 42, 5) == 42
+    assert runner.run(lambda: 42, 60) == 42
 
 
 @pytest.mark.parametrize("seconds", [1e10, math.inf])
@@ -26,18 +25,16 @@ def test_a_time_that_no_lock_can_wait_is_no_limit(runner, seconds):
 
 def test_it_raises_what_the_operation_raises(runner):
     with pytest.raises(ZeroDivisionError):
-        runner.run(lambda: 1 / 0, 5)
-    assert runner.run(lambda: 42, 5) == 42
+        runner.run(lambda: 1 / 0, 60)
+    assert runner.run(lambda: 42, 60) == 42
 
 
 def test_it_leaves_a_hanging_operation_behind(runner):
     over = threading.Event()
-    start = time.perf_counter()
     with pytest.raises(TimeoutError):
         runner.run(over.wait, 0.01)
-    assert time.perf_counter() - start < 5
     assert runner.running == 1
-    assert runner.run(lambda: 42, 5) == 42
+    assert runner.run(lambda: 42, 60) == 42
     over.set()
 
 
@@ -49,12 +46,12 @@ def test_an_operation_that_did_not_begin_in_time_never_does(runner):
     with pytest.raises(TimeoutError):
         runner.run(lambda: ran.append(1), 0.01)
     over.set()
-    assert runner.run(lambda: 42, 5) == 42
+    assert runner.run(lambda: 42, 60) == 42
     assert not ran
 
 
 def test_threads_are_bounded_and_reused(runner):
-    names = {runner.run(lambda: threading.current_thread().name, 5) for _ in range(20)}
+    names = {runner.run(lambda: threading.current_thread().name, 60) for _ in range(20)}
     assert names <= {"test-0", "test-1"}
 
 
@@ -62,7 +59,7 @@ def test_many_callers_get_their_own_results(runner):
     results = {}
 
     def call(number):
-        results[number] = runner.run(lambda: number * 2, 10)
+        results[number] = runner.run(lambda: number * 2, 60)
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(50)]
     for thread in threads:
@@ -75,18 +72,18 @@ def test_many_callers_get_their_own_results(runner):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_it_works_after_a_fork(runner):
-    runner.run(lambda: 42, 5)
+    runner.run(lambda: 42, 60)
     child = os.fork()
     if not child:
-        os._exit(0 if runner.run(lambda: 42, 5) == 42 else 1)
+        os._exit(0 if runner.run(lambda: 42, 60) == 42 else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_closed_it_refuses(runner):
-    runner.run(lambda: 42, 5)
+    runner.run(lambda: 42, 60)
     runner.close()
     with pytest.raises(RuntimeError, match="test is closed"):
-        runner.run(lambda: 42, 5)
+        runner.run(lambda: 42, 60)
 
 
 def test_an_adaptive_deadline_starts_at_the_shortest_and_stays_there_for_a_fast_store():

@@ -13,7 +13,7 @@ from tests.support.waiting import wait_until
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
 
 
-CLOSING_SECONDS = 10
+CLOSING_SECONDS = 60
 """Enough on a busy machine; a generator that takes longer hangs."""
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-import time
+import threading
 
 import pytest
 
@@ -127,11 +127,12 @@ def test_the_batch_finds_padding_that_is_attended_to(loaded, monkeypatch):
 
 
 def test_threads_find_state_that_passes_share(loaded, monkeypatch):
-    shared = {}
+    shared, together = {}, threading.Barrier(3, timeout=60)
 
     def is_wrong(query, key):
         shared["length"] = query.shape[2]
-        time.sleep(0.005)  # the other threads come in between
+        if threading.current_thread() is not threading.main_thread():
+            together.wait()  # all three threads come in between
         return shared["length"] != query.shape[2]
 
     wrong_kernel(monkeypatch, is_wrong)

@@ -33,7 +33,7 @@ class WaitingGenerator(FakeGenerator):
 
     def generate(self, request):
         self.entered.append(request)
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         return super().generate(request)
 
 
@@ -106,7 +106,7 @@ def test_equal_questions_at_the_same_time_share_an_answer_within_a_filter_only()
             wait_until(lambda: len(generator.entered) == 3)  # one for each set of permissions
         finally:
             generator.gate.set()
-        cached = [result.result(20).cached for result in results]
+        cached = [result.result(60).cached for result in results]
     assert len(generator.entered) == 3
     assert sorted(cached[:2]) == [False, True]
     assert cached[2:] == [False, False]
@@ -127,7 +127,7 @@ def test_every_thread_sees_its_own_filter_under_load():
     barrier = threading.Barrier(8)
 
     def ask(number):
-        barrier.wait(20)
+        barrier.wait(60)
         asker = answers.with_filter(GUESTS) if number % 2 else answers.with_filter(STAFF)
         return [ids(asker.ask(Question(BOTH, seed=seed, order="random"))) for seed in range(10)]
 

@@ -213,7 +213,7 @@ class TestReranking:
             def __init__(self):
                 BaseDocumentCompressor.__init__(self)
 
-        guarded = GuardedReranker(reranker=Broken(), deadline_seconds=5)
+        guarded = GuardedReranker(reranker=Broken(), deadline_seconds=60)
         made = pipeline(reranker=guarded, retriever=Shelf(), candidates=3)
         answer = made.ask(Question(QUESTION, documents, k=2, order="original"))
         assert ids(answer) == (["rome", "paris"] if documents is None else ["rome", "bread"])

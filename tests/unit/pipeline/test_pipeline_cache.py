@@ -24,6 +24,7 @@ from tests.support.pipelines import (
     pipeline,
 )
 from tests.support.threads import in_threads
+from tests.support.waiting import wait_until
 
 COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
@@ -210,14 +211,22 @@ class TestCache:
         (key,) = kept
         assert len(key) == 32
 
-    def test_equal_questions_at_the_same_time_compute_once(self):
-        made = pipeline(cache=memory_cache(), seconds=0.1)
+    def test_equal_questions_at_the_same_time_compute_once(self, monkeypatch):
+        made, arrived = pipeline(cache=memory_cache()), []
+        generate = made.generator.generate
+
+        def generate_when_all_have_asked(request):
+            wait_until(lambda: len(arrived) == 8)
+            return generate(request)
+
+        monkeypatch.setattr(made.generator, "generate", generate_when_all_have_asked)
 
         def ask(number):
+            arrived.append(number)
             documents = [ROME, BREAD] if number % 2 else [BREAD, ROME]
             return made.ask(Question(QUESTION, documents))
 
-        answers = in_threads(ask, range(8), seconds=20)
+        answers = in_threads(ask, range(8))
         assert made.generator.computed == 1
         assert {answer.text for answer in answers} == {"Rome lies on the Tiber"}
         assert sorted(answer.cached for answer in answers) == [False] + [True] * 7
@@ -241,7 +250,7 @@ class TestCache:
             patched.setattr(made.generator, "generate", lambda request: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 made.ask(Question(QUESTION, [ROME]))
-        (answer,) = in_threads(made.ask, [Question(QUESTION, [ROME])], seconds=20)
+        (answer,) = in_threads(made.ask, [Question(QUESTION, [ROME])])
         assert answer.cached is False
 
 

@@ -32,7 +32,7 @@ DOCUMENTS = [
     Document(id="bread", page_content="Bread is baked in ovens."),
     Document(id="rye", page_content="Rye grows.", metadata={"title": "Rye"}),
 ]
-SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
+SECONDS = 60  # enough on a busy machine; nothing waits that long if all is well
 
 
 @pytest.fixture(scope="module")

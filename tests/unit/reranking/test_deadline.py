@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -10,18 +9,14 @@ from rag_posfix.reranking.deadline import check_deadline, deadline
 
 
 def test_the_shortest_of_nested_deadlines_counts_until_its_end():
-    with deadline(60), deadline(0.0):
-        time.sleep(0.001)
-        with pytest.raises(RerankingTimeoutError, match="longer than its deadline"):
-            check_deadline()
+    with deadline(60), deadline(-1.0), pytest.raises(RerankingTimeoutError, match="longer than its deadline"):
+        check_deadline()
     check_deadline()
 
 
 async def test_a_thread_has_the_deadlines_of_its_caller():
-    with deadline(0.0):
-        await asyncio.sleep(0.001)
-        with pytest.raises(RerankingTimeoutError, match="longer than its deadline"):
-            await run_until_cancelled(check_deadline)
+    with deadline(-1.0), pytest.raises(RerankingTimeoutError, match="longer than its deadline"):
+        await run_until_cancelled(check_deadline)
     assert await run_until_cancelled(lambda: 7) == 7
 
 
@@ -30,7 +25,7 @@ async def test_a_cancelled_call_stops_its_thread_at_the_next_check():
 
     def work():
         started.set()
-        release.wait(20)
+        release.wait(60)
         try:
             check_deadline()
         except GenerationCancelled:
@@ -38,9 +33,9 @@ async def test_a_cancelled_call_stops_its_thread_at_the_next_check():
             raise
 
     task = asyncio.create_task(run_until_cancelled(work))
-    await asyncio.to_thread(started.wait, 20)
+    await asyncio.to_thread(started.wait, 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     release.set()
-    assert await asyncio.to_thread(stopped.wait, 20)
+    assert await asyncio.to_thread(stopped.wait, 60)

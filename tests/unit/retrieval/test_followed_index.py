@@ -250,18 +250,18 @@ def test_two_reloads_at_once_read_the_new_version_once(folder: Path):
 
     def wait():
         reading.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     loads.before_return.append(wait)
     results = []
     threads = [threading.Thread(target=lambda: results.append(loads.index.reload())) for _ in range(2)]
     threads[0].start()
-    assert reading.wait(20)
+    assert reading.wait(60)
     threads[1].start()
     assert ids_of(current_of(loads.index), "harbour") == {"harbour of ice"}, "questions wait for a reload"
     go_on.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert sorted(results) == [False, True]
     assert loads.count == 2
 

@@ -1,4 +1,3 @@
-import time
 from contextlib import suppress
 
 import pytest
@@ -7,13 +6,14 @@ from rag_posfix.caching.answers.tiered import SingleFlight, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import CacheError
 from tests.support.threads import in_threads
+from tests.support.waiting import wait_until
 
-SECONDS = 5  # enough on a busy machine, and far below the 60 s after which a thread stops waiting
+SECONDS = 60  # enough on a busy machine, and far below the time after which a thread stops waiting
 
 
 @pytest.fixture
 def flight():
-    return SingleFlight()
+    return SingleFlight(max_wait_seconds=600)
 
 
 def hold(flight, key):
@@ -27,21 +27,25 @@ def hold(flight, key):
 
 
 def test_equal_questions_at_the_same_time_are_computed_once():
-    cache = TieredAnswerCache([MemoryTier()])
-    computed = []
+    cache = TieredAnswerCache([MemoryTier()], max_wait_seconds=600)
+    arrived, inside, most_inside, computed = [], [], [], []
 
     def ask(number):
+        arrived.append(number)
         with cache.single_flight("key"):
+            inside.append(number)
+            most_inside.append(len(inside))
+            wait_until(lambda: len(arrived) == 8)
             answer = cache.get("key")
             if answer is None:
                 computed.append(number)
-                time.sleep(0.02)
                 answer = {"text": "Paris"}
                 cache.put("key", answer)
+            inside.remove(number)
             return answer
 
     assert in_threads(ask, range(8), SECONDS) == [{"text": "Paris"}] * 8
-    assert len(computed) == 1
+    assert len(computed) == max(most_inside) == 1
 
 
 def test_different_keys_do_not_wait_for_each_other(flight):

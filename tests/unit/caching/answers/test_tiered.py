@@ -43,7 +43,7 @@ def memory(clock):
 
 @pytest.fixture
 def disk(tmp_path, clock):
-    cache = DiskTier(tmp_path, BlobCodec(), clock=clock, busy_seconds=5)
+    cache = DiskTier(tmp_path, BlobCodec(), clock=clock, busy_seconds=60)
     yield cache
     cache.close()
 

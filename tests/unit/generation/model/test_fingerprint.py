@@ -11,6 +11,7 @@ import pytest
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model import fingerprint as module
 from rag_posfix.generation.model.fingerprint import FileDigests, model_fingerprint
+from tests.support.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -200,11 +201,15 @@ class TestFileDigests:
     def test_a_file_rewritten_in_place_with_its_old_time_is_read(self, model, digests):
         file = model / "model.safetensors"
         before, found = digests.of([file]), file.stat()
-        time.sleep(0.05)  # several ticks of the clock that file systems take their times from
-        with file.open("r+b") as opened:
-            opened.seek(-1, os.SEEK_END)
-            opened.write(b"\0")
-        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+        def is_rewritten_later() -> bool:
+            with file.open("r+b") as opened:
+                opened.seek(-1, os.SEEK_END)
+                opened.write(b"\0")
+            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+            return file.stat().st_ctime_ns > found.st_ctime_ns
+
+        wait_until(is_rewritten_later)  # at the next tick of the clock that file systems take their times from
         same = ("st_size", "st_mtime_ns", "st_ino", "st_dev")
         assert [getattr(file.stat(), each) for each in same] == [getattr(found, each) for each in same]
         assert digests.of([file]) != before

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+import httpx2
 import pytest
 
 from rag_posfix.contracts.generator import Generator, PassageReader
@@ -29,12 +30,24 @@ from rag_posfix.generation.remote import connection
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout, Span
-from tests.support.upstream import Answering, Reply, Upstream, as_json, error, event, piece, streamed, upstream, whole
+from tests.support.upstream import (
+    Answering,
+    Reply,
+    Upstream,
+    as_json,
+    error,
+    event,
+    piece,
+    record_pauses,
+    streamed,
+    upstream,
+    whole,
+)
 from tests.support.waiting import wait_until
 from tests.unit.generation.remote.requests import request_of
 
 KEY = "sk-very-secret"
-FAST = ServerLimits(connect_seconds=5, read_seconds=20, retries=0)
+FAST = ServerLimits(connect_seconds=60, read_seconds=60, retries=0)
 
 
 @contextmanager
@@ -288,7 +301,7 @@ class TestBrokenServers:
 
     @pytest.mark.parametrize("pause_before", [-1, 2])
     def test_a_silent_server_times_out(self, pause_before: int):
-        limits = ServerLimits(connect_seconds=5, read_seconds=0.5, retries=2)
+        limits = ServerLimits(connect_seconds=60, read_seconds=0.5, retries=2)
         with asking(streamed("In ", "1901.", pause_before=pause_before), limits=limits) as (generator, server):
             with pytest.raises(UpstreamTimeoutError, match=r"silent for 0\.5 s"):
                 list(generator.stream(request_of(generator)))
@@ -298,31 +311,37 @@ class TestBrokenServers:
 class TestRetries:
     LIMITS = ServerLimits(retries=2)
 
+    @pytest.fixture(autouse=True)
+    def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """The pauses before further attempts, which take no time."""
+        return record_pauses(monkeypatch)
+
     @pytest.mark.parametrize("status", [429, 503])
-    def test_a_busy_server_is_asked_again(self, status: int):
+    def test_a_busy_server_is_asked_again(self, status: int, pauses: list[float]):
         replies = (error(status, "busy"), error(status, "busy", retry_after="0"), whole("In 1901."))
         with asking(*replies, limits=self.LIMITS) as (generator, server):
             assert generator.generate(request_of(generator)).text == "In 1901."
         assert len(server.bodies) == 3
+        first, second = pauses
+        assert 0.25 <= first <= 0.5 <= second <= 1, "0.5 s and its double, less a half of it at most"
 
-    def test_retry_after_is_respected(self):
+    def test_retry_after_is_respected(self, pauses: list[float]):
         with asking(error(503, "busy", retry_after="1"), streamed("x"), limits=self.LIMITS) as (generator, _):
-            started = time.monotonic()
             list(generator.stream(request_of(generator)))
-        assert time.monotonic() - started >= 1.0
+        assert pauses == [1.0]
 
     @pytest.mark.parametrize(("status", "kind"), [(429, OverloadedError), (503, UpstreamError)])
     @pytest.mark.parametrize(("asked", "left"), [("7200", inf), ("3", 2.0)])
     def test_a_pause_beyond_what_is_left_fails_at_once(
-        self, status: int, kind: type[RagPosfixError], asked: str, left: float
+        self, status: int, kind: type[RagPosfixError], asked: str, left: float, pauses: list[float]
     ):
-        busy, started = error(status, "busy", retry_after=asked), time.monotonic()
+        busy = error(status, "busy", retry_after=asked)
         with asking(busy, limits=self.LIMITS, remaining_seconds=lambda: left) as (generator, server):
             request = request_of(generator)
             with pytest.raises(kind) as failed:
                 generator.generate(request)
         assert status != 429 or getattr(failed.value, "retry_seconds", None) == float(asked)
-        assert time.monotonic() - started < 2.0
+        assert pauses == []
         assert len(server.bodies) == 1
 
     @pytest.mark.parametrize(("status", "kind"), [(429, OverloadedError), (503, UpstreamError)])
@@ -339,12 +358,9 @@ class TestRetries:
             assert generator.generate(request_of(generator)).text == "In 1901."
         assert len(server.bodies) == 2
 
-    def test_a_connection_that_is_closed_after_a_while_may_have_cost_an_answer(self):
-        def late(_body: dict[str, Any]) -> Reply:
-            time.sleep(0.3)
-            return Reply(status=0)
-
-        with asking(late, whole("x"), limits=self.LIMITS) as (generator, server):
+    def test_a_connection_that_is_closed_after_a_while_may_have_cost_an_answer(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(connection, "STALE_SECONDS", 0.0)  # no time is as short
+        with asking(Reply(status=0), whole("x"), limits=self.LIMITS) as (generator, server):
             request = request_of(generator)
             with pytest.raises(UpstreamError, match="closed the connection without an answer"):
                 generator.generate(request)
@@ -361,13 +377,27 @@ class TestRetries:
                 generator.generate(request)
         assert len(server.bodies) == 1
 
-    def test_a_generator_that_is_closed_before_the_next_attempt_says_so(self):
+    def test_a_generator_that_is_closed_before_the_next_attempt_says_so(self, monkeypatch: pytest.MonkeyPatch):
+        pauses, closed, close_client = threading.Event(), threading.Event(), httpx2.AsyncClient.aclose
+
+        async def close_and_tell(client: httpx2.AsyncClient) -> None:
+            await close_client(client)
+            closed.set()
+
+        async def until_closed(_: float) -> None:
+            pauses.set()
+            async with asyncio.timeout(60):
+                while not closed.is_set():
+                    await asyncio.sleep(0.005)
+
+        monkeypatch.setattr(httpx2.AsyncClient, "aclose", close_and_tell)
+        monkeypatch.setattr("anyio.sleep", until_closed)
         with asking(error(503, "busy", retry_after="1"), limits=self.LIMITS) as (generator, server):
-            closing = threading.Thread(target=lambda: (wait_until(lambda: server.bodies), generator.close()))
+            closing = threading.Thread(target=lambda: (pauses.wait(60), generator.close()))
             closing.start()
             with pytest.raises(GenerationError, match="was closed; make another generator"):
                 generator.generate(request_of(generator))
-            closing.join(5)
+            closing.join(60)
         assert len(server.bodies) == 1
 
 
@@ -378,7 +408,7 @@ class TestCancelling:
             assert next(stream).text == "In "
             assert not server.gone.is_set()
             stream.close()
-            assert server.gone.wait(5)
+            assert server.gone.wait(60)
 
     @pytest.mark.parametrize("call", ["generate", "stream"])
     def test_who_is_not_wanted_any_more_leaves_before_the_first_token(self, call: str):
@@ -403,9 +433,9 @@ class TestCancelling:
             thread.start()
             wait_until(lambda: server.bodies)
             wanted.clear()
-            thread.join(5)
+            thread.join(60)
             assert [str(error) for error in failed] == ["nobody waits"]
-            assert server.gone.wait(5)
+            assert server.gone.wait(60)
 
     def test_many_answers_at_the_same_time(self):
         with asking(streamed("In ", "1901.")) as (generator, server):
@@ -418,6 +448,6 @@ class TestCancelling:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(60)
         assert found == ["In 1901."] * 12
         assert len(server.bodies) == 12

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import anyio
 import pytest
 
 from rag_posfix.assembly.templates import PromptTemplate
@@ -45,7 +47,7 @@ def judge(body: dict[str, Any]) -> Reply:
 
 @contextmanager
 def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
-    limits = ServerLimits(connect_seconds=5, read_seconds=20, **options.pop("limits", {}))
+    limits = ServerLimits(connect_seconds=60, read_seconds=60, **options.pop("limits", {}))
     with upstream(*replies) as server:
         generator = open_remote(server.model, limits=limits, **options)
         try:
@@ -212,15 +214,17 @@ def test_passages_seen_before_are_sent_first_in_the_order_they_were_seen():
 
 def test_no_more_requests_run_at_a_time_than_allowed():
     running, most = 0, 0
-    lock = threading.Lock()
-    pause = threading.Event()
+    lock, full = threading.Lock(), threading.Event()
 
     def counting(body: dict[str, Any]) -> Reply:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        pause.wait(0.05)
+            if running == 3:
+                full.set()
+        if len(server.bodies) > 2:  # the first two find out what the server can do, one after another
+            full.wait(60)
         with lock:
             running -= 1
         return judge(body)
@@ -231,8 +235,16 @@ def test_no_more_requests_run_at_a_time_than_allowed():
     assert most == 3
 
 
-def test_a_busy_server_holds_no_permit_and_is_asked_again():
+def test_a_busy_server_holds_no_permit_and_is_asked_again(monkeypatch: pytest.MonkeyPatch):
     refused: set[str] = set()
+    sleep = anyio.sleep
+
+    async def until_the_others_were_sent(_: float) -> None:
+        async with asyncio.timeout(60):
+            while len(server.bodies) < 3:
+                await sleep(0.005)
+
+    monkeypatch.setattr("anyio.sleep", until_the_others_were_sent)
 
     def busy_once(body: dict[str, Any]) -> Reply:
         content = content_of(body)
@@ -261,7 +273,7 @@ def test_a_check_that_raises_ends_all_requests():
 
     with asking(Reply(pause_before=-1)) as (generator, server), pytest.raises(Late):
         generator.log_odds(layout_of("passage 1"), YES, NO, check=late)
-    assert server.gone.wait(10)
+    assert server.gone.wait(60)
 
 
 def test_tokens_of_judgements_are_counted():

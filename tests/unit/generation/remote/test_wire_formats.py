@@ -25,7 +25,7 @@ from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.generation.remote.judge import Form
 from rag_posfix.reranking import YesNoReranker
-from tests.support.upstream import Reply, Upstream, as_json, event, piece, upstream, whole
+from tests.support.upstream import Reply, Upstream, as_json, event, piece, record_pauses, upstream, whole
 
 FOLDER = Path(__file__).parents[3] / "data" / "servers"
 QUESTION = "In which year did the ferry Ostrilla sink?"
@@ -57,7 +57,7 @@ def replayed(name: str, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstr
             return as_json(exchange["body"], exchange.get("status", 200), headers=exchange.get("headers", {}))
         raise AssertionError(f"{name} holds no answer to {body}")
 
-    limits = ServerLimits(connect_seconds=5, read_seconds=20, **options.pop("limits", {}))
+    limits = ServerLimits(connect_seconds=60, read_seconds=60, **options.pop("limits", {}))
     with upstream(answer) as server:
         generator = open_remote(server.model, limits=limits, **options)
         try:
@@ -151,9 +151,11 @@ def test_usage_without_choices_in_a_stream_is_read_and_ends_nothing(choices: dic
     assert (last.generation.text, last.generation.usage) == ("In 1963.", Usage(30, 4))
 
 
-def test_the_rate_limit_of_openai_is_waited_for():
+def test_the_rate_limit_of_openai_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    pauses = record_pauses(monkeypatch)
     with replayed("rate_limited", limits={"retries": 1}) as (generator, server):
         assert generator.generate(request_of(generator)).text == "In 1963."
+        assert 0.25 <= pauses[0] <= 0.5, "half to all of the first pause: retry-after-ms says 96"
         assert len(server.bodies) == 2
     with replayed("rate_limited", limits={"retries": 1}) as (generator, server):
         assert list(ranked(generator)) == ["ferry", "harbour"]

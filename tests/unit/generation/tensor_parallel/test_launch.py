@@ -141,7 +141,7 @@ class TestProcesses:
         dies = ["-c", "import sys; sys.exit('no room\\n\\n')"]
         processes = self.start(WAIT, dies, on_failure=lambda: told.append(True))
         try:
-            assert processes.failure(30) == "the process of rank 2 of 3 ended with exit code 1 (no room)"
+            assert processes.failure(60) == "the process of rank 2 of 3 ended with exit code 1 (no room)"
             wait_until(lambda: told and not waiting())
             assert told == [True]
         finally:
@@ -160,7 +160,7 @@ time.sleep(60)
             assert starter.stdout.readline() == "started\n"
             (started,) = psutil.Process(starter.pid).children()
             starter.kill()
-        started.wait(30)
+        started.wait(60)
         assert not started.is_running()
 
     def test_they_find_the_modules_of_this_process_and_know_their_rank(self, monkeypatch, tmp_path):
@@ -169,6 +169,6 @@ time.sleep(60)
         says = "import os, sys, only_here; sys.exit('rank ' + os.environ['LOCAL_RANK'])"
         processes = self.start(["-c", says])
         try:
-            assert processes.failure(30).endswith("(rank 1)")
+            assert processes.failure(60).endswith("(rank 1)")
         finally:
             processes.close()

@@ -230,18 +230,18 @@ class TestTheFirstRank:
 
         def hang(command):
             sending.set()
-            assert killed.wait(10)
+            assert killed.wait(60)
             raise RuntimeError("Connection closed by peer")  # as when the other ranks are dead
 
         monkeypatch.setattr(first.channel, "send", hang)
         asking = DaemonThreads().submit(first.generator.generate, request())
-        assert sending.wait(10)
+        assert sending.wait(60)
         first.generator.close()
         assert first.others.did == ["kill", "close"]
         assert "the other ranks could not be told to end: a step still runs after 0.05 s" in caplog.text
         killed.set()
         with pytest.raises(GenerationError, match="Connection closed by peer"):
-            asking.result(10)
+            asking.result(60)
 
 
 class TestTheOtherRanks:

@@ -18,7 +18,7 @@ VALUES = (b"\x00\xff", b"", "\u00e9".encode())
 
 @pytest.fixture(params=["memory", "disk"])
 def store(request, tmp_path):
-    tier = MemoryTier() if request.param == "memory" else DiskTier(tmp_path, BlobCodec(), busy_seconds=5)
+    tier = MemoryTier() if request.param == "memory" else DiskTier(tmp_path, BlobCodec(), busy_seconds=60)
     with closing(tier):
         yield RagPosfixStore(tier)
 

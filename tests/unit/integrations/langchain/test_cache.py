@@ -15,7 +15,7 @@ from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 @pytest.fixture
 def cache(tmp_path):
-    tiers = TieredAnswerCache([MemoryTier(), DiskTier(tmp_path, BlobCodec(), busy_seconds=5)])
+    tiers = TieredAnswerCache([MemoryTier(), DiskTier(tmp_path, BlobCodec(), busy_seconds=60)])
     with closing(tiers):
         yield RagPosfixCache(tiers)
 

@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +22,7 @@ from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 from tests.unit.integrations.langchain.runs import Runs
 
 ROME = Document(page_content="Rome lies on the Tiber. It is old.", id="rome")
@@ -33,14 +33,15 @@ TEXT = "Rome lies on the Tiber"
 
 
 class Slow(FakeGenerator):
-    """Waits before every word and counts those that were asked for."""
+    """Counts the words that were asked for; ``before_word`` is called before each."""
 
     given, closed, broken = 0, False, False
+    before_word = staticmethod(lambda: None)
 
     def stream(self, request):
         try:
             for chunk in super().stream(request):
-                time.sleep(0.01)
+                self.before_word()
                 self.given += 1
                 yield chunk
                 if self.broken:
@@ -234,7 +235,7 @@ class TestTwins:
         assert (made.pipeline.generator.given, made.pipeline.generator.closed) == (1, True)
 
     async def test_the_event_loop_runs_on_while_words_are_written(self):
-        ticks = 0
+        made, ticks = rag(), 0
 
         async def tick():
             nonlocal ticks
@@ -242,15 +243,24 @@ class TestTwins:
                 await asyncio.sleep(0.002)
                 ticks += 1
 
+        def wait_for_a_tick():
+            before = ticks
+            wait_until(lambda: ticks > before)
+
+        generator = made.pipeline.generator
+        generate, generator.before_word = generator.generate, wait_for_a_tick
+        generator.generate = lambda request: wait_for_a_tick() or generate(request)
         ticking = asyncio.create_task(tick())
-        async for _ in rag().astream(QUESTION):
+        async for _ in made.astream(QUESTION):
             pass
-        await rag().ainvoke(QUESTION)
+        await made.ainvoke(QUESTION)
         ticking.cancel()
-        assert ticks > 5
+        assert ticks > generator.given >= 5, "each word waited for the event loop"
 
     async def test_a_reader_that_is_cancelled_stops_the_words(self):
-        made, word_read = rag(), asyncio.Event()
+        made, word_read, was_cancelled = rag(), asyncio.Event(), threading.Event()
+        generator = made.pipeline.generator
+        generator.before_word = lambda: generator.given == 0 or was_cancelled.wait(60)
 
         async def read():
             async for _ in made.astream(QUESTION):
@@ -261,8 +271,9 @@ class TestTwins:
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await asyncio.sleep(0.1)  # as long as all words take
-        assert made.pipeline.generator.given < 5  # of "Rome lies on the Tiber"
+        was_cancelled.set()
+        await asyncio.to_thread(wait_until, lambda: generator.closed)
+        assert generator.given <= 2, "the second word was under way"
 
     async def test_a_question_that_is_cancelled_tells_its_thread(self):
         made, begun, told = rag(), asyncio.Event(), threading.Event()
@@ -283,7 +294,7 @@ class TestTwins:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert await asyncio.to_thread(told.wait, 10)
+        assert await asyncio.to_thread(told.wait, 60)
 
 
 class TestComposition:

@@ -101,6 +101,6 @@ def test_any_text_can_be_read_and_holds_no_wide_gaps_outside_of_pre(source):
 
 @pytest.mark.parametrize("piece", ["<", "<!--", "<a ", "<a b='", "<script>", "<![CDATA[", "&", "</", "<div>", "<svg>"])
 def test_time_grows_with_the_length_and_not_faster(piece):
-    started = time.perf_counter()
+    started = time.process_time()
     html_text(piece * 50_000)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10

@@ -53,9 +53,9 @@ def test_text_without_visible_characters_has_no_passages(text):
 
 @pytest.mark.parametrize("text", ["\n " * 200_000, "." * 400_000, '."' * 200_000, "word " * 80_000])
 def test_time_grows_with_the_length_and_not_faster(text):
-    started = time.perf_counter()
+    started = time.process_time()
     split_passages(text + "end")
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize("field", ["words", "characters"])

@@ -7,7 +7,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -62,7 +61,7 @@ class TestLeaving:
         (third,) = start_all(pool, generator, [ask("c", 2)])
         gone.set()
         engine.turns(1)
-        assert isinstance(box.get(timeout=10), GenerationCancelled)
+        assert isinstance(box.get(timeout=60), GenerationCancelled)
         second.result()
         engine.run_free()
         assert (first.result().text, third.result().text) == (answer(2), answer(2))
@@ -75,10 +74,10 @@ class TestLeaving:
         next(stream)
         del stream
         gc.collect()
-        assert released.wait(10)
+        assert released.wait(60)
         steps = len(engine.events)
-        time.sleep(0.02)
-        assert len(engine.events) == steps
+        generator.generate(ask("b", 3))
+        assert engine.events[steps:] == ["open b", "step b", "step b"]
 
     def test_a_check_is_made_before_each_step_and_ends_only_its_own_answer(self, make, pool):
         engine, generator = make(by_turns=True)
@@ -109,14 +108,14 @@ class TestLeaving:
         stream = generator.stream_watched(ask(max_tokens=80), lambda: None, released.set)
         next(stream)
         stream.close()
-        assert released.wait(10)
+        assert released.wait(60)
 
     def test_an_answer_is_released_when_it_is_computed_and_not_when_it_is_read(self, make):
         _, generator = make()
         released = threading.Event()
         stream = generator.stream_watched(ask(max_tokens=9), lambda: None, released.set)
         first = next(stream)
-        assert released.wait(10)
+        assert released.wait(60)
         assert first.text + "".join(chunk.text for chunk in stream) == answer(9)
 
     def test_the_caches_of_an_answer_are_free_when_it_is_computed(self, tiny):
@@ -210,7 +209,7 @@ class TestFailures:
         for future in (first, second):
             with pytest.raises(GenerationError, match="the generator stopped before the answer was complete"):
                 future.result()
-        thread.join(10)
+        thread.join(60)
         engine.run_free()
         assert generator.generate(ask("c")).text == answer()
 
@@ -270,7 +269,7 @@ class TestClosing:
         (thread,) = threads() - before
         del generator
         gc.collect()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
     def test_at_exit_the_model_is_not_left_in_the_middle_of_a_step(self):
