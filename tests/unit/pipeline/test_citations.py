@@ -54,6 +54,13 @@ def test_words_of_the_question_are_no_evidence_and_decide_between_passages(quest
     assert cited == ([] if expected is None else [expected])
 
 
+@pytest.mark.parametrize(("material", "is_cited"), [("red granite", True), ("heavy red granite", False)])
+def test_few_words_are_evidence_in_a_passage_with_at_least_two_fifths_of_the_question(material, is_cited):
+    # bridge and Arvo, of bridge, Arvo, made, red and granite (2 / 5), and heavy (2 / 6).
+    question = f"When was the bridge of Arvo made of {material}?"
+    assert bool(find_quotes("In 1911.", ["The bridge of Arvo opened in 1911."], question)) is is_cited
+
+
 @pytest.mark.parametrize(
     ("answer", "passage", "is_cited"),
     [
