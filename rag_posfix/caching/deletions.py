@@ -25,7 +25,8 @@ from typing import Protocol, TypeVar
 
 _SEQUENCE_BITS = 20
 _PENDING = 1 << 100  # younger than every entry
-_MAX_TAGS = 500_000
+MAX_TAGS = 500_000
+"""Tombstones of a process; beyond this number the newer half stays."""
 EVERYTHING = "*"
 """A tag that every entry has."""
 _BATCH_TAGS = 1000
@@ -110,6 +111,7 @@ class DeletionLog:
             then misses, whatever their tags are.
         drop: Called with the tags that were deleted elsewhere, and those whose deletion was late; the second argument
             says whether the store must delete them too.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class DeletionLog:
         lease_seconds: float = 2.0,
         lifetime_seconds: float | None = None,
         drop: Callable[[Sequence[str], bool], None] = lambda tags, late: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._store = store
@@ -127,6 +130,7 @@ class DeletionLog:
         self._poll = lease_seconds / _POLLS_PER_LEASE or _DEFAULT_POLL_SECONDS
         self._lifetime = lifetime_seconds
         self._drop = drop
+        self._clock = clock
         self._tombstones: dict[str, int] = {}
         self._pending: dict[str, int] = {}  # tag: number of the deletion that the store lacks
         self._unconfirmed: list[tuple[int, tuple[str, ...], float]] = []  # position, tags, when to check
@@ -151,7 +155,7 @@ class DeletionLog:
 
         The first reading begins when it is waited for, or with ``start``: a store that fails then delays no request.
         """
-        if time.monotonic() < self._lease_end:
+        if self._clock() < self._lease_end:
             return True
         if wait or not self._lease:
             self.start()
@@ -221,7 +225,7 @@ class DeletionLog:
             self._thread.join(_DELETE_SECONDS)
 
     def _is_leased(self) -> bool:
-        return time.monotonic() < self._lease_end
+        return self._clock() < self._lease_end
 
     def _reset(self) -> None:
         self._pid = os.getpid()
@@ -288,7 +292,7 @@ class DeletionLog:
                     if self._pending.get(tag) == pending[tag]:
                         del self._pending[tag]
                         self._tombstones[tag] = position
-                self._unconfirmed.append((position, batch, time.monotonic() + self._lease))
+                self._unconfirmed.append((position, batch, self._clock() + self._lease))
                 self._published = position
         with self._changed:
             horizon = self._prune() if tags else 0
@@ -297,7 +301,7 @@ class DeletionLog:
         return True
 
     def _read(self, store: DeletionStore) -> bool:
-        started, position = time.monotonic(), self.position
+        started, position = self._clock(), self.position
         deletions = store.read(position)
         if deletions is None:
             return False
@@ -349,7 +353,7 @@ class DeletionLog:
 
     def _confirm(self, store: DeletionStore) -> bool:
         with self._changed:
-            due = [item for item in self._unconfirmed if item[2] <= time.monotonic()]
+            due = [item for item in self._unconfirmed if item[2] <= self._clock()]
         for item in due:
             position, tags, _ = item
             holds = store.holds(position)
@@ -371,8 +375,8 @@ class DeletionLog:
         if self._lifetime is not None and positions:
             newest, _ = position_parts(max(positions))
             horizon = position_of(max(0, newest - int(self._lifetime * 1000)), 0)
-        if len(positions) > _MAX_TAGS:
-            horizon = max(horizon, sorted(positions)[-_MAX_TAGS // 2])
+        if len(positions) > MAX_TAGS:
+            horizon = max(horizon, sorted(positions)[-MAX_TAGS // 2])
         if any(position < horizon for position in positions):
             self._floor = max(self._floor, *(position for position in positions if position < horizon))
             self._tombstones = {tag: position for tag, position in self._tombstones.items() if position >= horizon}

@@ -4,6 +4,7 @@ from contextlib import closing
 
 import orjson
 import pytest
+import redis
 
 from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache
 from rag_posfix.caching.memory import MemoryTier
@@ -96,9 +97,28 @@ def test_entries_are_dropped_by_tag(cache):
     assert [get_blob(cache, key) for key in ("one", "two", "three")] == [None, None, b"3"]
 
 
-def test_a_tag_outlives_its_longest_entry(cache, redis_server):
-    set_blob(cache, "long", b"1", 1000, ["tag"])
-    set_blob(cache, "short", b"2", 10, ["tag"])
+def test_an_entry_that_is_added_while_its_tag_is_deleted_keeps_the_tag(cache, redis_server, monkeypatch):
+    read = redis.Redis.zrange
+
+    def read_and_add(client, *arguments, **options):
+        keys = read(client, *arguments, **options)
+        set_blob(other, "new", b"2", 60, ["tag"])
+        return keys
+
+    set_blob(cache, "old", b"1", 60, ["tag"])
+    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=2)) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(redis.Redis, "zrange", read_and_add)
+            assert cache.delete_tags(["tag"]) == 1
+        assert get_blob(cache, "new") == b"2"
+        assert cache.delete_tags(["tag"]) == 1
+        assert get_blob(cache, "new") is None
+
+
+@pytest.mark.parametrize("lifetimes", [(1000, 10), (10, 1000)])
+def test_a_tag_outlives_its_longest_entry(cache, redis_server, lifetimes):
+    for number, lifetime in enumerate(lifetimes):
+        set_blob(cache, f"key{number}", b"x", lifetime, ["tag"])
     assert int(redis_server.command("TTL", "rag_posfix:tag:tag")[1:]) > 1000
 
 

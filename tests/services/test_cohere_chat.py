@@ -108,8 +108,8 @@ def test_without_documents_passages_are_retrieved_and_citations_can_be_off(clien
     assert "citation-start" not in kinds
 
 
-def test_sampling_fields_reach_the_generator(client: cohere.ClientV2):
-    short = client.chat(model="fake", messages=MESSAGES, documents=DOCUMENTS, max_tokens=2, seed=3, p=0.9, k=5)
+def test_max_tokens_and_stop_sequences_end_the_answer(client: cohere.ClientV2):
+    short = client.chat(model="fake", messages=MESSAGES, documents=DOCUMENTS, max_tokens=2)
     assert short.finish_reason == "MAX_TOKENS"
     stopped = client.chat(model="fake", messages=MESSAGES, documents=DOCUMENTS, stop_sequences=["was"])
     assert stopped.finish_reason == "STOP_SEQUENCE"

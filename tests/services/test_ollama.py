@@ -10,7 +10,10 @@ import httpx2
 import ollama
 import pytest
 
+from rag_posfix.contracts.answer import Answer
+from rag_posfix.contracts.request import Usage
 from rag_posfix.errors import GenerationError
+from rag_posfix_api.dialects.ollama import OllamaRenderer
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -66,6 +69,15 @@ def test_a_body_without_stream_is_answered_in_lines(url: str):
     assert lines[0]["message"] == {"role": "assistant", "content": "The "}
     assert lines[-1]["posfix"]["order"] == "reverse"
     assert [document["id"] for document in lines[-1]["posfix"]["documents"]] == ["doc_1", "doc_0"]
+
+
+def test_the_last_line_has_the_time_of_each_stage_in_nanoseconds():
+    timings = {"retrieve": 0.5, "prefill": 0.25, "decode": 2.0}
+    answer = Answer("Yes", (), (), Usage(7, 1), False, "none", "relevance", "stop", timings=timings)
+    last = OllamaRenderer("fake", chat=True).whole(answer)
+    assert (last["prompt_eval_count"], last["prompt_eval_duration"]) == (7, 250_000_000)
+    assert (last["eval_count"], last["eval_duration"]) == (1, 2_000_000_000)
+    assert (last["load_duration"], last["total_duration"]) == (0, 2_750_000_000)
 
 
 def test_models_are_listed(client: ollama.Client):

@@ -126,6 +126,22 @@ def test_a_job_that_was_forgotten_leaves_nothing(jobs: PrecomputeJobs):
     assert jobs.state("a") is None
 
 
+def test_a_job_that_was_forgotten_changes_nothing_of_the_next_one_with_its_key(jobs: PrecomputeJobs):
+    forgotten, states = Stepping(), []
+
+    def work(progress, cancelled: threading.Event) -> int:
+        states.append(jobs.state("a"))
+        return 20
+
+    jobs.start("a", forgotten)
+    wait_until(lambda: jobs.state("a").status == "running")
+    jobs.forget("a")
+    jobs.start("a", work)
+    forgotten.on.release()  # its batch of 2 of 6 documents ends, and it is cancelled
+    assert ended(jobs, "a") == PrecomputeState("done", tokens=20)
+    assert states == [PrecomputeState("running")]
+
+
 class Counting:
     """A precomputer that says how many permits are in use while it computes."""
 
@@ -135,6 +151,13 @@ class Counting:
     def precompute(self, layout, mitigation, salt="", kv_position=None):
         self.working.append(self.admission.working)
         return 7
+
+
+def test_a_batch_is_charged_to_its_tenant():
+    charged: list[str] = []
+    admission = Admission(1, 1, queue_timeout=20, on_release=lambda ticket: charged.append(ticket.tenant))
+    AdmittedPrecomputer(Counting(admission), admission, threading.Event(), "acme").precompute(None, None)
+    assert charged == ["acme"]
 
 
 def test_a_batch_takes_a_permit_and_waits_while_there_is_none(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
+from rag_posfix.contracts.request import Sampling, Usage
 from rag_posfix.errors import GenerationError
+from rag_posfix_api.dialects.responses import ResponseRenderer, TextOptions
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -82,6 +85,25 @@ def test_a_stream_has_the_ten_types_of_events_in_order(client: openai.OpenAI):
     assert last.response.output_text == ANSWER
     with client.responses.stream(model="fake", input=QUESTION) as stream:
         assert stream.get_final_response().output_text == ANSWER
+
+
+def test_each_file_is_cited_once_where_its_sentence_ends():
+    documents = (
+        AnswerDocument("a", None, 0, 0.5, title="A", source="a.txt"),
+        AnswerDocument("b", None, 1, 0.5, title="B"),
+        AnswerDocument("c", None, 2, 0.0),
+    )
+    citations = (
+        Citation(0, 4, "One.", ("a", "b")),
+        Citation(5, 9, "Two.", ("c", "a")),
+        Citation(5, 9, "Two.", ("c",), "attention"),
+    )
+    answer = Answer("One. Two.", documents, citations, Usage(1, 1), False, "none", "relevance", "stop")
+    response = ResponseRenderer("x", "fake", Sampling(), None, TextOptions()).whole(answer)
+    annotations = response["output"][0]["content"][0]["annotations"]
+    assert [(each["index"], each["file_id"], each["filename"]) for each in annotations] == [
+        (4, "a", "a.txt"), (4, "b", "B"), (9, "c", "c"), (9, "a", "a.txt"),
+    ]  # fmt: skip
 
 
 def test_a_failure_in_the_stream_is_its_last_event():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Gauge
 
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.errors import ConfigError
-from rag_posfix_api.http.metrics import ANSWER
+from rag_posfix.generation.fake import FakeGenerator
+from rag_posfix_api.http.metrics import ANSWER, SCORE
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.server import serve_metrics
+from tests.support.notes import NOTES, add, notes_client
 from tests.support.redis_server import free_port
 from tests.support.serving import BRIDGE, CHAT, chat, client_for
+from tests.support.tenants import pipeline_with_embeddings
+from tests.support.toy_encoder import ToyEncoder
+from tests.support.waiting import wait_until
 
 
 def key_of(folder: Path, tenant: str, *scopes: str) -> dict[str, str]:
@@ -81,6 +89,31 @@ def test_requests_that_run_together_share_the_time_of_the_model(monkeypatch: pyt
         after(3, admission.release, second)  # second alone for 3 s
     assert released == [("acme", 5.0), ("umbrella", 4.0)]
     assert sum(seconds for _, seconds in released) == 9.0, "the time in which the model worked"
+
+
+class Precomputing(FakeGenerator):
+    """Finds every passage in its store already."""
+
+    kv_bytes_per_token = 1
+
+    def __init__(self, passages: PassageStore) -> None:
+        super().__init__(ToyEncoder())
+        self.passages = passages
+
+    def precompute(self, *arguments: object) -> int:
+        return 0
+
+
+def test_precomputing_a_collection_is_charged_to_its_tenant(tmp_path: Path):
+    with closing(PassageStore([MemoryTier()])) as store:
+        client = notes_client(tmp_path, pipeline=pipeline_with_embeddings(generator=Precomputing(store)))
+        add(client, {"text": BRIDGE})
+        assert client.post(f"{NOTES}/precompute", json={"mitigation": "parallel_windows"}).status_code == 202
+        wait_until(lambda: client.get(f"{NOTES}/precompute").json()["status"] == "done")
+        text = TestClient(client.app, headers=key_of(tmp_path, "ops", "metrics")).get("/metrics").text
+    seconds = samples(text, "rag_posfix_tenant_model_seconds_total")
+    # The vectors of its documents count as scores.
+    assert set(seconds) == {f'tenant="acme",work="{work}"' for work in (ANSWER, SCORE)}
 
 
 def test_an_address_of_its_own_serves_metrics_without_a_key():

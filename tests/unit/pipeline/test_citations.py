@@ -60,6 +60,13 @@ def test_a_share_of_the_evidence_that_is_just_enough_cites(answer, is_cited):
     assert bool(find_quotes(answer, ["A granite tower above a harbour."])) is is_cited
 
 
+@pytest.mark.parametrize(("material", "is_cited"), [("red granite", True), ("heavy red granite", False)])
+def test_few_words_are_evidence_in_a_passage_with_at_least_two_fifths_of_the_question(material, is_cited):
+    # bridge and Arvo, of bridge, Arvo, made, red and granite (2 / 5), and heavy (2 / 6).
+    question = f"When was the bridge of Arvo made of {material}?"
+    assert bool(find_quotes("In 1911.", ["The bridge of Arvo opened in 1911."], question)) is is_cited
+
+
 @pytest.mark.parametrize(
     ("answer", "passage", "is_cited"),
     [

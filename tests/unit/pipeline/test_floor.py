@@ -56,6 +56,12 @@ def test_a_passage_below_the_lowest_similarity_is_not_read_and_is_named():
     assert (read, answer.grounded, answer.dropped) == ({"a"}, True, (("b", "floor"),))
 
 
+def test_a_passage_with_exactly_the_lowest_similarity_or_gain_is_read():
+    assert ask(Shelf(a=0.7, b=0.2))[0] == {"a", "b"}
+    assert ask(Shelf(a=0.5), floor=0.5)[0] == {"a"}
+    assert ask(Shelf(a=0.5), {"a": 0.8})[0] == {"a"}  # gain 0.8 - 0.0
+
+
 def test_without_a_passage_above_it_the_model_is_not_asked():
     read, answer, _ = ask(Shelf(a=0.19))
     assert (read, answer.grounded, answer.text, answer.usage.prompt_tokens) == (set(), False, NO_PASSAGE_TEXT, 0)

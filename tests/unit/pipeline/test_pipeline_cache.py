@@ -85,6 +85,13 @@ class TestCache:
         assert made.ask(Question(**{**asked, **change})).cached is False
         assert made.ask(Question(**asked)).cached is True
 
+    def test_answers_by_another_json_schema_are_a_miss(self, monkeypatch):
+        made = pipeline(cache=memory_cache())
+        monkeypatch.setattr(made.generator, "check_json_schema", lambda schema: None, raising=False)
+        samplings = [Sampling(), *(Sampling(json_schema={"type": kind}) for kind in ("object", "string"))]
+        answers = [made.ask(Question(QUESTION, [ROME], sampling=each)).cached for each in [*samplings, *samplings]]
+        assert answers == [False] * 3 + [True] * 3
+
     def test_tenants_never_share_answers(self):
         cache = memory_cache()
         salts = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("a', 'b", ""), ("a", "b")]

@@ -177,7 +177,9 @@ def test_memory_is_bounded_by_characters_and_time() -> None:
     assert [memory.get(number) is not None for number in range(12)] == [False] * 7 + [True] * 5
     memory.put("long", _prompt(), [text * 3])
     assert memory.get("long") is None
-    seconds[0] = REMEMBERED_SECONDS + 1
+    seconds[0] = REMEMBERED_SECONDS - 1
+    assert memory.get(11) is not None
+    seconds[0] = REMEMBERED_SECONDS
     assert memory.get(11) is None
     assert memory.characters == 0
 

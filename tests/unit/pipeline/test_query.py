@@ -30,14 +30,14 @@ HISTORY = [
 
 
 class Writer(FakeGenerator):
-    """Writes one text, or raises, and keeps the prompt."""
+    """Writes one text, or raises, and keeps the prompt and its salt."""
 
     def __init__(self, outcome, finish_reason="stop"):
         super().__init__(ToyEncoder(), 4096)
-        self.outcome, self.finish_reason, self.prompt = outcome, finish_reason, ""
+        self.outcome, self.finish_reason, self.prompt, self.salt = outcome, finish_reason, "", ""
 
     def generate(self, request):
-        self.prompt = self.encoder.decode(request.layout.token_ids)
+        self.prompt, self.salt = self.encoder.decode(request.layout.token_ids), request.salt
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return Generation(self.outcome, (), self.finish_reason, Usage(1, 1))
@@ -203,6 +203,14 @@ def test_the_query_of_the_question_precedes_that_of_the_pipeline():
     assert questions.ask(Question("Who designed it?", history=HISTORY, query="last")).query == "Who designed it?"
     with pytest.raises(ConfigError, match="query='first' must be one of last, history, rewrite"):
         questions.ask(Question("Who?", query="first"))
+
+
+def test_a_query_is_written_with_the_keys_and_values_of_its_tenant_alone():
+    writer = Writer("Who designed Maravel?")
+    questions = pipeline(retriever=Shelf(), defaults=Defaults(query="rewrite", tenant="p"), writer=writer)
+    for tenant in ("acme", "bolt"):
+        questions.ask(Question("Who designed it?", history=HISTORY, tenant=tenant))
+        assert writer.salt == f"('p', '{tenant}')"
 
 
 def test_chat_history_of_langchain_is_part_of_the_query():

@@ -282,13 +282,17 @@ def test_tokens_of_judgements_are_counted():
         assert sum_usage(spent).prompt_tokens == 30  # one request finds the form
 
 
-def echoed(start: int = 0, cached: int = 0) -> Answering:
-    """A server whose tokens are characters; each has the log-probability -1, after ``start`` -0.5."""
+def echoed(beyond: int = -10_000) -> Answering:
+    """A server whose tokens are characters; each has the log-probability -1, with passage 1 -0.5.
+
+    Of the prompt, the tokens before the question and ``beyond`` more come from its prefix cache.
+    """
 
     def reply(body: dict[str, Any]) -> Reply:
         prompt = body["prompt"]
         values = [None, *(-0.5 if "passage 1" in prompt else -1.0 for _ in prompt[1:]), -3.0]
         scored = {"token_logprobs": values, "text_offset": list(range(len(prompt) + 1))}
+        cached = max(0, len(prompt) - len("why?") + beyond)
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": cached}}
         return as_json({"choices": [{"index": 0, "text": prompt, "logprobs": scored}], "usage": usage})
 
@@ -302,9 +306,23 @@ def test_the_likelihood_is_the_mean_over_the_tokens_of_the_question():
     assert server.bodies[0]["echo"] is True
 
 
+def test_tokens_that_end_where_the_question_begins_or_begin_where_it_ends_are_not_its_own():
+    def split(body: dict[str, Any]) -> Reply:
+        start = len(body["prompt"]) - len("why?")
+        offsets = [0, start, start + 1, len(body["prompt"])]  # "...Question: ", "w", "hy?", and the token generated
+        scored = {"token_logprobs": [-9.0, -1.0, -2.0, -9.0], "text_offset": offsets}
+        return as_json({"choices": [{"index": 0, "text": body["prompt"], "logprobs": scored}]})
+
+    with asking(split) as (generator, _):
+        assert generator.question_likelihood(layout_of("p")) == (-1.5,)  # (-1 - 2) / 2
+
+
 def test_tokens_from_a_prefix_cache_are_not_believed():
-    with asking(echoed(cached=10_000)) as (generator, _), pytest.raises(UpstreamError, match="prefix cache"):
-        generator.question_likelihood(layout_of("passage 1"))
+    layout = layout_of("passage 1")
+    with asking(echoed(-1)) as (generator, _):  # the token before the question was read: it gives the first number
+        assert generator.question_likelihood(layout) == (-0.5,)
+    with asking(echoed(0)) as (generator, _), pytest.raises(UpstreamError, match="prefix cache"):
+        generator.question_likelihood(layout)
 
 
 @pytest.mark.parametrize("reply", [error(400, "echo is not supported"), whole("x")])
