@@ -221,7 +221,7 @@ def _defaults(settings: Settings, methods: Methods, template: object, engine: Ge
         measured.check_model(engine)
     elif not {"reranker", "order"} & settings.model_fields_set and settings.tp == 1:
         if isinstance(engine, RemoteGenerator):
-            measured = server_profile(engine, settings.k)
+            measured = server_profile(engine, engine.gives_log_probs, settings.k)
         elif _is_large(engine):
             measured = large_model_profile(engine)
         if measured is not None and "mitigation" not in settings.model_fields_set:

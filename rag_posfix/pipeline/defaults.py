@@ -27,7 +27,6 @@ from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling, salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.remote.generator import RemoteGenerator
 from rag_posfix.parameters import accept_old_names
 from rag_posfix.pipeline.language import language_of
 from rag_posfix.pipeline.query import QueryChoice
@@ -117,13 +116,13 @@ class ServerProfile(MeasuredProfile):
 _BEST_BY_JUDGE, _BEST_BY_EMBEDDING = MethodSpec("yes_no", {"top_n": 5}), MethodSpec("embedding", {"top_n": 5})
 
 
-def server_profile(generator: RemoteGenerator, k: int) -> ServerProfile:
-    """Return the arrangement of a model on a server, and say in the log what it is and how many requests it costs."""
+def server_profile(generator: Generator, ask_for_log_probs: Callable[[], bool], k: int) -> ServerProfile:
+    """Return the arrangement of a model on a server; the log says what it is and how many requests it costs."""
     name = shown_model(generator.model_id)
 
     @functools.cache
     def gives_log_probs() -> bool:
-        has_log_probs = generator.gives_log_probs()
+        has_log_probs = ask_for_log_probs()
         said = (
             f"it judges each passage and reads the best five: {k + 2} requests for a question with {k} passages"
             if has_log_probs

@@ -342,23 +342,25 @@ class Connection:
                 _log.warning("the server at %s answered with status %d", url, response.status_code)
                 raise failure_of_status(url, response.status_code, content, pause)
             async for data in _contents(response, max_bytes, stream=is_stream):
-                if data == _DONE:
-                    emit(DONE)
-                    continue
                 if data is None:
                     raise UpstreamError(f"{url} sent more than {max_bytes} bytes, too much for the tokens asked for")
-                try:
-                    event = json.loads(data)
-                except (ValueError, RecursionError):
-                    event = None
-                if isinstance(event, list):  # text-embeddings-inference ranks in a bare list
-                    event = {"results": event}
-                if not isinstance(event, dict):
-                    raise UpstreamError(
-                        f"{url} sent an answer that is no JSON object; is it an OpenAI-compatible server?"
-                    )
-                emit(event)
+                emit(_event_of(data, url))
         return None
+
+
+def _event_of(data: str | bytes, url: str) -> Event:
+    """Return the JSON object of an answer or of an event, ``DONE`` for the mark of an end."""
+    if data == _DONE:
+        return DONE
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        event = None
+    if isinstance(event, list):  # text-embeddings-inference ranks in a bare list
+        event = {"results": event}
+    if not isinstance(event, dict):
+        raise UpstreamError(f"{url} sent an answer that is no JSON object; is it an OpenAI-compatible server?")
+    return event
 
 
 def _failure_of_transport(url: str, error: httpx2.TransportError, seconds: float) -> tuple[str, bool]:
