@@ -133,9 +133,14 @@ def test_an_interval_is_that_of_drawing_all_resamples_at_once(grouped):
 
 
 def test_a_question_weighs_by_its_number_of_differences():
-    # Questions with 0, 0, 0 and with 4. Of the four equally likely draws aa has the mean 0, ab and ba have 4 / 4 = 1,
-    # bb has 4: each of the ends is more than 2.5 %.
-    assert difference_interval([0.0, 4.0, 0.0, 0.0], ["a", "b", "a", "a"]) == (0.0, 4.0)
+    # 30 questions with 0, 0, 0 and 30 with 4: the mean over differences is 120 / 120 = 1, that over questions 2 +- .5.
+    questions = [f"{number}{name}" for number in range(30) for name in "abaa"]
+    low, high = difference_interval([0.0, 4.0, 0.0, 0.0] * 30, questions)
+    assert low < 1.0 < high < 1.7
+
+
+def test_more_differences_than_a_batch_has_numbers_are_resampled():
+    assert difference_interval([0.25] * (2**20 + 1), resamples=2) == (0.25, 0.25)
 
 
 def test_every_run_is_compared_with_each_before_it_and_the_correction_is_over_all():

@@ -198,7 +198,7 @@ def test_a_late_ranking_releases_the_model_at_its_next_step(kind, options):
     release.set()
     guarded.close()
     assert reranking_threads() <= before
-    assert len(reader.seen) == 1, "it stopped after the first of three batches, or after the first token"
+    assert len(reader.seen) <= 1, "it stopped at the first of three batches, or after the first token"
     assert order(inner.compress_documents(GIVEN, "why?")) == ["a", "b", "c"], "the model is free again"
 
 
