@@ -118,9 +118,9 @@ def known() -> frozenset[str]:
     return checking_names(shared, CHECKS)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(6))
 def test_a_test_imports_no_test_and_no_private_name_seeds_what_it_draws_and_asserts(part, known) -> None:
-    sources = [one for one in read_sources("tests", part=part, parts=4) if one.path != USES_TORCH_INTERNALS]
+    sources = [one for one in read_sources("tests", part=part, parts=6) if one.path != USES_TORCH_INTERNALS]
     assert [(source.path, found) for source in sources if (found := offenders(source, known))] == []
 
 
