@@ -32,6 +32,7 @@ class TestSplitModel:
     def arguments(self, index, model):
         return ["ask", QUESTION, "--index", index, "--model", model, "--max-tokens", 6, "--no-cache", "--json"]
 
+    @pytest.mark.slow
     def test_two_processes_answer_as_one_does(self, run, index, model):
         one = run(*self.arguments(index, model)).json
         two = run(*self.arguments(index, model), "--tp", 2).json
@@ -40,6 +41,7 @@ class TestSplitModel:
         shares = [[document["attention"] for document in answer["documents"]] for answer in (one, two)]
         assert shares[1] == pytest.approx(shares[0], abs=1e-4)
 
+    @pytest.mark.slow
     @pytest.mark.slow
     def test_torchrun_starts_the_processes_and_only_the_first_one_speaks(self, run, index, model):
         one = run(*self.arguments(index, model)).json
