@@ -42,7 +42,7 @@ class Running:
     def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
-        self._address: queue.Queue[str] = queue.Queue()
+        self._address: queue.Queue[str | None] = queue.Queue()
         # Read all the time: a full pipe would stop the service.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -52,13 +52,17 @@ class Running:
             self.lines.append(line)
             if "listening on " in line:
                 self._address.put(json.loads(line)["message"].removeprefix("listening on "))
+        self._address.put(None)
 
     def address(self, seconds: float) -> str:
         """Return the URL of the service."""
         try:
-            return self._address.get(timeout=seconds)
+            address = self._address.get(timeout=seconds)
         except queue.Empty:
             raise CheckError(f"the service did not listen within {seconds:g} s") from None
+        if address is None:
+            raise CheckError(f"the service ended with exit code {self.process.wait(STOP_SECONDS)} before it listened")
+        return address
 
     def wait_until_ready(self, url: str, seconds: float) -> None:
         """Return once ``/readyz`` answers with 200."""

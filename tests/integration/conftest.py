@@ -1,8 +1,10 @@
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.redis_server import RedisServer
 
 
@@ -17,6 +19,23 @@ def redis_server(shared_redis: RedisServer) -> RedisServer:
     """A running, empty Redis."""
     shared_redis.command("FLUSHALL")
     return shared_redis
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model with a chat template. It writes nonsense."""
+    from tests.support.tool_models import save_chat_model
+
+    return save_chat_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def tiny(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands of this process use that model, counts of letters for vectors, and every passage that they find."""
+    monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda name, **_: LetterEmbeddings(name))
+    monkeypatch.setenv("RAG_POSFIX_MODEL", str(tiny_model))
+    monkeypatch.setenv("RAG_POSFIX_FLOOR", "off")
+    return tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -88,9 +88,7 @@ def test_serve_ends_with_1_in_a_process_of_its_own(tmp_path):
     assert (done.returncode, "there is no folder" in done.stderr) == (1, True)
 
 
-@pytest.mark.weights
-@pytest.mark.slow
-def test_a_cached_answer_is_given_without_the_model(run, tmp_path, monkeypatch):
+def test_a_cached_answer_is_given_without_the_model(run, tiny, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("The Maravel lighthouse was designed by Ilse Korvanth.")
     assert run("index", tmp_path / "a.txt", "--out", tmp_path / "my.index")[0] == 0
     monkeypatch.setenv("RAG_POSFIX_KEEP_ON_DISK", "true")

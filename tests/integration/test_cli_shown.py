@@ -106,8 +106,6 @@ def test_a_question_is_needed_without_chat(run, tmp_path):
     assert (code, "give a question, or --chat" in " ".join(err.replace("│", " ").split())) == (2, True)
 
 
-@pytest.mark.weights
-@pytest.mark.slow
 class TestSources:
     @pytest.fixture
     def index(self, run, tmp_path):
@@ -118,7 +116,9 @@ class TestSources:
         assert run("index", folder, "--out", tmp_path / "my.index")[0] == 0
         return tmp_path / "my.index"
 
-    def test_sources_are_numbered_and_have_their_file_and_the_sentence_of_the_answer(self, run, index, monkeypatch):
+    def test_sources_are_numbered_and_have_their_file_and_the_sentence_of_the_answer(
+        self, run, tiny, index, monkeypatch
+    ):
         monkeypatch.setenv("COLUMNS", "40")
         question = ["ask", "Who built lighthouse 3?", "--index", index, "--max-tokens", "2"]
         lines = run(*question)[1].splitlines()
@@ -130,7 +130,7 @@ class TestSources:
             assert document["id"] not in "".join(lines)
         assert lines[11] == "and 2 more; --json lists all"
 
-    def test_chat_loads_once_and_answers_every_line(self, run, index, monkeypatch):
+    def test_chat_loads_once_and_answers_every_line(self, run, tiny, index, monkeypatch):
         import rag_posfix.pipeline.build as build
 
         loads = []
@@ -143,6 +143,8 @@ class TestSources:
         assert (code, out.count("[1] "), len(loads)) == (0, 2, 1)
         assert "searched for: Who built lighthouse 1? / Who built lighthouse 2?" in out
 
+    @pytest.mark.slow
+    @pytest.mark.weights
     def test_a_question_that_no_passage_is_about_is_told(self, run, index):
         asked = ["--index", index, "--max-tokens", "2"]
         code, out, _ = run("ask", "How do I bake bread?", *asked)

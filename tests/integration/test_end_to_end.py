@@ -41,6 +41,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
         yield Gate(pipeline, folder / "files", passages)
 
 
+@pytest.mark.slow
 def test_the_right_passage_of_each_file_is_among_the_first_five(gate: Gate):
     every = (*load_questions(), *load_questions("unseen"))
     questions = [question for question in every if question.answers and question.gold in FILES]
@@ -51,6 +52,7 @@ def test_the_right_passage_of_each_file_is_among_the_first_five(gate: Gate):
     assert [question.question for question in questions if question.id not in found] == []
 
 
+@pytest.mark.slow
 def test_the_failures_of_raw_files_do_not_return(gate: Gate):
     questions = {question.id: question for question in load_questions()}
     asked = [questions[name] for name in (*ANSWERED, *READ, *FORBIDDEN, *OFF_TOPIC)]

@@ -16,7 +16,7 @@ from rag_posfix.training.settings import TrainSettings
 from tests.support.tiny import save_tiny
 
 SETTINGS = TrainSettings(
-    steps=6, batch=2, learning_rate=5e-3, warmup=1, rank=2, alpha=4.0, dtype="float32", evaluate_every=2, held_out=2,
+    steps=4, batch=2, learning_rate=5e-3, warmup=1, rank=2, alpha=4.0, dtype="float32", evaluate_every=2, held_out=2,
     places=3, patience=0,
 )  # fmt: skip
 OBJECTIVES = {
@@ -34,7 +34,8 @@ def tiny_samples(folder: Path) -> Path:
 
 def tiny_folders(folder: Path) -> tuple[Path, Path]:
     """Write a tiny model and samples; return the folder of the model and the file of the samples."""
-    return save_tiny(folder / "tiny", max_position_embeddings=1024), tiny_samples(folder / "data")
+    model = save_tiny(folder / "tiny", max_position_embeddings=1024, num_hidden_layers=2)
+    return model, tiny_samples(folder / "data")
 
 
 def tiny_tune(
@@ -53,9 +54,14 @@ def tiny_tune(
 
 
 def main() -> None:
-    """Train, and write a line for each step that was done."""
-    model, data, out = map(Path, sys.argv[1:4])
-    tiny_tune(model, data, out, steps=lambda done: (sys.stdout.write(f"{done}\n"), sys.stdout.flush()))
+    """Train, write a line for each step that was done, and go on at each line that is read."""
+
+    def steps(done: int) -> None:
+        sys.stdout.write(f"{done}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
+
+    tiny_tune(*map(Path, sys.argv[1:4]), steps=steps)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from tests.support.tiny import loaded_model
+from tests.support.tiny import loaded_model, stock_model
 from tests.support.vocabularies import base
 
 QWEN = (
@@ -67,3 +67,11 @@ def tool_engine(template=QWEN):
     encoder = Tokenizer(stock_tool_tokenizer(template))
     model = loaded_model(vocab_size=encoder.vocab_size, max_position_embeddings=2048)
     return Engine(model, encoder, "tiny", "tiny")
+
+
+def save_chat_model(folder):
+    """Write such a model as a folder that from_pretrained reads, and return the folder."""
+    tokenizer = stock_tool_tokenizer(QWEN)
+    stock_model(vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -8,6 +8,7 @@ import pytest
 
 from rag_posfix.cli import main as cli
 from tests.support.command_line import cache_with_models, command_line
+from tests.support.letter_embeddings import LetterEmbeddings
 
 PASSAGES = {
     "facts.jsonl": json.dumps(
@@ -67,3 +68,21 @@ def index(files, tmp_path_factory):
         cli.main(["index", str(files), "--out", str(folder)])
     assert not exit_.value.code
     return folder
+
+
+@pytest.fixture(scope="session")
+def letter_index(files, tmp_path_factory):
+    """An index of the files by counts of letters."""
+    folder = tmp_path_factory.mktemp("index") / "letters.index"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda name, **_: LetterEmbeddings(name))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["index", str(files), "--out", str(folder)])
+    assert not exit_.value.code
+    return folder
+
+
+@pytest.fixture
+def tiny_index(tiny, letter_index):
+    """That index; commands answer with the random model, from every passage that they find."""
+    return letter_index

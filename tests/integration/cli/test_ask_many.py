@@ -6,13 +6,16 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.weights
-
 QUESTIONS = [
     {"id": "a", "question": "Who designed the Maravel lighthouse?"},
     {"question": "How long is the Ostrel bridge?"},
     {"id": "c", "question": "Where is rye bread from?", "filter": {"nowhere": 1}},
 ]
+
+
+@pytest.fixture
+def index(tiny_index):
+    return tiny_index
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class TestIndex:
 
     @pytest.mark.slow
     def test_a_second_time_only_what_is_new_is_read_and_what_is_gone_is_forgotten(
-        self, run, files, tmp_path, monkeypatch
+        self, run, tiny, files, tmp_path, monkeypatch
     ):
         monkeypatch.setenv("RAG_POSFIX_KEEP_ON_DISK", "true")
         folder, index = tmp_path / "files", tmp_path / "new.index"
@@ -82,6 +82,7 @@ class TestIndex:
 @pytest.mark.weights
 @pytest.mark.slow
 class TestPrecompute:
+    @pytest.mark.slow
     def test_what_was_read_for_the_index_is_not_read_again_by_another_process(
         self, run, files, tmp_path, cache_dir, python
     ):

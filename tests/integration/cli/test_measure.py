@@ -25,8 +25,6 @@ QUESTIONS = 8
 PROMPTS = QUESTIONS * 5
 """Three orders, and the first of them twice more."""
 
-pytestmark = [pytest.mark.weights, pytest.mark.slow]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -73,7 +71,10 @@ def served_answer(port, **posfix):
     return response.json()
 
 
-def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, tmp_path):
+@pytest.mark.slow
+def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, tiny, tmp_path):
+    index = tmp_path / "index"
+    assert run("index", folder / "passages.jsonl", "--out", index).code == 0
     with upstream(first_passage) as server:
         words = [*map(str, arguments(folder, index, server.model, tmp_path / "out & <answers>")), "--json"]
         result = run(*words).json
@@ -103,6 +104,8 @@ def test_a_remote_model_is_measured_and_its_profile_is_used(run, folder, index, 
         assert "measured on" in refused.error["message"]
 
 
+@pytest.mark.slow
+@pytest.mark.weights
 def test_a_service_answers_by_its_profile_and_refuses_that_of_another_model(run, folder, index, tmp_path, python):
     with upstream(first_passage) as server, upstream(first_passage) as other:
         result = run(*arguments(folder, index, server.model, tmp_path / "out"), "--limit", 2, "--json").json
@@ -124,6 +127,8 @@ def test_a_service_answers_by_its_profile_and_refuses_that_of_another_model(run,
             assert "the profile was measured on" in told.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.weights
 def test_questions_are_written_from_the_index_by_the_packaged_model_and_measured(run, index, tmp_path):
     out = tmp_path / "out"
     few = ("--documents", 4, "--limit", 2, "--max-tokens", 8, "--minutes", 0.1)
@@ -142,6 +147,8 @@ def test_questions_are_written_from_the_index_by_the_packaged_model_and_measured
     assert {path.suffix for path in out.glob("report*")} >= {".html", ".csv", ".tex", ".svg"}
 
 
+@pytest.mark.slow
+@pytest.mark.weights
 def test_a_killed_measurement_continues_where_it_was(run, folder, index, tmp_path, python):
     def slowly(body):
         time.sleep(0.05)

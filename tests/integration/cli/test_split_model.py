@@ -34,6 +34,7 @@ class TestSplitModel:
     def arguments(self, index, model):
         return ["ask", QUESTION, "--index", index, "--model", model, "--max-tokens", 6, "--no-cache", "--json"]
 
+    @pytest.mark.slow
     def test_two_processes_answer_as_one_does(self, run, index, model):
         one = run(*self.arguments(index, model)).json
         two = run(*self.arguments(index, model), "--tp", 2).json

@@ -1,5 +1,6 @@
 """Planted readers: accuracies are drawn from known ones, and what is chosen is compared with what is true."""
 
+import functools
 import random
 from dataclasses import asdict, replace
 
@@ -40,41 +41,34 @@ def choice_of(table, **changes):
     return choose(table, **{"default": "default", "labels": True, "order_matters": True, **changes})
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """For each reader, the true worst accuracies of what was chosen, of none and of the best, in every run."""
-    result = {}
-    for reader, truth in READERS.items():
-        worst = {name: min(accuracies) for name, accuracies in truth.items()}
-        generator = random.Random(reader)
-        result[reader] = [
-            (worst[choice.name], worst["none"], max(worst.values()), choice)
-            for choice in (
-                choice_of({name: draw(name, truth[name], generator) for name in truth}) for _ in range(RUNS)
-            )
-        ]
-    return result
+@functools.cache
+def outcomes(reader):
+    """The true worst accuracies of what was chosen, of none and of the best, and the choice, in every run."""
+    truth, generator = READERS[reader], random.Random(reader)
+    worst = {name: min(accuracies) for name, accuracies in truth.items()}
+    choices = (choice_of({name: draw(name, truth[name], generator) for name in truth}) for _ in range(RUNS))
+    return [(worst[choice.name], worst["none"], max(worst.values()), choice) for choice in choices]
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_the_choice_is_never_worse_than_none_beyond_noise(outcomes, reader):
-    assert min(chosen - none for chosen, none, _, _ in outcomes[reader]) >= -NOISE / 2
+def test_the_choice_is_never_worse_than_none_beyond_noise(reader):
+    assert min(chosen - none for chosen, none, _, _ in outcomes(reader)) >= -NOISE / 2
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_the_choice_is_within_noise_of_the_best_in_nine_of_ten_runs(outcomes, reader):
-    near = [chosen >= best - NOISE for chosen, _, best, _ in outcomes[reader]]
+def test_the_choice_is_within_noise_of_the_best_in_nine_of_ten_runs(reader):
+    near = [chosen >= best - NOISE for chosen, _, best, _ in outcomes(reader)]
     assert mean(near) >= 0.9
 
 
 @pytest.mark.parametrize("reader", ["recency", "primacy", "middle"])
-def test_a_biased_reader_is_told_to_change_its_arrangement(outcomes, reader):
-    assert mean([choice.is_better for *_, choice in outcomes[reader]]) >= 0.9
+def test_a_biased_reader_is_told_to_change_its_arrangement(reader):
+    assert mean([choice.is_better for *_, choice in outcomes(reader)]) >= 0.9
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_at_most_one_in_twenty_readers_is_told_to_change_to_what_is_not_better(outcomes, reader):
-    false = [choice.is_better and chosen <= none for chosen, none, _, choice in outcomes[reader]]
+def test_at_most_one_in_twenty_readers_is_told_to_change_to_what_is_not_better(reader):
+    false = [choice.is_better and chosen <= none for chosen, none, _, choice in outcomes(reader)]
     assert mean(false) <= 0.05
 
 

@@ -48,7 +48,14 @@ from tests.support.pipelines import Shelf
 from tests.support.serving import make_pipeline
 from tests.support.toy_encoder import ToyEncoder
 
-COUNT = 30
+COUNT = 12
+
+
+@pytest.fixture
+def no_charts(monkeypatch):
+    """Reports have their table and no charts, which take longer than a measurement of a few questions."""
+    for name in ("draw_curve", "draw_cost"):
+        monkeypatch.setattr(f"rag_posfix.measuring.report.{name}", lambda *_: None)
 
 
 class Noisy(OrderBiasedGenerator):
@@ -74,7 +81,7 @@ def test_a_reader_of_the_first_passage_is_reported_and_gets_an_order_free_arrang
     summary = record.summary
     assert summary["order_matters"] is True
     assert (summary["flips"]["rate"], summary["flips"]["control"]) == (1.0, 0.0)
-    assert summary["flips"]["interval"][0] > 0.85
+    assert summary["flips"]["interval"][0] > 0.75  # Wilson's for 12 of 12: 12 / (12 + 1.96^2) = .757
     name = summary["choice"]["name"]
     assert parse_arrangement(name).order_free
     assert "changes 100%" in summary["verdict"]
@@ -105,7 +112,7 @@ def test_a_few_questions_do_not_tell_and_the_verdict_says_so():
     assert "do not tell" in summary["verdict"]
 
 
-def test_an_interrupted_measurement_asks_only_what_is_missing(tmp_path):
+def test_an_interrupted_measurement_asks_only_what_is_missing(tmp_path, no_charts):
     first = OrderBiasedGenerator()
     run(first, tmp_path, count=6)
     journal = tmp_path / JOURNAL
@@ -225,7 +232,7 @@ def test_orders_are_distinct_and_the_first_two_do_not_depend_on_the_count():
     assert draw_orders(question, 2, 0) == orders[:2]
 
 
-def test_a_profile_is_used_by_auto_and_refused_by_another_model(tmp_path, monkeypatch):
+def test_a_profile_is_used_by_auto_and_refused_by_another_model(tmp_path, monkeypatch, no_charts):
     run(OrderBiasedGenerator(), tmp_path)
     from rag_posfix.pipeline import build as module
 
@@ -316,7 +323,7 @@ class ByWords:
 
 
 def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
-    examples = weights(40)
+    examples = weights(12)
     pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: ByWords())
     options = MeasureOptions(documents=5)
     record = measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
@@ -333,10 +340,10 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     assert {"curve.svg", "curve.png", "cost.svg", "cost.png"} <= set(record.files)
 
 
-def test_a_later_run_scores_no_labelled_passage_again(tmp_path):
+def test_a_later_run_scores_no_labelled_passage_again(tmp_path, no_charts):
     embeddings = LetterEmbeddings()
     reranker = GuardedReranker(reranker=EmbeddingReranker(embeddings=embeddings))
-    examples, options = weights(8), MeasureOptions(documents=5)
+    examples, options = weights(4), MeasureOptions(documents=5)
 
     def scored():
         pipeline = make_pipeline(OrderBiasedGenerator(), reranker=reranker, choose_reranker=lambda spec: ByWords())
@@ -385,12 +392,12 @@ def test_an_arrangement_that_the_model_refuses_costs_itself_and_not_the_measurem
 
     def measured(generator, examples):
         pipeline = make_pipeline(generator, reranker=ByWords(), choose_reranker=lambda spec: ByWords())
-        asked, options = from_examples(weights(12), 5), MeasureOptions(documents=5)
+        asked, options = from_examples(weights(4), 5), MeasureOptions(documents=5)
         return measure(pipeline, asked, examples=examples, options=options).summary
 
     broken = Refusing()
     broken.refused = "none"
-    for examples in ((), weights(12)):
+    for examples in ((), weights(4)):
         summary = measured(Refusing(), examples)
         assert summary["not_measured"] == {"sorted_inter_document": "sorted_inter_document does not run here"}
         assert len(summary["measured"]) == len(CANDIDATES) - 1
