@@ -49,10 +49,10 @@ def close(telemetry: Telemetry) -> None:
             provider.shutdown()  # type: ignore[attr-defined]
 
 
-def ask(telemetry: Telemetry) -> None:
+def ask(telemetry: Telemetry) -> str:
     generator = FakeGenerator(ToyEncoder())
     pipeline = Pipeline(generator, Assembler(ToyEncoder(), 8192), tracer=telemetry.question_tracer())
-    pipeline.ask(Question("Which river?", [Document(page_content="Rome lies on the Tiber.")]))
+    return pipeline.ask(Question("Which river?", [Document(page_content="Rome lies on the Tiber.")])).text
 
 
 def test_it_is_off_unless_it_is_configured():
@@ -173,8 +173,7 @@ def test_a_collector_that_is_down_costs_no_answer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")  # for this test; ten seconds otherwise
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     telemetry = open_telemetry(TelemetrySettings(enabled=True))
-    for _ in range(20):
-        ask(telemetry)
+    assert all(ask(telemetry) for _ in range(20))
     telemetry.flush(0.2)
     close(telemetry)
 
@@ -184,9 +183,9 @@ def test_an_exporter_that_does_not_give_up_is_waited_for_as_long_as_is_allowed()
         def force_flush(self, timeout_millis: int = 30_000) -> bool:
             return over.wait(600)
 
-    over, provider = threading.Event(), Hanging()
+    over, provider, before = threading.Event(), Hanging(), threading.enumerate()
     Telemetry(tracer_provider=provider, meter_provider=None).flush(0.05)
-    (left,) = [thread for thread in threading.enumerate() if thread.name == "rag-posfix-telemetry"]
+    (left,) = [thread for thread in threading.enumerate() if thread not in before]
     assert left.daemon, "the end of the process does not wait for it"
     over.set()
     left.join(60)
