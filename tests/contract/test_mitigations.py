@@ -28,8 +28,11 @@ INVARIANT = [name for name, cls in MITIGATIONS.items() if cls.order_invariant]
 RELEVANCE = (0.9, 0.2, 0.4, 0.3)
 FLOAT32 = 1e-5
 TOKENS = (5, 9, 11, 20)
-SHORT = {"passage_answers": {"answer_tokens": 3}}
-"""Parameters of methods that decode before they answer."""
+SHORTER = {"passage_answers": {"answer_tokens": 3}}
+"""Parameters of a method that writes a draft: each of its 24 tokens costs a pass over every row."""
+ORDERS = {"llama": tuple(itertools.permutations(range(4)))}
+A_FEW = ((1, 2, 3, 0), (2, 3, 0, 1), (3, 0, 1, 2), (3, 2, 1, 0), (1, 0, 3, 2))
+"""Each passage comes at each place, and each pair of passages in both orders."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def layout():
 
 def example(name, parameters=None):
     """Return the method with parameters; where it needs some and is given none, with those of its example."""
-    return create(name, {**MITIGATIONS.get(name).example, **(parameters or {})})
+    return create(name, {**SHORTER.get(name, {}), **MITIGATIONS.get(name).example, **(parameters or {})})
 
 
 def session(loaded, name, prompt=None, parameters=None, **changes):
@@ -100,10 +103,11 @@ def test_the_model_is_bit_identical_to_the_stock_one_after_an_exception(name, ll
 
 @pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INVARIANT])
 def test_every_order_of_four_passages_gives_the_same_log_probabilities(name, family):
+    """All 24 orders on one family; on the others, which differ in positions and norms, a few."""
     loaded = model_of(family)
-    base = session(loaded, name, parameters=SHORT.get(name)).next_log_probs()
-    for order in itertools.permutations(range(4)):
-        found = session(loaded, name, layout().select(order), SHORT.get(name)).next_log_probs()
+    base = session(loaded, name).next_log_probs()
+    for order in ORDERS.get(family, A_FEW):
+        found = session(loaded, name, layout().select(order)).next_log_probs()
         assert float((found - base).abs().max()) < FLOAT32, order
 
 
@@ -289,11 +293,11 @@ def test_threads_with_different_plans_do_not_disturb_each_other(llama):
     wrong: list[str] = []
 
     def work(name):
-        for _ in range(8):
+        for _ in range(4):
             if not torch.equal(session(llama, name).next_log_probs(), alone[name]):
                 wrong.append(name)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in METHODS * 2]
+    threads = [threading.Thread(target=work, args=(name,)) for name in METHODS]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -67,7 +67,7 @@ def test_none_answers_as_the_stock_generate_does(engine):
     ids=["float32", "auto"],
 )
 def test_shuffled_passages_give_the_same_probabilities_and_greedy_answer(request, fixture, question, orders, name):
-    """A few of the 24 orders of 4 short passages; the contract tests take all 24 on small models of every family.
+    """A few of the 24 orders of 4 short passages; the contract tests take all 24 on a small model.
 
     Each order is prefilled alone; the orders are decoded together.
     """
