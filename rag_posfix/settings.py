@@ -337,7 +337,9 @@ class ServiceSettings(CheckedSettings):
         shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
             running: time for load balancers to notice.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
-        read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
+        read_timeout_seconds: How long a client may take to send a request, its body included, before 408; and to read
+            any part of a response, before its connection is closed.
+        keep_alive_seconds: How long a connection without a request stays open: longer than proxies keep theirs.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
         max_documents: Maximum number of documents in a request.
         ungrounded: When the model answers without a passage. ``never``; ``chat``, if the request has no documents and
@@ -378,6 +380,7 @@ class ServiceSettings(CheckedSettings):
     shutdown_notice_seconds: float = Field(default=0.0, ge=0)
     max_header_bytes: int = Field(default=32 * 1024, ge=1024)
     read_timeout_seconds: float = Field(default=60.0, gt=0)
+    keep_alive_seconds: int = Field(default=75, ge=1)
     api_key: SecretStr | None = Field(default=None, min_length=1)
     quotas_without_redis: Literal["local", "reject"] = "local"
     allow_anonymous: bool = False
