@@ -331,7 +331,9 @@ class ServiceSettings(CheckedSettings):
         quotas_without_redis: What holds for keys with limits while Redis does not answer. With
             ``RAG_POSFIX_CACHE_REDIS_URL`` all processes count the requests of a key there; ``local`` lets each process
             count for itself meanwhile, ``reject`` answers 503.
-        allow_anonymous: Serve other machines without any API key; without it that is refused.
+        allow_anonymous: Serve other machines without any API key; without it that is refused, requests that a proxy
+            brings too.
+        require_key: Refuse every request without a key, also while no key exists.
         metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
         shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
@@ -384,6 +386,7 @@ class ServiceSettings(CheckedSettings):
     api_key: SecretStr | None = Field(default=None, min_length=1)
     quotas_without_redis: Literal["local", "reject"] = "local"
     allow_anonymous: bool = False
+    require_key: bool = False
     metrics_address: str | None = Field(default=None, pattern=r"^.+:\d{1,5}$")
     tls_cert: Path | None = None
     tls_key: Path | None = None

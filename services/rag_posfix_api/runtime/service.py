@@ -68,7 +68,9 @@ class Service:
         self._telemetry = telemetry
         self.limits = limits
         self.keys = KeyStore(limits.data_dir)
-        self.key_checker = KeyChecker(self.keys, limits.api_key)
+        self.key_checker = KeyChecker(
+            self.keys, limits.api_key, always=limits.require_key, open_to_proxies=limits.allow_anonymous
+        )
         url, lease = settings.cache.redis_url, limits.request_timeout_seconds + limits.read_timeout_seconds
         self.quotas = (
             Quotas() if url is None else SharedQuotas(url.get_secret_value(), limits.quotas_without_redis, lease)
