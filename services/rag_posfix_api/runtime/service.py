@@ -19,9 +19,9 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.filters import combine_filters
+from rag_posfix.contracts.filters import combine_filters, filter_key
 from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
-from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.request import MitigationChoice, Sampling, scoped_salt
 from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
@@ -123,9 +123,11 @@ class Service:
         return self._filtered(CALLER.get().filter)
 
     def _filtered(self, metadata_filter: Mapping[str, Any] | None) -> Pipeline:
-        pipeline, salt = self._served, CALLER.get().salt
+        pipeline, salt, key_filter = self._served, CALLER.get().salt, CALLER.get().filter
         if metadata_filter is not None:
             pipeline = pipeline.with_filter(metadata_filter)
+        if key_filter is not None:  # ``cached_tokens`` of a text that it sends would tell whether it is stored
+            salt = scoped_salt(salt, filter_key(key_filter))
         return pipeline.with_tenant(salt) if salt else pipeline
 
     @property
