@@ -342,7 +342,7 @@ class ServiceSettings(CheckedSettings):
         read_timeout_seconds: How long a client may take to send a request, its body included, before 408; and to read
             any part of a response, before its connection is closed.
         keep_alive_seconds: How long a connection without a request stays open: longer than proxies keep theirs.
-        max_body_bytes: Size limit of a request body; larger requests are refused with 413.
+        max_body_bytes: Size limit of a request body, and of the response to a search; beyond it is 413.
         max_documents: Maximum number of documents in a request.
         ungrounded: When the model answers without a passage. ``never``; ``chat``, if the request has no documents and
             there is no index to search, so that its messages are all there is; or ``request``, also if the request

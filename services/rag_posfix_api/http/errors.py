@@ -183,6 +183,12 @@ class TooManyDocumentsError(TooLargeError):
     kind = Kind(413, "too_many_documents")
 
 
+class ResponseTooLargeError(TooLargeError):
+    """A response would have too many bytes."""
+
+    kind = Kind(413, "response_too_large")
+
+
 class QuotaError(OverloadedError):
     """A key has reached a limit of its rate or its concurrency."""
 
