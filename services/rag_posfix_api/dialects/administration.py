@@ -78,10 +78,10 @@ async def live() -> Health:
 async def ready(service: ReadyService) -> Readiness:
     """Return that the model is loaded, and what fails nevertheless; otherwise 503 with the reason.
 
-    A vector store of another program is asked each time.
+    A vector store of another program is asked, at most once a second.
     """
     await service.check_stores()
-    await anyio.to_thread.run_sync(service.keys.table)
+    await service.key_checker.refresh()
     details = (
         service.reranker_health.describe_failing(),
         service.collections.failures.describe(),

@@ -123,7 +123,7 @@ class KeyChecker:
             OverloadedError: too many secrets are presented for the key.
         """
         scope = required_scope(method, path)
-        await self._refresh()
+        await self.refresh()
         if not self.required:
             if not self._open_to_proxies and any(name in headers for name in _PROXY_HEADERS):
                 raise UnauthorizedError(
@@ -180,7 +180,7 @@ class KeyChecker:
             key.filter,
         )
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         """Read a changed key file in a thread, once: 20,000 keys take a while."""
         if self._store.is_stale:
             async with self._one_reader:

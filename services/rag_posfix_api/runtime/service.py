@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -47,6 +47,7 @@ from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.indexes import ServedIndexes
 from rag_posfix_api.runtime.jobs import Jobs
 from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState, Progress
+from rag_posfix_api.runtime.shared_check import SharedCheck
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -102,6 +103,7 @@ class Service:
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
         self._model_name = ""
+        self._store_check = SharedCheck(self._check_stores, _CHECK_SECONDS, "the vector store")
         self.indexes = ServedIndexes(lambda: self._pipeline, limits.index_check_seconds)
         self.embedding_model_id = shown_model(settings.embedding_model)
         self._draining = False
@@ -254,16 +256,20 @@ class Service:
     async def check_stores(self) -> None:
         """Raise ``NotReadyError`` if a vector store, of questions or of collections, cannot be reached.
 
-        A retriever that has one says so by a method ``check``; all have ``_CHECK_SECONDS`` together.
+        A retriever that has one says so by a method ``check``; all have ``_CHECK_SECONDS`` together. One check runs at
+        a time, for all callers of a second.
         """
+        if self._stores():
+            await self._store_check.wait()
+
+    def _stores(self) -> list[Callable[[], object]]:
         checks = [getattr(holder, "check", None) for holder in (self._served.retriever, self.collections.external)]
+        return [check for check in checks if callable(check)]
+
+    def _check_stores(self) -> None:
         try:
-            with anyio.fail_after(_CHECK_SECONDS):
-                for check in checks:
-                    if callable(check):
-                        await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
-        except TimeoutError:
-            raise NotReadyError(f"the vector store does not answer within {_CHECK_SECONDS:g} seconds") from None
+            for check in self._stores():
+                check()
         except RagPosfixError as error:
             raise NotReadyError(str(error)) from error
 
