@@ -47,7 +47,7 @@ def test_a_search_response_is_bounded_and_the_error_names_a_k_that_fits(tmp_path
 def test_responses_that_nobody_reads_are_in_flight_and_bounded_for_each_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("rag_posfix_api.runtime.service._MAX_UNREAD", 2)
+    monkeypatch.setattr("rag_posfix_api.runtime.service.MAX_UNREAD", 2)
     query = b'{"query": "text", "k": 38}'
     lines = (f"POST {SEARCH} HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(query)}")
     with serving(pipeline_with_embeddings(), data_dir=tmp_path) as url, ExitStack() as stack:

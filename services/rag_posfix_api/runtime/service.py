@@ -58,7 +58,7 @@ _FLUSH_SECONDS = 2.0
 """How long the last spans may take to be sent when the service stops."""
 _CHECK_SECONDS = 5.0
 """How long the vector store may take to answer a readiness probe."""
-_MAX_UNREAD = 8
+MAX_UNREAD = 8
 """Largest responses of a tenant that wait for their clients to read them."""
 _TOKENS_PER_ANSWER = 8192
 """Tokens for each running answer, where the settings give no limit."""
@@ -81,7 +81,7 @@ class Service:
         )
         size = PassageSize(tokens=limits.collection_passage_tokens, overlap=limits.collection_overlap)
         folder = limits.data_dir / "collections"
-        self.unread = UnreadResponses(_MAX_UNREAD * limits.max_body_bytes)
+        self.unread = UnreadResponses(MAX_UNREAD * limits.max_body_bytes)
         self.collections = Collections(folder, limits.max_collections, limits.max_collection_documents, size)
         self.precomputing = PrecomputeJobs()
         self.reranker_health = RerankerHealth()

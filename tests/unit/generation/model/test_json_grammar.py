@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from enum import Enum
 from types import SimpleNamespace
 from typing import Literal
@@ -88,7 +89,7 @@ def test_an_object_has_no_properties_but_those_it_names_unless_it_says_so():
 def test_without_the_package_or_a_token_that_ends_it_says_what_to_do(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="no token that ends"):
         JsonGrammars(list, list, (), ()).begin(SCHEMA)
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"\.\[structured\]"):
         compile_schema(SCHEMA)
 
@@ -121,7 +122,7 @@ OPEN = {"type": "string"}
     ],
 )
 def test_a_schema_that_would_compile_for_seconds_is_refused(schema, told, monkeypatch):
-    monkeypatch.setattr(json_grammar, "_llguidance", lambda: SimpleNamespace(LLMatcher=None))  # nothing is compiled
+    monkeypatch.setitem(sys.modules, "llguidance", SimpleNamespace(LLMatcher=None))  # nothing is compiled
     with pytest.raises(ConfigError, match=told):
         compile_schema(json.dumps({"type": "object", **schema}))
 
