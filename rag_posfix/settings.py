@@ -309,12 +309,10 @@ class ServiceSettings(CheckedSettings):
     """Settings of the HTTP service, ``RAG_POSFIX_SERVICE_...``.
 
     Attributes:
-        served_model_name: Name of the model in responses; requests may use it or the model's own. None is the last
-            name of a folder, and the id of any other model.
+        served_model_name: Name of the model in responses and requests. None is the name of its folder, or its id.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
-            prompt.
+        max_concurrent: Maximum number of requests that share decode steps. Each takes memory for its prompt.
         max_queue: Maximum number of waiting requests; further ones that need the model are refused with 429.
         max_open: Maximum number of open requests, with cached answers too; further ones are refused with 429.
         max_tokens_in_flight: Maximum number of tokens, of prompts and longest answers, of the requests that share the
@@ -328,17 +326,17 @@ class ServiceSettings(CheckedSettings):
             ``rag-posfix keys`` are asked for; without any key the service listens on loopback only.
         tls_cert: File of the certificate for TLS, with those of its issuers, in PEM format; None serves without TLS.
         tls_key: File of its private key, in PEM format and without a passphrase.
-        quotas_without_redis: What holds for keys with limits while Redis does not answer. With
-            ``RAG_POSFIX_CACHE_REDIS_URL`` all processes count the requests of a key there; ``local`` lets each process
-            count for itself meanwhile, ``reject`` answers 503.
-        allow_anonymous: Serve other machines without any API key; without it that is refused.
+        quotas_without_redis: What holds for keys with limits while Redis, where all processes count the requests of a
+            key, does not answer: ``local`` lets each process count for itself, ``reject`` answers 503.
+        allow_anonymous: Serve other machines, also through a proxy, without any API key; without it that is refused.
+        require_key: Refuse every request without a key, also while no key exists.
         metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
-        shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
-            running: time for load balancers to notice.
+        shutdown_notice_seconds: How long 503 is answered at least after a signal to stop, for load balancers to notice.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
-        read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
-        max_body_bytes: Size limit of a request body; larger requests are refused with 413.
+        read_timeout_seconds: How long a client may take to send a request before 408, and may read no response at all.
+        keep_alive_seconds: How long a connection without a request stays open: longer than proxies keep theirs.
+        max_body_bytes: Size limit of a request body, and of the response to a search; beyond it is 413.
         max_documents: Maximum number of documents in a request.
         ungrounded: When the model answers without a passage. ``never``; ``chat``, if the request has no documents and
             there is no index to search, so that its messages are all there is; or ``request``, also if the request
@@ -378,9 +376,11 @@ class ServiceSettings(CheckedSettings):
     shutdown_notice_seconds: float = Field(default=0.0, ge=0)
     max_header_bytes: int = Field(default=32 * 1024, ge=1024)
     read_timeout_seconds: float = Field(default=60.0, gt=0)
+    keep_alive_seconds: int = Field(default=75, ge=1)
     api_key: SecretStr | None = Field(default=None, min_length=1)
     quotas_without_redis: Literal["local", "reject"] = "local"
     allow_anonymous: bool = False
+    require_key: bool = False
     metrics_address: str | None = Field(default=None, pattern=r"^.+:\d{1,5}$")
     tls_cert: Path | None = None
     tls_key: Path | None = None

@@ -72,7 +72,7 @@ def serve(
         run(settings, service=service, opens_page=open_page)
 
 
-keys = typer.Typer(help="Create, list and revoke API keys of the service.", no_args_is_help=True)
+keys = typer.Typer(help="Create, list, revoke and prune API keys.", no_args_is_help=True)
 
 DataDir = Annotated[
     Path | None,
@@ -126,7 +126,7 @@ def create(
 @keys.command("list")
 def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List all keys, with revoked ones and without secrets."""
-    entries = list(_store(data_dir).table().keys.values())
+    entries = list(_store(data_dir).read().keys.values())
 
     def show(_: dict[str, Any]) -> None:
         rows = table("id", "tenant", "name", "scopes", "requests/min", "at once", "filter", "created", "revoked")
@@ -149,6 +149,13 @@ def revoke(
     """Revoke a key for ever; running services reject it."""
     key = _store(data_dir).revoke(key_id)
     emit(key.to_dict(), as_json, lambda _: say(f"revoked key {key.id} of tenant {key.tenant}"))
+
+
+@keys.command("prune")
+def prune(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Remove revoked keys from the key file."""
+    removed = _store(data_dir).prune()
+    emit({"removed": removed}, as_json, lambda _: say(f"removed {removed} revoked keys"))
 
 
 def _store(data_dir: Path | None) -> KeyStore:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -297,13 +298,25 @@ def salted(salt: str) -> Iterator[None]:
         _SALT.reset(token)
 
 
-def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
-    """Return the tags by which one tenant drops its entries alone: no other salt gives the same ones.
+_SCOPE = re.compile(r"\|scope:[0-9a-f]{32}")
 
-    An empty salt has no tenant tags. ``tags`` drop entries over all salts.
+
+def scoped_salt(salt: str, scope: str) -> str:
+    """Return a tenant's salt for those who may read less than the tenant: they find what they stored alone.
+
+    The tenant drops their entries with its own: ``own_tags`` are those of ``salt``.
+    """
+    return f"{salt}|scope:{hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()}"
+
+
+def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
+    """Return the tags by which one tenant drops its entries alone, those of ``scoped_salt`` too.
+
+    No other tenant's salt gives the same ones. An empty salt has no tenant tags. ``tags`` drop entries over all salts.
     """
     if not salt:
         return ()
+    salt = _SCOPE.sub("", salt)
     return tuple(hashlib.blake2b(repr((salt, tag)).encode(), digest_size=16).hexdigest() for tag in tags)
 
 

@@ -43,8 +43,8 @@ def is_loopback(address: str) -> bool:
 
 
 def needs_key(service: ServiceSettings) -> bool:
-    """Return whether requests need a key: one is in the settings, or was ever created."""
-    return service.api_key is not None or KeyStore(service.data_dir).has_keys
+    """Return whether requests need a key: one is in the settings or was ever created, or the settings say so."""
+    return service.require_key or service.api_key is not None or KeyStore(service.data_dir).has_keys
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -194,6 +194,7 @@ def make_server(
         ws="none",
         ssl_certfile=service.tls_cert,
         ssl_keyfile=service.tls_key,
+        timeout_keep_alive=service.keep_alive_seconds,
         timeout_graceful_shutdown=service.shutdown_timeout_seconds,
     )
     return DrainingServer(

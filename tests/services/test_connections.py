@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import httpx2
 import pytest
 
 from rag_posfix.contracts.request import Chunk, GenerationRequest
+from rag_posfix_api.http.connection import MAX_QUEUED
 from rag_posfix_api.http.middleware import LOOPBACK_NAMES
 from tests.support.clock import Clock
 from tests.support.serving import (
@@ -90,6 +92,75 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         assert everything(connection).startswith(b"HTTP/1.1 408 ")
         server.config.http.read_seconds = 60.0
         assert in_flight(url) == 0
+
+
+LIVE = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def as_bytes(path: str, body: bytes, *lines: str) -> bytes:
+    """A POST with a JSON body."""
+    head = (
+        f"POST {path} HTTP/1.1",
+        "Host: a",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *lines,
+    )
+    return "\r\n".join((*head, "", "")).encode() + body
+
+
+def test_requests_sent_ahead_are_not_parsed_beyond_sixteen_and_all_are_answered_in_order():
+    generator = GatedGenerator()
+    with running(make_pipeline(generator)) as (url, server), connected(url) as connection:
+        question = json.dumps(chat(documents=[BRIDGE])).encode()
+        # The last bodies are line ends only, and some heads have more lines than a queue has requests.
+        many_lines = b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 40 + b"\r\n"
+        unknown = as_bytes("/unknown", b"\n" * 5000)
+        connection.sendall(as_bytes(CHAT, question) + LIVE * 200 + (many_lines + unknown) * 10)
+        assert generator.entered.wait(10)
+        (protocol,) = (each for each in server.server_state.connections if getattr(each, "pipeline", None))
+        for _ in range(3):  # the event loop has read what it reads by then
+            assert httpx2.get(url + "/livez").status_code == 200
+        assert len(protocol.pipeline) == MAX_QUEUED == 16
+        generator.gate.set()
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", everything(connection))
+        assert statuses == [b"200"] * 201 + [b"200", b"404"] * 10 + [b"200"]
+
+
+def test_a_key_in_a_trailer_is_no_key():
+    with serving(make_pipeline(), api_key="right") as url:
+        for name in ("X-Api-Key: right", "Authorization: Bearer right"):
+            with connected(url) as connection:
+                head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+                connection.sendall(f"{head}2\r\n{{}}\r\n0\r\n{name}\r\n\r\n".encode())
+                assert everything(connection).startswith(b"HTTP/1.1 401 ")
+
+
+def test_trailers_leave_the_key_of_the_head_as_it_is():
+    with serving(make_pipeline(), api_key="right") as url, connected(url) as connection:
+        body = json.dumps(chat(documents=[BRIDGE])).encode()
+        lines = f"POST {CHAT} HTTP/1.1", "Host: a", "X-Api-Key: right", "Content-Type: application/json"
+        head = "\r\n".join((*lines, "Connection: close", "Transfer-Encoding: chunked", "", "")).encode()
+        connection.sendall(
+            head + b"%x\r\n%b\r\n0\r\nX-Api-Key: wrong\r\nExpect: 100-continue\r\n\r\n" % (len(body), body)
+        )
+        assert everything(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_trailers_count_as_head_bytes():
+    with serving(make_pipeline(), max_header_bytes=2048) as url, connected(url) as connection:
+        connection.sendall(b"POST /livez HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+        connection.sendall(b"a: b\r\n" * 1000 + b"\r\n")
+        assert b"HTTP/1.1 431 " in everything(connection)
+
+
+def test_a_connection_without_a_request_stays_open_for_keep_alive_seconds():
+    with running(make_pipeline(), keep_alive_seconds=90) as (url, server), httpx2.Client() as client:
+        assert client.get(url + "/livez").status_code == 200
+        assert server.config.timeout_keep_alive == 90
+    with running(make_pipeline()) as (_, server):
+        assert server.config.timeout_keep_alive == 75
 
 
 def test_an_answer_may_take_longer_than_its_request():
@@ -189,6 +260,15 @@ def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkey
         assert generator.entered.wait(60)
         wait_until(lambda: in_flight(url) == 0)
         assert generator.closed.is_set()
+
+
+def test_a_client_that_reads_nothing_is_disconnected_long_before_the_time_limit():
+    generator = LargePieces()
+    with serving(make_pipeline(generator), read_timeout_seconds=0.3) as url, connected(url) as connection:
+        connection.sendall(as_bytes(CHAT, json.dumps(chat(stream=True)).encode()))
+        assert generator.entered.wait(10)
+        assert generator.closed.wait(10)
+        wait_until(lambda: in_flight(url) == 0)
 
 
 def test_a_step_that_outlasts_the_time_limit_ends_itself(monkeypatch: pytest.MonkeyPatch):

@@ -11,12 +11,15 @@ import pytest
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.request import Generation, GenerationRequest, own_tags
 from rag_posfix.errors import ConfigError, RetrievalError, VectorStoreError
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.command_line import command_line
 from tests.support.serving import BRIDGE, CHAT, CHAT_BODIES, HARBOUR, QUESTION, chat, client_for, make_pipeline
 from tests.support.tenants import Tenants, pipeline_with_embeddings
+from tests.support.toy_encoder import ToyEncoder
 
 PUBLIC = Document(id="bridge", page_content=BRIDGE, metadata={"acl": ["staff", "guests"], "year": 1911})
 SECRET = Document(id="harbour", page_content=HARBOUR, metadata={"acl": ["staff"], "year": 1963})
@@ -139,6 +142,29 @@ def test_answers_of_one_permission_set_are_never_given_to_another(tenants: Tenan
     again = tenants.client("acme", scopes=("read",), filter={"acl": {"$in": ["guests"]}})
     assert again.post(CHAT, json=body).json()["cached"] is True  # another key, the same permissions
     assert tenants.client("bolt", scopes=("read",), filter=GUESTS).post(CHAT, json=body).json()["cached"] is False
+
+
+def test_a_text_that_a_filtered_key_sends_is_compared_with_what_its_filter_stored_alone(tmp_path: Path):
+    """Keys and values of passages are found by the salt: ``cached_tokens`` would confirm a guess otherwise."""
+
+    class RecordingGenerator(FakeGenerator):
+        def generate(self, request: GenerationRequest) -> Generation:
+            salts.append(request.salt)
+            return super().generate(request)
+
+    salts: list[str] = []
+    tenants = Tenants(tmp_path, make_pipeline(RecordingGenerator(ToyEncoder())))
+    staff = {"acl": {"$in": ["staff"]}}
+    keys = [tenants.client("acme", scopes=("read",), filter=each) for each in (None, GUESTS, GUESTS, staff)]
+    for client in keys:
+        assert client.post(CHAT, json=chat(documents=[HARBOUR])).status_code == 200
+    tenant, guest, other_guest, other = salts
+    assert guest == other_guest
+    assert len({tenant, guest, other}) == 3
+    # Who deletes a document has no filter, and drops the entries of every filter of the tenant.
+    assert own_tags(tenant, ["a"]) == own_tags(guest, ["a"]) == own_tags(other, ["a"])
+    tenants.client("bolt", filter=GUESTS, scopes=("read",)).post(CHAT, json=chat(documents=[HARBOUR]))
+    assert own_tags(salts[-1], ["a"]) != own_tags(guest, ["a"])
 
 
 def test_collections_are_searched_and_asked_under_the_filter_of_the_key(tenants: Tenants):

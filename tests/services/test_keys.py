@@ -183,7 +183,7 @@ def test_a_key_file_that_cannot_be_read_lets_nobody_in(tmp_path: Path, caplog: p
         '{"format": "rag-posfix-keys", "version": 1}',
     ):
         (tmp_path / "keys.json").write_text(content)
-        assert status_of(client) == 401
+        assert status_of(client) == 503
         assert status_of(tenants.stranger()) == 401
     with pytest.raises(ConfigError, match="damaged or of another release"):
         tenants.keys.create("acme")

@@ -17,6 +17,7 @@ from torch import Tensor
 from rag_posfix.contracts.request import Generation, GenerationRequest, whole_answer
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, choose_together
 from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, forward_batches
 from rag_posfix.patching.forward_context import Observer
 
@@ -141,6 +142,9 @@ class RequestHandle:
     Args:
         check: Raises if the request was cancelled or timed out.
         released: Called once, when nothing more will be computed.
+
+    Attributes:
+        json_text: The JSON text that the answer is to be, if its schema is compiled already.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class RequestHandle:
         self._chunks: SimpleQueue[Chunk | Exception] = SimpleQueue()
         self._cancelled = False
         self._over = False
+        self.json_text: JsonText | None = None
         self.created = time.perf_counter()
 
     def next_chunk(self) -> Chunk:
@@ -217,7 +222,7 @@ class RunningRequest:
             self.session = engine.open(
                 request.layout, request.mitigation, request.sampling.max_tokens, request.salt, request.kv_position
             )
-        self.writer = AnswerWriter(engine.encoder, self.session, request, prompt)
+        self.writer = AnswerWriter(engine.encoder, self.session, request, prompt, handle.json_text)
 
     def accept(self, token: int, log_probs: Tensor) -> bool:
         """Deliver the text of a token that was chosen from ``log_probs``; return whether the answer goes on."""

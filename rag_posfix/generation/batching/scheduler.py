@@ -290,6 +290,9 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         self._worker.close(timeout_seconds)
 
     def _chunks(self, handle: RequestHandle) -> Iterator[Chunk]:
+        schema = handle.request.sampling.json_schema
+        if schema is not None:  # here, not in the thread of the model: what is compiled delays every answer
+            handle.json_text = self.engine.encoder.json_grammars.begin(schema)
         self._worker.submit(handle)
         try:
             while True:

@@ -25,6 +25,7 @@ from rag_posfix.contracts.request import (
 )
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import REPLACEMENT
@@ -282,6 +283,7 @@ class AnswerWriter:
     Args:
         session: Has just read the request's prompt.
         prompt: The tokens of the prompt with their log-probabilities, if requested.
+        json_text: The empty text of the request's JSON schema, if it is compiled already.
 
     Attributes:
         sampler: Chooses its tokens.
@@ -289,7 +291,12 @@ class AnswerWriter:
     """
 
     def __init__(
-        self, encoder: Tokenizer, session: Session, request: GenerationRequest, prompt: Sequence[ScoredToken] = ()
+        self,
+        encoder: Tokenizer,
+        session: Session,
+        request: GenerationRequest,
+        prompt: Sequence[ScoredToken] = (),
+        json_text: JsonText | None = None,
     ) -> None:
         self._encoder = encoder
         self._request = request
@@ -304,7 +311,7 @@ class AnswerWriter:
         self.sampler = Sampler(request.sampling)
         self._text = TextStream(encoder.decode_answer, request.sampling.stop)
         schema = request.sampling.json_schema
-        self._json = None if schema is None else encoder.json_grammars.begin(schema)
+        self._json = json_text if json_text or schema is None else encoder.json_grammars.begin(schema)
         self._ids: list[int] = []
         self._ends: list[int] = []
         self._scored: list[ScoredToken] = []

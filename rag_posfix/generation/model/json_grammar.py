@@ -6,15 +6,19 @@ the first schema. White space is one space after commas and colons: a small mode
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError, missing_extra
+from rag_posfix.generation.model.json_schema_size import check_size
 
 _LONGEST_TOKEN = 64
+_MAX_CHECKED = 64
 _SIGNS = '{}[]":,-0123456789'
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -23,15 +27,19 @@ def compile_schema(schema: str) -> str:
     """Return the grammar of a JSON schema.
 
     Raises:
-        ConfigError: llguidance is not installed, or the schema is wrong or has a part that cannot be enforced.
+        ConfigError: llguidance is not installed, or the schema is wrong, too large or has a part that cannot be
+            enforced.
     """
     matcher = _llguidance().LLMatcher
     try:
-        grammar: str = matcher.grammar_from_json_schema(
-            json.dumps(close_objects(json.loads(schema))), overrides=_LAYOUT
-        )
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the JSON schema cannot be enforced: {str(error) or 'it is nested too deep'}") from error
+    check_size(parsed, len(schema))
+    try:
+        grammar: str = matcher.grammar_from_json_schema(json.dumps(close_objects(parsed)), overrides=_LAYOUT)
         _, problems = matcher.validate_grammar_with_warnings(grammar)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems = [str(error)]
     if problems:
         raise ConfigError(f"the JSON schema cannot be enforced: {'; '.join(problems)}; leave that part out of it")
@@ -141,24 +149,37 @@ class JsonGrammars:
         self._control_ids, self._eos_ids = sorted({*control_ids, *eos_ids}), sorted(eos_ids)
         self._lock = threading.Lock()
         self._tokens: Any = None
+        self._checked: OrderedDict[bytes, Any] = OrderedDict()  # matchers by the hash of their schema
 
     def check(self, schema: str) -> None:
         """Raise what ``begin`` raises, without the tokenizer where the schema is wrong."""
-        compile_schema(schema)
-        self._read_tokens()
+        self._matcher(schema)
 
     def begin(self, schema: str) -> JsonText:
-        """Return an empty text that follows a JSON schema.
+        """Return an empty text that follows a JSON schema; the grammar of the last schemas is compiled once.
 
         Raises:
             ConfigError: as ``compile_schema``.
             UnsupportedModelError: the tokenizer has no token that ends an answer, or lacks a sign of JSON.
         """
+        return JsonText(self._matcher(schema).deep_copy())
+
+    def _matcher(self, schema: str) -> Any:
+        """Return the matcher of a schema at its beginning."""
+        name = hashlib.blake2b(schema.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            if name in self._checked:
+                self._checked.move_to_end(name)
+                return self._checked[name]
         grammar = compile_schema(schema)
         matcher = _llguidance().LLMatcher(self._read_tokens(), grammar)
         if matcher.is_error():
             raise ConfigError(f"the JSON schema cannot be enforced: {matcher.get_error()}")
-        return JsonText(matcher)
+        with self._lock:
+            self._checked[name] = matcher
+            if len(self._checked) > _MAX_CHECKED:
+                self._checked.popitem(last=False)
+        return matcher
 
     def _read_tokens(self) -> Any:
         with self._lock:

@@ -193,7 +193,8 @@ class DocumentFile:
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise IndexBusyError(f"{str(self.path)!r} is being written by another process; try again") from error
             if code in _CANNOT_WRITE:
-                raise (OSError if self.path.exists() else FileNotFoundError)(str(error)) from error
+                self.path.stat()  # FileNotFoundError: it was deleted; exists() would hide other errors
+                raise OSError(str(error)) from error
             raise self._damaged(str(error).splitlines()[0].partition(" with text ")[0]) from error  # of a document
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -31,7 +31,7 @@ from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.conversion import collection_file
 from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
 from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, split_documents
-from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError
+from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +87,12 @@ class CollectionFailures:
         self._failing: dict[tuple[str, Path], tuple[float, str]] = {}
 
     @contextmanager
-    def watch(self, action: str, folder: Path) -> Iterator[None]:
-        """Count a failure of the block, logged if it is the first in a row; success ends the row."""
+    def watch(self, action: str, folder: Path, *, lasting: bool = True) -> Iterator[None]:
+        """Count a failure of the block, logged if it is the first in a row; success ends the row.
+
+        Args:
+            lasting: Whether the collection fails until a success; else each failure is counted and logged alone.
+        """
         try:
             yield
         except (StorageError, RetrievalError) as error:
@@ -96,7 +100,8 @@ class CollectionFailures:
                 self.counts[action] += 1
                 is_first = (action, folder) not in self._failing
                 since = self._failing.get((action, folder), (self._clock(), ""))[0]
-                self._failing[action, folder] = since, type(error).__name__
+                if lasting:
+                    self._failing[action, folder] = since, type(error).__name__
             if is_first:
                 _log.error("collection %s: %s failed: %s", folder, action, error)
             raise
@@ -127,8 +132,8 @@ class CollectionFailures:
 
 
 @contextmanager
-def storage_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of writing below ``folder`` into those that a request reports."""
+def storage_errors(folder: Path, action: Literal["write", "read"] = "write") -> Iterator[None]:
+    """Turn errors of files below ``folder`` into those that a request reports."""
     try:
         yield
     except IndexBusyError as error:
@@ -136,12 +141,13 @@ def storage_errors(folder: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFoundError(f"there is no collection {folder.name!r}; create it first", param="name") from error
     except OSError as error:
-        raise StorageError(f"cannot write to {str(folder)!r}: {error.strerror or error}") from error
+        error_class = StorageError if action == "write" else UnreadableError
+        raise error_class(f"cannot {action} {str(folder)!r}: {error.strerror or error}") from error
 
 
 def existing_file(folder: Path) -> Path:
     """Return the file of the collection in ``folder``; NotFoundError if there is none."""
-    with storage_errors(folder):
+    with storage_errors(folder, "read"):
         path = collection_file(folder)
         if path is None:
             raise FileNotFoundError(folder)
@@ -368,7 +374,7 @@ class Collection:
 
     def _current(self) -> Passages:
         """Return the store with all committed changes."""
-        with self._lock, self._failures.watch("read", self.folder), storage_errors(self.folder):
+        with self._lock, self._failures.watch("read", self.folder), storage_errors(self.folder, "read"):
             path = existing_file(self.folder)  # has another name after the collection was created again
             if self._file is None or self._file.path != path:
                 file = DocumentFile(path)

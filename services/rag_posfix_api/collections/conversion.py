@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ from rag_posfix.retrieval.index.storage import read_index
 
 _log = logging.getLogger(__name__)
 _WAIT_SECONDS = 30.0
+_HEADER = "collection.json"
+_FILE = re.compile(r"documents-[^.]*\.sqlite")
 
 
 def collection_file(folder: Path) -> Path | None:
@@ -31,18 +35,41 @@ def collection_file(folder: Path) -> Path | None:
 
     Its name has an id that is new whenever a collection is created, so that a process that has the file open sees that
     the collection was deleted and created again.
+
+    Raises:
+        OSError: the folder cannot be listed; whether there is a collection is then unknown.
+        RetrievalError: there are several files, or the old files are damaged.
     """
-    header = folder / "collection.json"
-    if header.exists():
+    names = file_names(folder)
+    if _HEADER in names:
         with locked(folder, wait_seconds=_WAIT_SECONDS):
-            if header.exists():
-                _convert(folder, header)
-    return next(folder.glob("documents-*.sqlite"), None)
+            if _HEADER in file_names(folder):
+                _convert(folder, folder / _HEADER)
+        names = file_names(folder)
+    files = sorted(filter(_FILE.fullmatch, names))
+    if len(files) > 1:
+        raise RetrievalError(
+            f"collection {str(folder)!r} is damaged: it has {len(files)} files, {', '.join(files)}; move away those "
+            "that are copies"
+        )
+    return folder / files[0] if files else None
 
 
 def is_collection(folder: Path) -> bool:
-    """Return whether there is a collection in ``folder``, old or new."""
-    return (folder / "collection.json").exists() or next(folder.glob("documents-*.sqlite"), None) is not None
+    """Return whether there is a collection in ``folder``, old or new; a folder that cannot be listed counts as one."""
+    try:
+        return any(name == _HEADER or _FILE.fullmatch(name) for name in file_names(folder))
+    except OSError:
+        return True
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return the names in ``folder``, which need not exist. ``Path.glob`` and ``exists`` pass over other errors."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _convert(folder: Path, header: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +25,9 @@ from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.collection import Collection, CollectionFailures, existing_file, storage_errors
-from rag_posfix_api.collections.conversion import collection_file, is_collection
+from rag_posfix_api.collections.conversion import collection_file, file_names, is_collection
 from rag_posfix_api.collections.external import PassageStore
-from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, TooLargeError
+from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, StorageError, TooLargeError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -82,21 +82,18 @@ class Collections:
             TooLargeError: the tenant has too many collections.
         """
         folder, created_at = self._folder_of(tenant, name), int(time.time())
-        with self.failures.watch("write", folder), storage_errors(folder):
+        # A failure is its client's: there is no collection that fails from then on.
+        with self.failures.watch("write", folder, lasting=False), storage_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(folder.parent, wait_seconds=_WAIT_SECONDS), locked(folder, wait_seconds=_WAIT_SECONDS):
                 if collection_file(folder) is not None:
                     raise ConflictError(f"there is a collection {name!r}; choose another name", param="name")
                 if len(self._folders(tenant)) >= self._max_collections:
                     raise TooLargeError(f"there are {self._max_collections} collections, and no more are allowed")
-                folder.mkdir(exist_ok=True, mode=0o700)
                 facts = {"embedding": embedding_identity(embeddings), "created_at": created_at}
                 if self.external is not None:
                     facts["store"] = self.external.identity
-                path = folder / f"documents-{uuid.uuid4().hex}.sqlite"
-                DocumentFile.create(path, {**facts, "count": 0, "next_key": 0})
-                flush(folder.parent)
-                flush(folder.parent.parent)
+                _create(folder, {**facts, "count": 0, "next_key": 0})
         return CollectionInfo(name, created_at, 0)
 
     def of(self, tenant: str) -> list[CollectionInfo]:
@@ -163,7 +160,7 @@ class Collections:
         return documents
 
     def _info(self, folder: Path) -> CollectionInfo:
-        with self.failures.watch("read", folder), storage_errors(folder):
+        with self.failures.watch("read", folder), storage_errors(folder, "read"):
             file = DocumentFile(existing_file(folder))
             try:
                 facts = file.facts()
@@ -173,10 +170,10 @@ class Collections:
 
     def _folders(self, tenant: str) -> list[Path]:
         """Return the folders of a tenant's collections, sorted."""
-        with suppress(FileNotFoundError):
-            folders = sorted(self._tenant_folder(tenant).iterdir())
-            return [folder for folder in folders if _NAME.fullmatch(folder.name) and is_collection(folder)]
-        return []
+        folder = self._tenant_folder(tenant)
+        with storage_errors(folder, "read"):
+            names = sorted(filter(_NAME.fullmatch, file_names(folder)))
+        return [folder / name for name in names if is_collection(folder / name)]
 
     def _tenant_folder(self, tenant: str) -> Path:
         if tenant and _NAME.fullmatch(tenant) is None:
@@ -191,3 +188,24 @@ class Collections:
                 param="name",
             )
         return self._tenant_folder(tenant) / name
+
+
+def _create(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Make the folder and the file of a new collection; after an error there is neither."""
+    folder.mkdir(exist_ok=True, mode=0o700)
+    if names := sorted(name for name in file_names(folder) if not name.startswith(".")):
+        raise StorageError(
+            f"{str(folder)!r} has files and no collection ({names[0]} ...); restore its documents-*.sqlite, or move "
+            "the folder away"
+        )
+    path = folder / f"documents-{uuid.uuid4().hex}.sqlite"
+    try:
+        DocumentFile.create(path, facts)
+        flush(folder.parent)
+        flush(folder.parent.parent)
+    except BaseException:
+        with suppress(OSError):
+            for file in (path, path.with_name(f"{path.name}-journal")):
+                file.unlink(missing_ok=True)
+            folder.rmdir()
+        raise

@@ -48,7 +48,8 @@ class Readiness(Health):
 
     detail: str | None = Field(
         default=None,
-        description="What fails while questions are answered: a reranker, the files of collections, or a new index.",
+        description="What fails while questions are answered: a reranker, the files of collections, the key file, or "
+        "a new index.",
     )
 
 
@@ -77,12 +78,14 @@ async def live() -> Health:
 async def ready(service: ReadyService) -> Readiness:
     """Return that the model is loaded, and what fails nevertheless; otherwise 503 with the reason.
 
-    A vector store of another program is asked each time.
+    A vector store of another program is asked, at most once a second.
     """
     await service.check_stores()
+    await service.key_checker.refresh()
     details = (
         service.reranker_health.describe_failing(),
         service.collections.failures.describe(),
+        service.keys.describe_failing(),
         service.indexes.describe_failing(),
     )
     return Readiness(status="ready", detail="; ".join(filter(None, details)) or None)
@@ -299,7 +302,8 @@ class KeyList(BaseModel):
 @keys.get("/admin/keys", responses=OPENAI.responses(401, 403, 429, 500))
 async def list_keys(service: ServiceState) -> KeyList:
     """List the keys of all tenants, in the order of creation."""
-    return KeyList(keys=[KeyObject(**key.to_dict()) for key in service.keys.table().keys.values()])
+    table = await _changed(service.keys.read)
+    return KeyList(keys=[KeyObject(**key.to_dict()) for key in table.keys.values()])
 
 
 async def _changed(change: Callable[[], T]) -> T:

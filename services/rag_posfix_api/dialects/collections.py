@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,6 +15,7 @@ from fastapi import Path as PathParameter
 from langchain_core.documents import Document
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+from starlette.responses import Response
 
 from rag_posfix.contracts.filters import combine_filters
 from rag_posfix_api.collections.collection import MOST_METADATA, MOST_TEXT, metadata_size
@@ -30,8 +31,8 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError
-from rag_posfix_api.http.json_bodies import CleanRoute
+from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError, ResponseTooLargeError
+from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.http.logs import RequestLogFields
 from rag_posfix_api.runtime.precompute import PrecomputeState
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
@@ -258,16 +259,24 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
     return Deleted(id=document_id, deleted=True, pending=service.pipeline.pending_deletions or None)
 
 
-@router.post("/{name}/search", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
-async def search_collection(name: Name, body: SearchRequest, request: Request, service: ReadyService) -> SearchResults:
-    """Return the documents nearest to a query by embeddings, best first."""
+@router.post(
+    "/{name}/search",
+    response_model=SearchResults,
+    responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
+)
+async def search_collection(name: Name, body: SearchRequest, request: Request, service: ReadyService) -> Response:
+    """Return the documents nearest to a query by embeddings, best first; 413 if they are too many bytes."""
     if not body.query.strip():
         raise InvalidRequestError("query is empty; give at least one visible character", param="query")
     collection = service.collection(name)
     metadata_filter = combine_filters(CALLER.get().filter, body.filter)
-    hits = await _with_embeddings(service, request, lambda: collection.search(body.query, body.k, metadata_filter))
-    with_text = service.limits.source_text
-    return SearchResults(data=[_found_document(document, with_text=with_text) for document in hits])
+    limits = service.limits
+
+    def search() -> bytes:
+        hits = collection.search(body.query, body.k, metadata_filter)
+        return _encode_hits(hits, limits.max_body_bytes, with_text=limits.source_text)
+
+    return SafeJSONResponse(await _with_embeddings(service, request, search))
 
 
 @router.post(
@@ -307,6 +316,21 @@ def _document(document: NewDocument, index: int) -> Document:
         raise InvalidRequestError(f"documents[{index}].text is empty; give visible text", param="documents")
     title = {} if document.title is None else {"title": document.title}
     return Document(id=document.id, page_content=document.text, metadata=document.metadata | title)
+
+
+def _encode_hits(hits: Sequence[Document], max_bytes: int, *, with_text: bool) -> bytes:
+    """Return the response with the documents; raise for one of more than ``max_bytes`` before it is complete."""
+    encoded, size = [], 0
+    for document in hits:
+        encoded.append(encode_json(_found_document(document, with_text=with_text).model_dump()))
+        size += len(encoded[-1])
+        if size > max_bytes:
+            raise ResponseTooLargeError(
+                f"the first {len(encoded)} of {len(hits)} documents have {size} bytes, at most {max_bytes} are "
+                f"allowed; ask with k={max(len(encoded) - 1, 1)} or less, or store less metadata",
+                param="k",
+            )
+    return b'{"object":"list","data":[%b]}' % b",".join(encoded)
 
 
 def _found_document(document: Document, *, with_text: bool) -> FoundDocument:

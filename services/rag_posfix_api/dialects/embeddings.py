@@ -17,7 +17,7 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
+from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.http.logs import RequestLogFields
 from rag_posfix_api.runtime.service import ReadyService
 
@@ -87,7 +87,7 @@ async def create_embeddings(
     fields.documents = len(texts)
     embed = partial(_embed, service.pipeline, texts, body, service.embedding_model_id)
     content = await service.rerank.run(request.receive, embed, permit=True)
-    return Response(content, media_type="application/json")
+    return SafeJSONResponse(content)
 
 
 def _embed(pipeline: Pipeline, texts: Sequence[str], body: EmbeddingRequest, model: str) -> bytes:

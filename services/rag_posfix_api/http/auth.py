@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rag_posfix.errors import ConfigError, OverloadedError
-from rag_posfix_api.http.errors import ForbiddenError, UnauthorizedError
+from rag_posfix_api.http.errors import ForbiddenError, KeysUnavailableError, UnauthorizedError
 from rag_posfix_api.keys.store import SCOPES, ApiKey, KeyStore, digest, matches_scrypt, split_key
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SEARCH = re.compile(r"/v1/collections/[^/]*/search")
 
+_PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""What proxies add to the requests of others."""
 _MAX_WAITING_PER_KEY = 256
 _REJECTIONS_PER_SECOND = 50
 _MAX_PAUSE_SECONDS = 5.0
@@ -88,10 +90,18 @@ class KeyChecker:
     """Checks presented keys against the single key of the settings and the key file.
 
     A key is looked up each time: a revocation counts for the next request, in every process that reads the file.
+
+    Args:
+        always: Whether requests need a key although there is none.
+        open_to_proxies: Whether proxies may bring requests of others while there is no key.
     """
 
-    def __init__(self, store: KeyStore, single: SecretStr | None = None) -> None:
+    def __init__(
+        self, store: KeyStore, single: SecretStr | None = None, *, always: bool = False, open_to_proxies: bool = False
+    ) -> None:
         self._store = store
+        self._always, self._open_to_proxies = always, open_to_proxies
+        self._one_reader = anyio.Lock()
         self._single = None if single is None else _hash(single.get_secret_value().encode())
         # Digests that replace scrypt hashes, also where the key file cannot be written.
         self._renewed: dict[str, str] = {}
@@ -100,8 +110,8 @@ class KeyChecker:
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key: one is in the settings, or was ever created."""
-        return self._single is not None or self._store.has_keys
+        """Whether requests need a key: one is in the settings or was ever created, or the operator says so."""
+        return self._always or self._single is not None or self._store.has_keys
 
     async def allowed(self, method: str, path: str, headers: Headers, source: str = "") -> Caller:
         """Return the caller of a request that its key allows; ``source`` is as for ``caller``.
@@ -109,16 +119,25 @@ class KeyChecker:
         Raises:
             UnauthorizedError: the key is missing or wrong.
             ForbiddenError: the key lacks the scope of the request.
+            KeysUnavailableError: the key file cannot be read, and the key is not the one of the settings.
             OverloadedError: too many secrets are presented for the key.
         """
         scope = required_scope(method, path)
+        await self.refresh()
         if not self.required:
+            if not self._open_to_proxies and any(name in headers for name in _PROXY_HEADERS):
+                raise UnauthorizedError(
+                    "a proxy brought this request, and the service has no API key that others could need; create one "
+                    "on the server with: rag-posfix keys create TENANT, or set RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS"
+                )
             if scope in ANONYMOUS.scopes:
                 return ANONYMOUS
             raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
         presented = _read_key(headers)
         caller = None if presented is None else await self.caller(presented, source)
         if caller is None:
+            if presented is not None and self._store.describe_failing() is not None:
+                raise KeysUnavailableError("the API keys cannot be read now; try again later")
             problem = "missing" if presented is None else "wrong"
             raise UnauthorizedError(
                 f"the API key is {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
@@ -160,6 +179,13 @@ class KeyChecker:
             key.max_concurrent,
             key.filter,
         )
+
+    async def refresh(self) -> None:
+        """Read a changed key file in a thread, once: 20,000 keys take a while."""
+        if self._store.is_stale:
+            async with self._one_reader:
+                if self._store.is_stale:
+                    await anyio.to_thread.run_sync(self._store.table)
 
     def _valid(self, identity: str) -> ApiKey | None:
         key = self._store.table().keys.get(identity)

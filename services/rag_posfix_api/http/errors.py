@@ -183,6 +183,12 @@ class TooManyDocumentsError(TooLargeError):
     kind = Kind(413, "too_many_documents")
 
 
+class ResponseTooLargeError(TooLargeError):
+    """A response would have too many bytes."""
+
+    kind = Kind(413, "response_too_large")
+
+
 class QuotaError(OverloadedError):
     """A key has reached a limit of its rate or its concurrency."""
 
@@ -195,6 +201,12 @@ class StorageError(RagPosfixError):
     kind = Kind(500, "not_stored", SERVER, "the change could not be written and was not made" + _SEE_LOG)
 
 
+class UnreadableError(StorageError):
+    """A collection could not be read from the disk."""
+
+    kind = Kind(500, "not_read", SERVER, "the collection could not be read" + _SEE_LOG)
+
+
 class NotReadyError(RagPosfixError):
     """The model is not loaded yet, or could not be loaded."""
 
@@ -205,6 +217,12 @@ class QuotasUnavailableError(NotReadyError):
     """The limits of a key cannot be checked, and the operator wants such requests rejected."""
 
     kind = Kind(503, "quotas_unavailable", _UNAVAILABLE)
+
+
+class KeysUnavailableError(NotReadyError):
+    """The key file cannot be read, so that nobody knows who a key belongs to."""
+
+    kind = Kind(503, "keys_unavailable", _UNAVAILABLE)
 
 
 class StoppingError(NotReadyError):

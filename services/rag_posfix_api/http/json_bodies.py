@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Coroutine
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import orjson
@@ -17,9 +19,11 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from rag_posfix.errors import GenerationCancelled
+from rag_posfix.errors import GenerationCancelled, OverloadedError
 from rag_posfix.text import clean_text
+from rag_posfix_api.http.auth import CALLER
 from rag_posfix_api.http.errors import TooDeepError, TooManyEntriesError, TooManyValuesError, UnsupportedFeatureError
 
 MAX_VALUES: Final = 50_000
@@ -31,6 +35,8 @@ MAX_LIST: Final = 4096
 
 FILTER_FIELDS: Final = ("filter", "filters", "where", "acl")
 """Names that other programs give to filters."""
+
+_PIECE_BYTES = 64 * 1024
 
 _BRACKET = re.compile(rb"[\[{\]}]")
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -57,14 +63,56 @@ def typed_event(name: str, **fields: Any) -> bytes:
     return event({"type": name, **fields}, name)
 
 
+class UnreadResponses:
+    """Bytes of large responses that clients have not read yet, by tenant. For one event loop.
+
+    Args:
+        max_bytes: Of all such responses of a tenant together; a single one may be larger.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, tenant: str, size: int) -> Iterator[None]:
+        """Count a response while it is sent; OverloadedError if too many bytes of the tenant are unread."""
+        unread = self._bytes[tenant]
+        if unread and unread + size > self._max_bytes:
+            raise OverloadedError(f"{unread} bytes of earlier responses are not read yet; read them, then ask again")
+        self._bytes[tenant] += size
+        try:
+            yield
+        finally:
+            self._bytes[tenant] -= size
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]
+
+
 class SafeJSONResponse(Response):
-    """A JSON response encoded by ``encode_json``."""
+    """A JSON response encoded by ``encode_json``; bytes are encoded already.
+
+    A large one is sent as its client reads it. It counts as a request in flight, and for its tenant, until then.
+    """
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
-        return encode_json(content)
+        return content if isinstance(content, bytes) else encode_json(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        body = bytes(self.body)
+        if len(body) <= _PIECE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        service = scope["app"].state.service
+        with service.rerank.open(), service.unread.hold(CALLER.get().tenant, len(body)):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for start in range(0, len(body), _PIECE_BYTES):
+                stop = start + _PIECE_BYTES  # the next piece waits until the connection has sent this one
+                await send({"type": "http.response.body", "body": body[start:stop], "more_body": stop < len(body)})
 
 
 class CleanRoute(APIRoute):

@@ -4,8 +4,8 @@ A key is ``rpk_ID_SECRET``: 16 hexadecimal digits that name it, and 256 random b
 digest: BLAKE2b (RFC 7693) with the id as its key. 256 random bits cannot be guessed, so the digest may be fast.
 Earlier releases kept a scrypt hash, which is replaced at the next use of the key.
 
-The file is replaced atomically. Readers notice a replaced file by its inode, time and size, at every look. Writers, of
-several processes too, hold a lock file next to it.
+The file is replaced atomically. Readers notice a replaced file by its inode, time and size, at every look, and read a
+file again that could not be read. Writers, of several processes too, hold a lock file next to it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _VERSION_WITH_FILTERS: Final = 2
 """Releases that know no filters do not read this version: they would let the key read everything."""
 _WAIT_SECONDS = 10.0
 _SCRYPT_MEMORY_BYTES = 64 * 1024**2
+_UNREAD: Final = (-1, -1, -1)
+"""The identity of no file: what could not be read is read again at the next look."""
 
 
 class KeyFileError(ConfigError):
@@ -190,6 +192,7 @@ class KeyStore:
         self._seen: tuple[int, int, int] | None = None
         self._table = KeyTable()
         self._had_keys = False
+        self._failure: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -200,21 +203,44 @@ class KeyStore:
     def has_keys(self) -> bool:
         """Whether a key was ever created, as far as this process knows; revoked ones count."""
         self.table()
-        return self._had_keys
+        return self._had_keys or self._failure is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ``table`` would read the file, which takes a while with many keys."""
+        return _signature(self._file) != self._seen
+
+    def describe_failing(self) -> str | None:
+        """Return that the file cannot be read, without its name, or None if the last look read it."""
+        return None if self._failure is None else "the key file cannot be read, so that its keys are rejected"
 
     def table(self) -> KeyTable:
-        """Return the keys. A file that cannot be read holds none and is logged: its keys are then rejected."""
+        """Return the keys. A file that cannot be read holds none and is logged: its keys are rejected meanwhile."""
         signature = _signature(self._file)
         with self._lock:
             if signature != self._seen:
-                try:
-                    self._table = KeyTable() if signature is None else _read(self._file)
-                except ConfigError as error:
-                    _log.error("%s", error)
-                    self._table, self._had_keys = KeyTable(), True
-                self._had_keys = self._had_keys or bool(self._table.keys)
-                self._seen = signature
+                self._load(signature)
             return self._table
+
+    def read(self) -> KeyTable:
+        """Return the keys; KeyFileError if the file cannot be read."""
+        return KeyTable() if _signature(self._file) is None else _read(self._file)
+
+    def _load(self, signature: tuple[int, int, int] | None) -> None:
+        failure = None
+        try:
+            self._table = KeyTable() if signature is None else _read(self._file)
+        except ConfigError as error:
+            self._table, failure = KeyTable(), str(error)
+            if isinstance(error.__cause__, OSError):
+                signature = _UNREAD
+            else:  # damaged: it had keys, and is as damaged at the next look
+                self._had_keys = True
+            if failure != self._failure:
+                _log.error("%s", failure)
+        # A tenant has a salt even after its last key was pruned.
+        self._had_keys = self._had_keys or bool(self._table.keys or self._table.salts)
+        self._seen, self._failure = signature, failure
 
     def create(
         self,
@@ -269,6 +295,14 @@ class KeyStore:
                 self._write(KeyTable({**table.keys, identity: key}, table.salts))
         return key
 
+    def prune(self) -> int:
+        """Remove the revoked keys from the file, and return their number. Salts of tenants stay."""
+        with self._writing() as table:
+            valid = {identity: key for identity, key in table.keys.items() if key.revoked_at is None}
+            if len(valid) < len(table.keys):
+                self._write(KeyTable(valid, table.salts))
+        return len(table.keys) - len(valid)
+
     def renew(self, key: ApiKey, secret: str) -> None:
         """Replace the scrypt hash of a key by ``digest``, unless another process did."""
         with self._writing() as table:
@@ -288,7 +322,7 @@ class KeyStore:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = FileLock(self._file.with_suffix(".lock"))
             with lock.acquire(timeout=_WAIT_SECONDS):
-                yield KeyTable() if _signature(self._file) is None else _read(self._file)
+                yield self.read()
         except Timeout:
             raise KeyFileError(f"another process is changing {str(self._file)!r}; try again") from None
         except OSError as error:

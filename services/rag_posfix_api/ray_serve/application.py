@@ -22,8 +22,7 @@ from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError, missing_extra
 from rag_posfix.generation.remote.address import is_remote
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.http.auth import KeyChecker
-from rag_posfix_api.keys.store import KeyStore
+from rag_posfix_api.listener import needs_key
 from rag_posfix_api.ray_serve.replicas import GeneratorReplica, HeldPassages, ReplicaModel, ReplicatedGenerator
 from rag_posfix_api.ray_serve.routing import MAX_MARKS, QUEUE_WEIGHT
 
@@ -133,8 +132,7 @@ def make_application(options: ApplicationOptions, model_parts: ModelParts) -> An
     from rag_posfix_api.ray_serve.cluster import ReplicaGauges
 
     _, limits = _settings_of(options)
-    with_keys = KeyChecker(KeyStore(limits.data_dir), limits.api_key).required
-    if not (with_keys or options.allow_anonymous):
+    if not (needs_key(limits) or options.allow_anonymous):
         raise ConfigError(
             "there is no API key, and others may reach Ray's HTTP proxy; create one with: rag-posfix keys create "
             "TENANT (or set RAG_POSFIX_SERVICE_API_KEY), or set allow_anonymous"
@@ -190,6 +188,7 @@ def build_ingress(options: ApplicationOptions, model_parts: ModelParts, handle: 
         update={
             "max_concurrent": limits.max_concurrent * options.max_replicas,
             "max_queue": limits.max_queue * options.max_replicas,
+            "allow_anonymous": limits.allow_anonymous or options.allow_anonymous,
         }
     )
     return create_app(settings, build_pipeline(settings, generator=generator, follows_index=True), limits)

@@ -31,6 +31,12 @@ T = TypeVar("T")
 SERVER_SENT_EVENTS = "text/event-stream"
 READING_SECONDS = 5.0
 """How long after its time limit a client may take to read what was computed within it."""
+HEADERS_SECONDS = 1.0
+"""How long the head of a stream waits for the first piece: an error until then has its own status."""
+PULSE_SECONDS = 10.0
+"""Time between two pulses of a stream without a piece. Proxies end connections that are silent for 60 s or less."""
+_PULSES = {SERVER_SENT_EVENTS: b": waiting\n\n"}
+"""What a reader passes over: a comment; before a line of JSON a blank."""
 
 _FREE_THREADS = 8
 """Threads for requests that do not wait for the model: retrieval, assembly, cached answers."""
@@ -207,18 +213,25 @@ class AnswerStream(Response):
         self._renderer = renderer
         self._fields = fields
         self._record = record
+        self._pulse = _PULSES.get(media_type, b" ")
         self._chunks: Iterator[AnswerChunk] = iter(())
-        self._first: AnswerChunk | None = None
+        self._next: asyncio.Future[AnswerChunk | None] = asyncio.get_running_loop().create_future()
 
     async def open(self, start: Callable[[], Iterator[AnswerChunk]], receive: Receive) -> None:
-        """Compute the first piece of the iterator of ``start``. Until then an error is an ordinary HTTP error."""
+        """Begin to compute; return with the first piece of the iterator of ``start``, or after ``HEADERS_SECONDS``.
+
+        An error until then is an ordinary HTTP error; a later one ends the stream.
+        """
 
         async def first() -> AnswerChunk | None:
             self._chunks = await self._job.call(start)
-            return await self._next()
+            return await self._compute()
 
+        self._next = asyncio.ensure_future(first())
         try:
-            self._first = await self._job.cancel_on_disconnect(receive, first)
+            await self._job.cancel_on_disconnect(receive, lambda: asyncio.wait({self._next}, timeout=HEADERS_SECONDS))
+            if self._next.done():
+                self._next.result()
         except BaseException:
             await self._close()
             raise
@@ -248,30 +261,44 @@ class AnswerStream(Response):
         await deliver({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for event in self._renderer.opening(self._first):
-            yield event
-        chunk = self._first
+        opened = False
+        timeout: float | None = PULSE_SECONDS
         try:
-            while chunk is not None:
+            while True:
+                while not (await asyncio.wait({self._next}, timeout=timeout))[0]:
+                    yield self._pulse
+                chunk = self._next.result()
+                if not opened:
+                    opened = True
+                    for event in self._renderer.opening(chunk):
+                        yield event
+                if chunk is None:
+                    break
                 for event in self._renderer.piece(chunk):
                     yield event
                 if chunk.answer is not None:
                     self._record(chunk.answer)
-                chunk = await self._next()
+                    timeout = None  # a blank after the last line would be a line
+                self._next = asyncio.ensure_future(self._compute())
         except Exception as error:  # the status is sent; the client learns of it in the stream
             self._fields.error = kind_of(error).code
-            for event in self._renderer.failure(problem_of(error)):
+            opening = () if opened else self._renderer.opening(None)
+            for event in (*opening, *self._renderer.failure(problem_of(error))):
                 yield event
             return
         for event in self._renderer.closing():
             yield event
 
-    async def _next(self) -> AnswerChunk | None:
+    async def _compute(self) -> AnswerChunk | None:
         return await self._job.call(lambda: next(self._chunks, None))
 
     async def _close(self) -> None:
         try:
             with anyio.CancelScope(shield=True):
+                if not self._next.done():  # a step that was begun ends, and then the iterator may be closed
+                    await asyncio.wait({self._next})
+                if not self._next.cancelled():
+                    self._next.exception()  # else asyncio logs that nobody looked at it
                 await self._job.close(self._chunks)
         finally:
             self._on_close.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +19,9 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.filters import combine_filters
+from rag_posfix.contracts.filters import combine_filters, filter_key
 from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
-from rag_posfix.contracts.request import MitigationChoice, Sampling
+from rag_posfix.contracts.request import MitigationChoice, Sampling, scoped_salt
 from rag_posfix.contracts.retrieval import RerankerHealth
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
@@ -37,6 +37,7 @@ from rag_posfix_api.collections.external import open_passage_store
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.auth import CALLER, KeyChecker
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
+from rag_posfix_api.http.json_bodies import UnreadResponses
 from rag_posfix_api.http.logs import Identifiers, LogFields
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics, Statistics
 from rag_posfix_api.http.quotas import Quotas, SharedQuotas
@@ -46,6 +47,7 @@ from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
 from rag_posfix_api.runtime.indexes import ServedIndexes
 from rag_posfix_api.runtime.jobs import Jobs
 from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState, Progress
+from rag_posfix_api.runtime.shared_check import SharedCheck
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -56,6 +58,8 @@ _FLUSH_SECONDS = 2.0
 """How long the last spans may take to be sent when the service stops."""
 _CHECK_SECONDS = 5.0
 """How long the vector store may take to answer a readiness probe."""
+MAX_UNREAD = 8
+"""Largest responses of a tenant that wait for their clients to read them."""
 _TOKENS_PER_ANSWER = 8192
 """Tokens for each running answer, where the settings give no limit."""
 
@@ -68,13 +72,16 @@ class Service:
         self._telemetry = telemetry
         self.limits = limits
         self.keys = KeyStore(limits.data_dir)
-        self.key_checker = KeyChecker(self.keys, limits.api_key)
+        self.key_checker = KeyChecker(
+            self.keys, limits.api_key, always=limits.require_key, open_to_proxies=limits.allow_anonymous
+        )
         url, lease = settings.cache.redis_url, limits.request_timeout_seconds + limits.read_timeout_seconds
         self.quotas = (
             Quotas() if url is None else SharedQuotas(url.get_secret_value(), limits.quotas_without_redis, lease)
         )
         size = PassageSize(tokens=limits.collection_passage_tokens, overlap=limits.collection_overlap)
         folder = limits.data_dir / "collections"
+        self.unread = UnreadResponses(MAX_UNREAD * limits.max_body_bytes)
         self.collections = Collections(folder, limits.max_collections, limits.max_collection_documents, size)
         self.precomputing = PrecomputeJobs()
         self.reranker_health = RerankerHealth()
@@ -96,6 +103,7 @@ class Service:
         self._batching: BatchingGenerator | None = None
         self._generator: Generator | None = None
         self._model_name = ""
+        self._store_check = SharedCheck(self._check_stores, _CHECK_SECONDS, "the vector store")
         self.indexes = ServedIndexes(lambda: self._pipeline, limits.index_check_seconds)
         self.embedding_model_id = shown_model(settings.embedding_model)
         self._draining = False
@@ -121,9 +129,11 @@ class Service:
         return self._filtered(CALLER.get().filter)
 
     def _filtered(self, metadata_filter: Mapping[str, Any] | None) -> Pipeline:
-        pipeline, salt = self._served, CALLER.get().salt
+        pipeline, salt, key_filter = self._served, CALLER.get().salt, CALLER.get().filter
         if metadata_filter is not None:
             pipeline = pipeline.with_filter(metadata_filter)
+        if key_filter is not None:  # ``cached_tokens`` of a text that it sends would tell whether it is stored
+            salt = scoped_salt(salt, filter_key(key_filter))
         return pipeline.with_tenant(salt) if salt else pipeline
 
     @property
@@ -246,16 +256,20 @@ class Service:
     async def check_stores(self) -> None:
         """Raise ``NotReadyError`` if a vector store, of questions or of collections, cannot be reached.
 
-        A retriever that has one says so by a method ``check``; all have ``_CHECK_SECONDS`` together.
+        A retriever that has one says so by a method ``check``; all have ``_CHECK_SECONDS`` together. One check runs at
+        a time, for all callers of a second.
         """
+        if self._stores():
+            await self._store_check.wait()
+
+    def _stores(self) -> list[Callable[[], object]]:
         checks = [getattr(holder, "check", None) for holder in (self._served.retriever, self.collections.external)]
+        return [check for check in checks if callable(check)]
+
+    def _check_stores(self) -> None:
         try:
-            with anyio.fail_after(_CHECK_SECONDS):
-                for check in checks:
-                    if callable(check):
-                        await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
-        except TimeoutError:
-            raise NotReadyError(f"the vector store does not answer within {_CHECK_SECONDS:g} seconds") from None
+            for check in self._stores():
+                check()
         except RagPosfixError as error:
             raise NotReadyError(str(error)) from error
 

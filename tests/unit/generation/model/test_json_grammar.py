@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from enum import Enum
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -87,6 +89,58 @@ def test_an_object_has_no_properties_but_those_it_names_unless_it_says_so():
 def test_without_the_package_or_a_token_that_ends_it_says_what_to_do(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="no token that ends"):
         JsonGrammars(list, list, (), ()).begin(SCHEMA)
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"\.\[structured\]"):
         compile_schema(SCHEMA)
+
+
+NAMES = [f"p{number}" for number in range(1001)]
+OPEN = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"properties": dict.fromkeys(NAMES, OPEN)}, "1001 properties, at most 1000"),
+        # 2 * 500 names of two objects, and the two names "a" and "b".
+        ({"properties": {name: {"properties": dict.fromkeys(NAMES[:500], OPEN)} for name in "ab"}}, "1002 properties"),
+        ({"$defs": dict.fromkeys(NAMES, OPEN)}, "1001 properties"),
+        ({"enum": list(range(5001))}, "5001 values of enumerations, at most 5000"),
+        ({"const": "x" * 70_000}, "at most 65536"),
+        # 2 ** 9 = 512.
+        ({"allOf": [{"anyOf": [OPEN, {"type": "null"}]}] * 9}, "512 combinations of alternatives, at most 256"),
+        # 3 * 3 * 3 * 10 = 270: what is beside an allOf holds too, and a reference stands for its schema.
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/three"}] * 3,
+                "oneOf": [OPEN] * 10,
+                "$defs": {"three": {"anyOf": [OPEN] * 3}},
+            },
+            "270 combinations",
+        ),
+        ({"allOf": [{"anyOf": [OPEN] * 10}] * 300}, "over a million combinations"),
+    ],
+)
+def test_a_schema_that_would_compile_for_seconds_is_refused(schema, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", SimpleNamespace(LLMatcher=None))  # nothing is compiled
+    with pytest.raises(ConfigError, match=told):
+        compile_schema(json.dumps({"type": "object", **schema}))
+
+
+def test_a_schema_that_refers_to_itself_is_compiled():
+    tree = {"$ref": "#/$defs/tree", "$defs": {"tree": {"properties": {"left": {"$ref": "#/$defs/tree"}}}}}
+    assert compile_schema(json.dumps(tree))
+
+
+def test_a_schema_nested_beyond_the_stack_is_refused():
+    with pytest.raises(ConfigError, match="cannot be enforced"):
+        compile_schema('{"not":' * 100_000)
+
+
+def test_a_schema_that_was_checked_is_not_compiled_again(monkeypatch):
+    grammars = Tokenizer(stock_tokenizer(VOCABULARIES[0], "llama-3")).json_grammars
+    grammars.check(SCHEMA)
+    monkeypatch.setattr(json_grammar, "compile_schema", lambda schema: pytest.fail("it was compiled"))
+    first, second = grammars.begin(SCHEMA), grammars.begin(SCHEMA)
+    first.append(next(token for token, value in enumerate(first.allowed()) if value))
+    assert first.allowed() != second.allowed() == grammars.begin(SCHEMA).allowed()

@@ -40,6 +40,21 @@ class TestLeaving:
         engine.turns(3)
         assert engine.events == ["open a", "step a", "open b", "step ab", "step b", "step b"]
 
+    def test_a_schema_is_compiled_in_the_thread_of_its_caller_before_anything_runs(self, make):
+        engine, generator = make()
+        compiled = []
+
+        class Grammars:
+            def begin(self, schema):
+                compiled.append(threading.current_thread())
+                raise ConfigError(f"{schema} is too large")
+
+        engine.encoder.json_grammars = Grammars()
+        with pytest.raises(ConfigError, match="is too large"):
+            next(generator.stream(ask("a", json_schema="{}")))
+        assert compiled == [threading.current_thread()]
+        assert engine.events == []
+
     def test_closing_what_waits_takes_it_out_of_the_line(self, make, pool):
         engine, generator = make(max_running=1, by_turns=True)
         (first,) = start_all(pool, generator, [ask("a", 2)])
