@@ -332,9 +332,9 @@ class ServiceSettings(CheckedSettings):
         require_key: Refuse every request without a key, also while no key exists.
         metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
-        shutdown_notice_seconds: How long 503 is answered at least after a signal to stop, for load balancers to notice.
+        shutdown_notice_seconds: Least time of 503 after a signal to stop, for load balancers to notice.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
-        read_timeout_seconds: How long a client may take to send a request before 408, and may read no response at all.
+        read_timeout_seconds: How long a client may take to send a request before 408, or read nothing of a response.
         keep_alive_seconds: How long a connection without a request stays open: longer than proxies keep theirs.
         max_body_bytes: Size limit of a request body, and of the response to a search; beyond it is 413.
         max_documents: Maximum number of documents in a request.

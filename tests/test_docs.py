@@ -35,6 +35,7 @@ def stale(files):
     return [path.name for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
 
 
+@pytest.mark.slow
 def test_generated_pages_and_tables_are_current():
     assert stale(expected()) == [], "run make docs"
 

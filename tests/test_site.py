@@ -77,6 +77,7 @@ def test_make_docs_writes_the_generated_parts_and_builds_the_site():
     assert written < built
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_has_its_target(site):
     pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
     assert len(pages) > 50

@@ -13,6 +13,8 @@ from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
 from rag_posfix.integrations.langchain.content_blocks import document_block
 
+pytestmark = pytest.mark.slow
+
 LIGHTHOUSES = [
     Document(page_content=f"The {name} lighthouse was designed by {who} and first lit in {year}.", id=name.lower())
     for name, who, year in (

@@ -104,6 +104,7 @@ def assert_same(printed, record, out):
     assert len(written.rows) > 0
 
 
+@pytest.mark.slow
 def test_positions(run, data, settings, tmp_path):
     out = tmp_path / "out"
     options = ["--gold-positions", "0,2", "--documents", 3, "--max-tokens", 2, "--limit", 2]
@@ -119,6 +120,7 @@ def test_positions(run, data, settings, tmp_path):
     assert again.summary["reused"] == len(record.rows), "the command's journal is the function's"
 
 
+@pytest.mark.slow
 def test_permutations(run, data, settings, tmp_path):
     options = ["--orders", 3, "--documents", 3, "--max-tokens", 2, "--seed", 5]
     printed = run("eval", "permutations", "--data", data, *METHODS, *options, "--out", tmp_path / "out")
@@ -152,6 +154,7 @@ def test_reranking_positions(run, data, settings, tmp_path):
     assert_same(printed, record, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_speed(run, settings, tmp_path):
     options = ["--documents", 2, "--tokens", 20, "--repeats", 1, "--new-tokens", 1, "--no-warm"]
     printed = run("bench", *METHODS, *options, "--out", tmp_path / "out")
@@ -161,6 +164,7 @@ def test_speed(run, settings, tmp_path):
     assert_same(printed, record, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_probes(run, data, settings, tmp_path):
     printed = run("probe", "slot-attention", "--data", data, "--documents", 3, "--out", tmp_path / "slots")
     record = probe_slot_attention(open_subject(settings).engine, data, documents=3)

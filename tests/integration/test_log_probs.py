@@ -68,6 +68,7 @@ def test_a_prompt_is_scored_as_by_a_plain_forward(float32_engine: Engine, client
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (len(ids), 1)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_chat_answer_are_scored_plain_streamed_and_from_the_cache(
     float32_engine: Engine, client: openai.OpenAI
 ):

@@ -22,6 +22,7 @@ def run(capsysbinary):
 
 @pytest.mark.weights
 class TestProbeSlotAttention:
+    @pytest.mark.slow
     def test_the_profile_that_it_writes_is_read_by_the_method(self, run, tmp_path):
         code, out, _ = run(
             "probe",
@@ -48,6 +49,7 @@ class TestProbeSlotAttention:
         order = create_order(order_with_values(f"profile:file={found['profile']}"))
         assert order.slots == tuple(found["slots"])
 
+    @pytest.mark.slow
     def test_without_json_it_is_a_table(self, run, tmp_path):
         code, out, _ = run(
             "probe", "slot-attention", "--data", write_capitals(tmp_path), "--documents", "2", "--limit", "1",

@@ -91,6 +91,7 @@ def test_entries_of_megabytes_are_sent_and_fetched_two_at_a_time(tier, redis_ser
     assert updates_of_the_index(redis_server) == 3 + 3
 
 
+@pytest.mark.slow
 def test_two_processes_share_entries(tier, redis_server):
     script = """
         import sys

@@ -118,6 +118,7 @@ def hold_prompts(monkeypatch: pytest.MonkeyPatch, pipeline: Pipeline) -> threadi
     return begin
 
 
+@pytest.mark.slow
 def test_eight_streams_at_a_time_say_what_they_say_one_by_one(
     pipeline: Pipeline, together: list[int], monkeypatch: pytest.MonkeyPatch
 ):

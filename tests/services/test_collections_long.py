@@ -144,6 +144,7 @@ def test_others_embed_between_two_documents_that_are_split(tmp_path: Path):
     assert len(ways) == 3 + 1  # before each document, and before the one step of embedding
 
 
+@pytest.mark.slow
 def test_2_mb_of_documents_are_split_embedded_and_written_in_28_mb(tmp_path: Path):
     text = " ".join(f"Bridge {number} was built." for number in range(40_000))
     documents = [Document(text.replace("built", f"built {number}"), id=str(number)) for number in range(2)]

@@ -83,6 +83,7 @@ def test_no_step_begins_after_the_client_left(stream: bool, monkeypatch: pytest.
 
 @pytest.mark.weights
 @pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.slow
 def test_the_decode_loop_of_real_weights_ends(engine: Engine, together: int):
     pipeline = Pipeline(engine, Assembler(engine.encoder, engine.context_window))
     lines = {

@@ -28,6 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
 
 
 @pytest.mark.parametrize("name", COSTLY)
+@pytest.mark.slow
 def test_8_mb_in_any_field_cost_100_mb_and_a_second_at_most(name: str, served: tuple[str, int]) -> None:
     text = long_text(name, 8_000_000)
     costs = [

@@ -48,11 +48,13 @@ def test_an_address_that_is_not_ours_is_told():
         bind("no host", 0)
 
 
+@pytest.mark.slow
 def test_the_service_is_imported_without_torch():
     """An ingress of Ray Serve never needs it, and wrong settings are told before that import."""
     assert run_python("import sys, rag_posfix_api.server; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.slow
 def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
     """In a process of its own: signals, stderr and exit code are those of a user's terminal."""
     process = subprocess.Popen(
@@ -84,6 +86,7 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
     assert [message for message in messages if message != "request"] == [f"ready: http://127.0.0.1:{port}/", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_service_whose_embeddings_cannot_be_loaded_ends_with_1(tmp_path: Path):
     """Until a supervisor sees the end of the process, it would go on as not ready."""
     command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--port", "0"]

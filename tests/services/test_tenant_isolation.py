@@ -259,6 +259,7 @@ def test_keys_and_values_are_tagged_for_their_tenant():
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 def test_the_keys_and_values_of_passages_tell_nothing(engine: Any, tmp_path: Path):
     """``cached_tokens`` of a real model: the victim's passages are warm for the victim alone, precomputed or asked."""
     store = PassageStore([MemoryTier(1 << 28)])

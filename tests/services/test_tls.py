@@ -34,6 +34,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_the_flags_serve_over_tls(tmp_path: Path):
     cert, key = make_certificate(tmp_path)
     flags = ["serve", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)]

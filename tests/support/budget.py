@@ -12,7 +12,7 @@ LIMIT_SECONDS = 2.0
 LOOP_SECONDS = 0.1
 """What ``loop`` takes on an idle core of the machines that the limit was chosen on."""
 LARGE_PACKAGES = {"torch", "transformers.modeling_utils", "sentence_transformers", "fastapi", "matplotlib.pyplot"}
-"""The first test of a process that imports them pays for all later ones."""
+"""The first test of a process that imports them pays for all later ones, as the first of hypothesis for its tables."""
 
 
 def processor_seconds() -> float:
@@ -32,11 +32,12 @@ def loop() -> float:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Fail an unmarked test that uses more; its fixtures are not counted."""
+    is_judged = item.get_closest_marker("slow") is None and item.get_closest_marker("hypothesis") is None
     imported = LARGE_PACKAGES & sys.modules.keys()
     start = processor_seconds()
     yield
     used = processor_seconds() - start
-    if used <= LIMIT_SECONDS or item.get_closest_marker("slow") or imported != LARGE_PACKAGES & sys.modules.keys():
+    if not is_judged or used <= LIMIT_SECONDS or imported != LARGE_PACKAGES & sys.modules.keys():
         return
     used /= max(1.0, loop() / LOOP_SECONDS)
     if used > LIMIT_SECONDS:

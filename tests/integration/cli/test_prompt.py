@@ -8,6 +8,7 @@ QUESTION = "Who designed the Maravel lighthouse?"
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 def test_the_prompt_is_printed_with_counts_and_a_template(run, index, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text("Read.\n\n{{ passages }}\nQ: {{ question }}\nA:", encoding="utf-8")

@@ -112,6 +112,7 @@ def test_the_cost_of_messages_in_a_row_grows_with_their_length():
     assert time.process_time() - started < 5  # 42 s with texts that are joined one by one
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_conversation_grows_with_its_length_and_not_with_its_square():
     def seconds(pairs: int) -> float:
         turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * pairs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.engines import documents_of, main, orders_of
 from tests.support.upstream import Reply, as_json, first_passage, judging, upstream
 
@@ -29,6 +31,7 @@ def test_orders_differ_and_are_all_where_there_are_few():
     assert (len(ids), len({tuple(each) for each in ids})) == (23, 23)
 
 
+@pytest.mark.slow
 def test_answers_of_the_plain_prompt_change_and_those_of_the_judged_do_not(tmp_path):
     with upstream(server) as running:
         arguments = ["--documents", "4", "--tokens", "20", "--questions", "20", "--concurrent", "2", "--best", "2"]

@@ -34,6 +34,7 @@ def test_ratios_are_to_the_stock_runs_before_and_after(monkeypatch):
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 def test_stored_passages_are_read_again_in_another_order(tmp_path, capsys):
     words = ["--documents", "4", "--tokens", "60", "--rounds", "1", "--new-tokens", "4", "--out", str(tmp_path)]
     names = ("none", "default", "yes_no:top_n=2/original/sorted_inter_document")

@@ -52,6 +52,7 @@ def test_requests_together_take_one_read_and_one_upload_whatever_their_number(en
     assert +found.counts == {"tolist": STEPS, "tensor from a list": STEPS}
 
 
+@pytest.mark.slow
 def test_reading_a_prompt_waits_no_more_often_in_a_deeper_model():
     """What waits once per layer keeps the device idle between the layers."""
     engines = [

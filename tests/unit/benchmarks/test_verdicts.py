@@ -138,6 +138,7 @@ def test_the_table_of_unseen_questions_names_what_was_chosen_and_how_often():
 
 
 @pytest.mark.parametrize("record", ["positions-qwen15-litm-10", "positions-qwen15-litm-20"], ids=["name", "file"])
+@pytest.mark.slow
 def test_a_large_reader_has_its_own_default_however_its_weights_were_named(record, tmp_path):
     main(["--out", str(tmp_path / "verdicts.json"), f"kept={record}"])
     kept = read_head(tmp_path / "verdicts.json")["summary"]["kept"]

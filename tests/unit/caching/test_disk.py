@@ -224,6 +224,7 @@ def write_many(folder, number):
         return tier.stats().errors, tier.stats().corrupt
 
 
+@pytest.mark.slow
 def test_two_processes_share_it(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert pool.starmap(write_many, [(tmp_path, 0), (tmp_path, 1)]) == [(0, 0), (0, 0)]

@@ -42,6 +42,7 @@ def test_many_questions_read_passages_of_the_store(run, tmp_path):
     assert BRIDGE in json.loads((tmp_path / "a.jsonl").read_text())["answer"]
 
 
+@pytest.mark.slow
 def test_measure_asks_with_passages_of_the_store_and_records_no_options_of_it(run, tmp_path):
     (tmp_path / "log.txt").write_text(f"{QUESTION}\nWhen did the harbour freeze?\n")
     store = ("--retriever", "shelf:key=hunter2")
