@@ -21,6 +21,24 @@ def environment_with(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+_PIP_VARIABLES = frozenset(
+    {
+        "PATH", "HOME", "LANG", "TMPDIR", "TEMP", "TMP", "NETRC", "SYSTEMROOT", "USERPROFILE", "APPDATA",
+        "LOCALAPPDATA", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    }
+)  # fmt: skip
+
+
+def environment_of_pip() -> dict[str, str]:
+    """Return the variables of this process that pip reads: index, proxies, certificates. None is an API key."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper() in _PIP_VARIABLES or name.startswith(("PIP_", "XDG_", "LC_"))
+    }
+
+
 def limit_openmp_spinning() -> None:
     """Limit the spinning of OpenMP threads that wait for each other. Must be called before torch is imported.
 
