@@ -29,8 +29,7 @@ class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
             try:
                 super().__init__(**values)
             except SettingsError as error:  # its message names the field
-                field = re.search(r'field "(\w+)"', str(error))
-                name = field[1] if field else "..."
+                name = (re.search(r'field "(\w+)"', str(error)) or ("", "..."))[1]
                 value = shown(os.environ.get(f"{self.model_config['env_prefix']}{name}".upper()))
                 raise ConfigError(f"{self.describe_value({})((name,), value)} must be JSON: {error}") from error
 
@@ -313,8 +312,7 @@ class ServiceSettings(CheckedSettings):
             name of a folder, and the id of any other model.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        max_concurrent: Maximum number of requests that share the decode steps of the model. Each takes memory for its
-            prompt.
+        max_concurrent: Maximum number of requests that share the decode steps; each takes memory for its prompt.
         max_queue: Maximum number of waiting requests; further ones that need the model are refused with 429.
         max_open: Maximum number of open requests, with cached answers too; further ones are refused with 429.
         max_tokens_in_flight: Maximum number of tokens, of prompts and longest answers, of the requests that share the
@@ -334,8 +332,8 @@ class ServiceSettings(CheckedSettings):
         allow_anonymous: Serve other machines without any API key; without it that is refused.
         metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
-        shutdown_notice_seconds: How long the service answers with 503 after a signal to stop, even if no request is
-            running: time for load balancers to notice.
+        shutdown_notice_seconds: Shortest time of 503 after a signal to stop, for load balancers to notice.
+        cors_origins: Origins of web pages that may call the service, as a JSON list: ``["https://a.example"]``.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
         read_timeout_seconds: How long a client may take to send a request, its body included, before 408.
         max_body_bytes: Size limit of a request body; larger requests are refused with 413.
@@ -382,6 +380,7 @@ class ServiceSettings(CheckedSettings):
     quotas_without_redis: Literal["local", "reject"] = "local"
     allow_anonymous: bool = False
     metrics_address: str | None = Field(default=None, pattern=r"^.+:\d{1,5}$")
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s*]+$")], ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)

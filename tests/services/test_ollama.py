@@ -51,6 +51,13 @@ def test_the_client_gets_a_whole_answer(client: ollama.Client):
     assert response.total_duration is not None
 
 
+@pytest.mark.parametrize("option", [{"repeat_penalty": 1.1}, {"min_p": 0.1}, {"frequency_penalty": 0.5}])
+def test_an_option_that_would_change_the_answer_and_has_no_effect_here_is_refused_by_name(url: str, option: dict):
+    response = post(url, options=option)
+    assert response.status_code == 400
+    assert f"options.{next(iter(option))} is not supported here" in response.json()["error"]
+
+
 def test_the_client_streams(client: ollama.Client):
     chunks = list(client.chat(model="fake", messages=MESSAGES, stream=True))
     assert "".join(chunk.message.content or "" for chunk in chunks) == ANSWER

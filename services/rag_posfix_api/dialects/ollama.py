@@ -43,9 +43,9 @@ from rag_posfix_api.runtime.service import ReadyService, Service, package_versio
 
 
 class OllamaOptions(RequestModel):
-    """Sampling parameters. Other options of Ollama have no effect here."""
+    """Sampling parameters. Options that would change the answer otherwise are refused; others have no effect here."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     temperature: Temperature = None
     top_p: TopP = None
@@ -260,6 +260,7 @@ def _question(body: _OllamaRequest, service: Service, messages: Sequence[ChatMes
     service.check_model(body.model.removesuffix(":latest"))
     reject_fields(body.model_extra, _UNSUPPORTED)
     options = body.options or OllamaOptions()
+    reject_fields(options.model_extra, {"presence_penalty": (None, 0), "frequency_penalty": (None, 0)}, "options.")
     return build_question(
         service,
         messages,

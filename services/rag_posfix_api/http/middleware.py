@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from starlette._utils import get_route_path  # what routes are chosen by: behind
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rag_posfix.errors import RagPosfixError
@@ -252,6 +252,32 @@ class ApiKeyAuth:
             CALLER.reset(token)
             for release in releases:
                 await release()
+
+
+class HeadRequests:
+    """ASGI middleware that answers HEAD as GET, without the body, where a route takes GET."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        as_get = {**scope, "method": "GET"}
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "HEAD"
+            or not any(route.matches(as_get)[0] is Match.FULL for route in self._routes)
+        ):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            scope["method"] = "HEAD"  # servers then leave out the body
+            await send(message)
+
+        scope["method"] = "GET"
+        await self._app(scope, receive, send_head)
 
 
 class BodyLimit:
