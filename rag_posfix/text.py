@@ -56,6 +56,14 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text.replace("\r\n", "\n"))
 
 
+def hide_passwords(text: str) -> str:
+    """Return a text with ``...`` in place of the user and password of each URL.
+
+    A password may hold slashes, so that ``...`` also takes the place of a port before a path with ``@``.
+    """
+    return re.sub(r"//(?:[^/:,]*:(?:(?!,\w+://).)*|[^/]*)@", "//...@", text, flags=re.DOTALL)
+
+
 def single_spaced(text: str) -> str:
     """Return ``text`` with each run of white space as one space, and none around it. A long text is split in parts."""
     parts: list[str] = []

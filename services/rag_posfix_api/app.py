@@ -127,7 +127,8 @@ def create_app(
         for router in routers:
             app.include_router(router)
     install_handlers(app, error_form)
-    app.add_middleware(HeadRequests, routes=app.routes)
+    served = [route for routers in ROUTERS.values() for router in routers for route in router.routes]
+    app.add_middleware(HeadRequests, routes=served)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(ApiKeyAuth, checker=state.key_checker, quotas=state.quotas)
     if hosts is not None:
@@ -143,6 +144,7 @@ def create_app(
     app.add_middleware(
         ObservedRequests,
         metrics=state.metrics,
+        routes=served,
         dialects=dialects,
         form_of=error_form,
         tracer=None if provider is None else provider.get_tracer("rag_posfix_api"),

@@ -11,6 +11,7 @@ import ollama
 import pytest
 
 from rag_posfix.errors import GenerationError
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -169,3 +170,50 @@ def test_the_version_and_errors_of_unknown_paths(url: str):
     unknown = httpx2.post(url + "/api/embed", json={"model": "fake", "input": "x"})
     assert (unknown.status_code, set(unknown.json())) == (404, {"error"})
     assert "nothing is served at POST '/api/embed'" in unknown.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def embedding_client() -> Iterator[ollama.Client]:
+    with (
+        serving(make_pipeline(embeddings=LetterEmbeddings())) as url,
+        ollama.Client(host=url, timeout=20) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
+@pytest.mark.parametrize(("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload")])
+def test_a_request_without_a_question_loads_the_model(url: str, path, body, stream, keep_alive, reason):
+    response = httpx2.post(url + path, json={"model": "fake", "stream": stream, "keep_alive": keep_alive, **body})
+    answer = response.json()
+    assert (answer["done"], answer["done_reason"], answer["model"]) == (True, reason, "fake")
+    assert answer.get("response", answer.get("message", {}).get("content")) == ""
+
+
+def test_a_model_that_is_not_served_cannot_be_loaded(url: str):
+    assert httpx2.post(url + "/api/generate", json={"model": "llama3"}).status_code == 404
+
+
+def test_the_client_lists_the_model_in_memory(client: ollama.Client):
+    (model,) = client.ps().models
+    assert model.model == "fake"
+    assert model.digest == client.list().models[0].digest
+    assert model.context_length == 8192
+
+
+def test_the_client_embeds_one_text_and_several(embedding_client: ollama.Client):
+    expected = [LetterEmbeddings().embed_query(text) for text in ("a cab", "zz")]
+    answer = embedding_client.embed(model="minilm:latest", input=["a cab", "zz"])
+    assert [list(vector) for vector in answer.embeddings] == expected
+    assert answer.model == "minilm:latest"
+    assert answer.prompt_eval_count
+    assert [list(vector) for vector in embedding_client.embed(model="default", input="a cab").embeddings] == expected[
+        :1
+    ]
+
+
+def test_an_embedding_model_that_is_not_served_is_refused(embedding_client: ollama.Client):
+    with pytest.raises(ollama.ResponseError) as caught:
+        embedding_client.embed(model="nomic-embed-text", input="a")
+    assert caught.value.status_code == 404

@@ -105,6 +105,28 @@ def test_an_origin_that_is_no_origin_is_refused(origin: str):
         ServiceSettings(cors_origins=(origin,))
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+def test_a_compressed_body_is_refused_with_the_encoding_that_is_taken(encoding: str):
+    response = client_for().post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+    assert response.status_code == 415
+    assert response.headers["accept-encoding"] == "identity"
+    assert error_of(response)["code"] == "unsupported_encoding"
+    assert client_for().post(CHAT, json=chat(), headers={"content-encoding": "identity"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "status"),
+    [({}, {"api_key": "k"}, 401), ({"content-encoding": "gzip"}, {}, 415), ({}, {"max_body_bytes": 1}, 413)],
+)
+def test_a_request_that_is_rejected_before_its_route_is_logged_with_it(
+    headers: dict, fields: dict, status: int, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO, "rag_posfix_api.access"):
+        assert client_for(**fields).post(CHAT, json=chat(), headers=headers).status_code == status
+    (record,) = [record for record in caplog.records if record.name == "rag_posfix_api.access"]
+    assert (record.fields["route"], record.fields["status"]) == (CHAT, status)
+
+
 def test_a_given_pipeline_is_ready_at_once():
     client = client_for()
     for path in ("/readyz", "/health"):

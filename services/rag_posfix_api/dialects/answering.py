@@ -45,7 +45,7 @@ class AnswerRenderer(EventRenderer, Protocol):
         ...
 
 
-Prepare = TypeVar("Prepare", bound=Callable[..., tuple[Question, AnswerRenderer]])
+Prepare = TypeVar("Prepare", bound=Callable[..., tuple[Question, AnswerRenderer] | Response])
 
 
 def chat_route(
@@ -59,15 +59,19 @@ def chat_route(
 ) -> Callable[[Prepare], Prepare]:
     """Add a route that answers the question of a conversation.
 
-    The decorated function takes the body and the service, and returns the question and its renderer. Its name and its
-    docstring describe the route. The work stops when the client leaves. ``lines`` is the media type of a format that
-    streams lines unless ``stream`` is false; other formats stream events if ``stream`` is true.
+    The decorated function takes the body and the service, and returns the question and its renderer, or a response to
+    a body without a question. Its name and its docstring describe the route. The work stops when the client leaves.
+    ``lines`` is the media type of a format that streams lines unless ``stream`` is false; other formats stream events
+    if ``stream`` is true.
     """
     streamed = STREAMED if lines is None else {200: {"content": {lines: {"schema": {"type": "string"}}}}}
 
     def decorate(prepare: Prepare) -> Prepare:
         async def endpoint(body: Any, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
-            question, renderer = prepare(body, service)
+            prepared = prepare(body, service)
+            if isinstance(prepared, Response):
+                return prepared
+            question, renderer = prepared
             fields.documents = None if question.documents is None else len(question.documents)
             pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
             has_text = _has_text(service, question, body.posfix)
