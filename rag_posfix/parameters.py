@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 import warnings
@@ -23,8 +24,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.text import hide_passwords
 
 T = TypeVar("T")
+
+_KEY_OF_QUERY = re.compile(r"([?&][\w.-]*(?:key|token|secret|password|sig)[\w.-]*=)[^&#\s'\"]+", re.IGNORECASE)
 
 SHOWN_CHARACTERS = 200
 """A value is quoted in messages up to this length."""
@@ -337,9 +341,15 @@ def _by_old_name(old: str, new: str, instance: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return ``value`` as quoted in error messages."""
+    """Return ``value`` as quoted in error messages, without passwords and keys of URLs."""
     text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    quoted = text[:SHOWN_CHARACTERS]
+    if len(text) > SHOWN_CHARACTERS:
+        head, slashes, tail = quoted.rpartition("//")
+        if slashes and "@" not in tail and "@" in text[SHOWN_CHARACTERS:]:  # the cut is in what may be a password
+            quoted = head + slashes
+        quoted += "..."
+    return _KEY_OF_QUERY.sub(r"\1...", hide_passwords(quoted))
 
 
 def _parameter(name: str, hint: Any, default: Any) -> Parameter:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 
 SPINS_OF_A_WAITING_THREAD = "10000"
 
@@ -19,6 +22,41 @@ A much higher first one would keep the gaps between stored passages, where they 
 def environment_with(**changes: str) -> dict[str, str]:
     """Return the environment of this process with ``changes``, for a process that is started."""
     return {**os.environ, **changes}
+
+
+_PIP_VARIABLES = frozenset(
+    {
+        "PATH", "HOME", "LANG", "TMPDIR", "TEMP", "TMP", "NETRC", "SYSTEMROOT", "USERPROFILE", "APPDATA",
+        "LOCALAPPDATA", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    }
+)  # fmt: skip
+
+
+def environment_of_pip() -> dict[str, str]:
+    """Return the variables of this process that pip reads: index, proxies, certificates. None is an API key."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.upper() in _PIP_VARIABLES or name.startswith(("PIP_", "XDG_", "LC_"))
+    }
+
+
+def keep_running_on_hangup() -> None:
+    """Ignore SIGHUP from now on, unless its cause is that the terminal was closed; in the main thread only.
+
+    The signal reloads the indexes of the service. Sent before the service handles it, it would end the process.
+    """
+    if not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
+        return
+    has_terminal = os.isatty(0)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if has_terminal and not os.isatty(0):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGHUP, handle)
 
 
 def limit_openmp_spinning() -> None:

@@ -29,8 +29,7 @@ class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
             try:
                 super().__init__(**values)
             except SettingsError as error:  # its message names the field
-                field = re.search(r'field "(\w+)"', str(error))
-                name = field[1] if field else "..."
+                name = (re.search(r'field "(\w+)"', str(error)) or ("", "..."))[1]
                 value = shown(os.environ.get(f"{self.model_config['env_prefix']}{name}".upper()))
                 raise ConfigError(f"{self.describe_value({})((name,), value)} must be JSON: {error}") from error
 
@@ -333,6 +332,7 @@ class ServiceSettings(CheckedSettings):
         metrics_address: ``HOST:PORT`` on which ``/metrics`` is served without a key, for the network of the operator.
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
         shutdown_notice_seconds: Least time of 503 after a signal to stop, for load balancers to notice.
+        cors_origins: Origins of web pages that may call the service, as a JSON list: ``["https://a.example"]``.
         max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
         read_timeout_seconds: How long a client may take to send a request before 408, or read nothing of a response.
         keep_alive_seconds: How long a connection without a request stays open: longer than proxies keep theirs.
@@ -382,6 +382,7 @@ class ServiceSettings(CheckedSettings):
     allow_anonymous: bool = False
     require_key: bool = False
     metrics_address: str | None = Field(default=None, pattern=r"^.+:\d{1,5}$")
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s*]+$")], ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1)

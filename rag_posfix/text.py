@@ -44,6 +44,26 @@ def clean_text(text: str) -> str:
     return _UNENCODABLE.sub("\ufffd", joined)
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    r"""Return ``text`` with control characters that act on terminals as ``\uXXXX``; tabs and line breaks stay.
+
+    These are C0 with ESC, DEL, C1, and the embeddings, overrides and isolates of bidirectional text. The result of
+    JSON is JSON with the same values.
+    """
+    return _CONTROLS.sub(lambda control: f"\\u{ord(control[0]):04x}", text.replace("\r\n", "\n"))
+
+
+def hide_passwords(text: str) -> str:
+    """Return a text with ``...`` in place of the user and password of each URL.
+
+    A password may hold slashes, so that ``...`` also takes the place of a port before a path with ``@``.
+    """
+    return re.sub(r"//(?:[^/:,]*:(?:(?!,\w+://).)*|[^/]*)@", "//...@", text, flags=re.DOTALL)
+
+
 def single_spaced(text: str) -> str:
     """Return ``text`` with each run of white space as one space, and none around it. A long text is split in parts."""
     parts: list[str] = []

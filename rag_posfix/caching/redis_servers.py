@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from rag_posfix.caching.redis_client import (
     RedisTarget,
     connection_pools,
     is_moved,
+    is_read_only,
     is_rejection,
     redis_target,
     server_of,
@@ -25,6 +27,7 @@ _LONGEST_SECONDS = 1.0
 _CONNECTIONS = 4
 _COOLDOWN_SECONDS = (0.5, 5.0)
 _T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
 
 
 def longest_wait(timeout_seconds: float) -> float:
@@ -39,7 +42,8 @@ class RedisConnection:
         cache: What Redis is used for, for the log.
         probe_key: A key whose value is read to see whether Redis works again.
         timeout_seconds: Time limit of a call while Redis is fast; it follows the latency up to ``longest_wait``.
-        rediscover: Called before each probe, and if Redis says that another server has a key; it may block.
+        rediscover: Called before each probe, and if Redis says that another server has a key; it may block. None
+            for a Redis that is no cluster.
     """
 
     def __init__(
@@ -50,8 +54,9 @@ class RedisConnection:
         timeout_seconds: float,
         counters: Counters | None = None,
         breaker: CircuitBreaker | None = None,
-        rediscover: Callable[[], object] = lambda: None,
+        rediscover: Callable[[], object] | None = None,
     ) -> None:
+        self._cache = cache
         self._target = target
         self._probe_key = probe_key
         self._timeout = timeout_seconds
@@ -64,6 +69,7 @@ class RedisConnection:
         self._client: Any = None
         self._client_lock = threading.Lock()
         self._last_probe: object = None
+        self._logged_moved = False
         self._closed = False
 
     @property
@@ -105,12 +111,7 @@ class RedisConnection:
             seconds = min(round_trips * seconds, _LONGEST_SECONDS)
 
         def run() -> _T:
-            try:
-                result = operation(self._connect())
-            except Exception as error:
-                if is_moved(error):
-                    self._rediscover()
-                raise
+            result = self._execute(operation)
             latency = time.monotonic() - started
             self._deadline.record(latency / round_trips)
             if seconds < latency <= round_trips * self._deadline.usable_seconds:  # late, but Redis works
@@ -121,11 +122,11 @@ class RedisConnection:
 
     def call(self, use: str, operation: Callable[[Any], _T], default: _T, seconds: float) -> _T:
         """Call Redis within a time limit, also while the circuit breaker is open."""
-        return self._waiting(use, lambda: operation(self._connect()), default, seconds, ignore_breaker=True)()
+        return self._waiting(use, lambda: self._execute(operation), default, seconds, ignore_breaker=True)()
 
     def run(self, operation: Callable[[Any], _T], seconds: float) -> _T:
         """Call Redis within a time limit; a failure is raised, and the circuit breaker is not used."""
-        return self._runner.run(lambda: operation(self._connect()), seconds)
+        return self._runner.run(lambda: self._execute(operation), seconds)
 
     def disconnect(self, *, in_use: bool) -> None:
         """Close the connections, those in use too if ``in_use``. Later calls connect again."""
@@ -172,7 +173,8 @@ class RedisConnection:
         """
         works = False
         try:
-            self._rediscover()
+            if self._rediscover is not None:
+                self._rediscover()
             client = self._connect()
             for _ in range(2):  # the first attempt may connect
                 started = time.monotonic()
@@ -191,6 +193,35 @@ class RedisConnection:
                 self._guard.failed(f"reading {self._target.label}", error)
         if probe is self._last_probe:
             (self._breaker.success if works else self._breaker.failure)()
+
+    def _execute(self, operation: Callable[[Any], _T]) -> _T:
+        client = self._connect()
+        try:
+            return operation(client)
+        except Exception as error:
+            if is_read_only(error):
+                self._reconnect(client)
+            elif is_moved(error):
+                self._handle_moved()
+            raise
+
+    def _reconnect(self, client: Any) -> None:
+        """Let later calls use new connections: the name of the server may be another server's after a failover."""
+        with self._client_lock:
+            if self._client is client:
+                self._client = None
+        for pool in connection_pools(client):  # connections in use end with the client
+            pool.disconnect(inuse_connections=False)
+
+    def _handle_moved(self) -> None:
+        if self._rediscover is not None:
+            self._rediscover()
+        elif not self._logged_moved:
+            self._logged_moved = True
+            _logger.warning(
+                "%s: %s is a node of a Redis Cluster, and other nodes have some of the keys; write its address as "
+                "redis-cluster://HOST:PORT, with TLS as rediss-cluster://", self._cache, self._target.label,
+            )  # fmt: skip
 
     def _connect(self) -> Any:
         with self._client_lock:

@@ -24,7 +24,7 @@ from rag_posfix.cli.options import (
 from rag_posfix.cli.output import emit, emit_json, err, say, status
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.settings import Settings
-from rag_posfix.text import checked_question
+from rag_posfix.text import checked_question, visible
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.answer import Answer, AnswerDocument
@@ -169,7 +169,7 @@ def _questions(first: str | None, chat: bool) -> Iterator[str]:
 def _print_stream(pipeline: Pipeline, question: Question) -> Answer:
     answer = None
     for chunk in pipeline.stream(question):
-        typer.echo(chunk.text, nl=False)
+        typer.echo(visible(chunk.text), nl=False)
         answer = chunk.answer or answer
     typer.echo()
     if answer is None:

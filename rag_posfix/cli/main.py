@@ -25,7 +25,7 @@ from rag_posfix.cli import (
     train,
 )
 from rag_posfix.cli.help import make_readable
-from rag_posfix.cli.output import emit_json, err
+from rag_posfix.cli.output import SafeFormatter, emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.extras import missing_package
 from rag_posfix.process import prepare_process, quiet_libraries
@@ -83,7 +83,9 @@ def options(
 ) -> None:
     """Answer questions from documents, whatever their order."""
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(SafeFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     if not verbose:
         quiet_libraries()
 

@@ -138,7 +138,7 @@ def _check_usage(
 
 def _shell_command(words: list[str] | None, retriever: str) -> str | None:
     """Return the command to copy into a shell, without what may be a password; None where the words are not known."""
-    from rag_posfix.generation.remote.address import hide_passwords
+    from rag_posfix.text import hide_passwords
 
     if words is None:
         return None

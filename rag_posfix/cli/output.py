@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import orjson
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,8 +21,11 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
+
+from rag_posfix.text import visible
 
 _NO_TERMINAL = 80
 _SECONDS_BETWEEN_LINES = 10.0
@@ -29,21 +33,38 @@ _WIDTH_OF_FILES = 160
 """Characters of a line in a file or pipe, where rich would assume 80: names of methods then fit into one line."""
 
 
+class _SafeConsole(Console):
+    """Shows control characters of printed text: passages, answers and names of files do not act on the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+class SafeFormatter(logging.Formatter):
+    """Formats log lines with their control characters shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return visible(super().format(record))
+
+
 def out() -> Console:
     """Return the console for results (stdout)."""
-    console = Console()
+    console = _SafeConsole()
     assumed = not console.is_terminal and console.width == _NO_TERMINAL
-    return Console(width=_WIDTH_OF_FILES) if assumed else console
+    return _SafeConsole(width=_WIDTH_OF_FILES) if assumed else console
 
 
 def err() -> Console:
     """Return the console for progress and messages (stderr)."""
-    return Console(stderr=True)
+    return _SafeConsole(stderr=True)
 
 
 def emit_json(data: Mapping[str, Any]) -> None:
     """Write one JSON object and a newline to stdout. All text must be valid Unicode (see ``text.clean_text``)."""
-    sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS) + b"\n")
+    text = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS).decode()
+    sys.stdout.buffer.write(f"{visible(text)}\n".encode())
     sys.stdout.buffer.flush()
 
 

@@ -19,6 +19,8 @@ from rag_posfix.cli.options import (
     with_settings,
 )
 from rag_posfix.cli.output import emit, err, out, say, table
+from rag_posfix.errors import ConfigError
+from rag_posfix.process import keep_running_on_hangup
 from rag_posfix.settings import ServiceSettings, Settings, TorchrunSettings
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def serve(
 
     Serves /v1/chat/completions, /v1/rerank, /v1/models, /livez, /readyz, /metrics and a page at /.
     """
+    keep_running_on_hangup()
     options = {"tls_cert": tls_cert, "tls_key": tls_key, "served_model_name": served_model_name}
     service = service_settings_from(**options, host=host, port=port, log_format=log_format)
     if settings.index is not None:
@@ -120,7 +123,13 @@ def create(
         )  # fmt: skip
         typer.echo(secret)
 
-    emit({**key.to_dict(), "key": secret}, as_json, show)
+    try:
+        emit({**key.to_dict(), "key": secret}, as_json, show)
+    except OSError as error:  # a full disk, a closed pipe
+        _store(data_dir).revoke(key.id)
+        raise ConfigError(
+            f"key {key.id} could not be printed ({error.strerror or error}) and is revoked; create another one"
+        ) from error
 
 
 @keys.command("list")

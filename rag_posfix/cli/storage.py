@@ -123,7 +123,7 @@ def path_of_model(name: Name, as_json: AsJson = False) -> None:
     Exits with 1 if they are not there.
     """
     paths = [str(path) for path in located(name, settings_from().cache_dir)]
-    emit({"name": name, "paths": paths}, as_json, lambda _: typer.echo("\n".join(paths)))
+    emit({"name": name, "paths": paths}, as_json, lambda _: say(*paths))
 
 
 @models.command("remove")

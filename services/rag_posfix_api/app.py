@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
@@ -28,7 +29,14 @@ from rag_posfix_api.dialects import (
 )
 from rag_posfix_api.dialects.errors import ANTHROPIC, COHERE, JINA, OLLAMA, OPENAI, TEI
 from rag_posfix_api.http.errors import ErrorForm
-from rag_posfix_api.http.middleware import AllowedHosts, ApiKeyAuth, BodyLimit, ObservedRequests, install_handlers
+from rag_posfix_api.http.middleware import (
+    AllowedHosts,
+    ApiKeyAuth,
+    BodyLimit,
+    HeadRequests,
+    ObservedRequests,
+    install_handlers,
+)
 from rag_posfix_api.page import routes as page
 from rag_posfix_api.runtime.service import Service, package_version
 
@@ -110,6 +118,7 @@ def create_app(
         generate_unique_id_function=lambda route: route.name,
         docs_url=None,  # FastAPI's pages load from a CDN; page/routes.py replaces them
         redoc_url=None,
+        redirect_slashes=False,  # redirects name the host of the request, which anybody can choose
         # Its spans would record the clients' text; http/middleware.py writes spans without it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
@@ -118,6 +127,8 @@ def create_app(
         for router in routers:
             app.include_router(router)
     install_handlers(app, error_form)
+    served = [route for routers in ROUTERS.values() for router in routers for route in router.routes]
+    app.add_middleware(HeadRequests, routes=served)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(ApiKeyAuth, checker=state.key_checker, quotas=state.quotas)
     if hosts is not None:
@@ -133,10 +144,19 @@ def create_app(
     app.add_middleware(
         ObservedRequests,
         metrics=state.metrics,
+        routes=served,
         dialects=dialects,
         form_of=error_form,
         tracer=None if provider is None else provider.get_tracer("rag_posfix_api"),
     )
+    if limits.cors_origins:  # the outermost one: a page must be able to read errors too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app
 
 

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from rag_posfix.errors import ConfigError, RagPosfixError
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.process import keep_running_on_hangup
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.app import create_app, error_form
@@ -63,6 +64,7 @@ def run(
             the service without a key.
         RagPosfixError: the pipeline cannot be loaded, or its model cannot answer any more.
     """
+    keep_running_on_hangup()
     limits = service or ServiceSettings()
     with listen(limits, host, port) as listener:
         address, number = listener.getsockname()[:2]

@@ -267,6 +267,12 @@ def test_the_service_monitor_scrapes_the_port_of_the_service():
     assert spec["selector"]["matchLabels"].items() <= labels.items()
 
 
+def test_metrics_are_served_without_a_key_only_where_prometheus_is_to_scrape_them():
+    values = values_of("laptop")
+    assert [port["name"] for port in container_of(values)["ports"]] == ["http"]
+    assert "RAG_POSFIX_SERVICE_METRICS_ADDRESS" not in one_of("ConfigMap", values)["data"]
+
+
 def test_a_gpu_pod_asks_for_its_gpus_and_is_replaced_without_a_spare_one():
     values = merged(values_of("gpu"), {"gpu": {"count": 2}, "model": {"tensorParallel": 2}})
     assert container_of(values)["resources"]["limits"]["nvidia.com/gpu"] == 2

@@ -16,7 +16,8 @@ from tests.deployments.helm_chart import manifests, merged, one_of, rendered, va
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM_KINDS = {"HTTPRoute", "PrometheusRule", "RayService"}
 """Kinds without a schema in Kubernetes; fields are asserted below."""
-TOKEN = {"name": "RAG_POSFIX_REMOTE_API_KEY", "valueFrom": {"secretKeyRef": {"name": "engine", "key": "api-key"}}}
+TOKEN = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+KEY = {"name": "RAG_POSFIX_REMOTE_API_KEY", "valueFrom": {"secretKeyRef": {"name": "engine", "key": "api-key"}}}
 FOLDERS = {"name": "/weights/Qwen2.5-7B-Instruct", "embeddingModel": "/weights/all-MiniLM-L6-v2"}
 DOCUMENTS = {
     "extraVolumes": [{"name": "documents", "persistentVolumeClaim": {"claimName": "documents", "readOnly": True}}],
@@ -31,10 +32,11 @@ EVERYTHING = {
     "indexJob": {"enabled": True, "args": ["--passage-tokens", "200"]},
     "weights": {
         "source": "hub", "size": "40Gi", "hub": [{"repository": "Qwen/Qwen2.5-7B-Instruct", "revision": "a0"}],
+        "env": [TOKEN],
     },
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
     "dashboard": {"enabled": True},
-    "extraEnv": [TOKEN],
+    "extraEnv": [KEY],
     **DOCUMENTS,
 }  # fmt: skip
 RAY = {"data": {"maxCollections": 0}, "ray": {"enabled": True, "workers": 2, "maxReplicas": 4}}
@@ -91,18 +93,33 @@ def test_claims_that_the_chart_makes_are_mounted_and_stay_with_their_data(everyt
     assert "answers-rag-posfix-index" not in {each["metadata"]["name"] for each in manifests(named)}
 
 
-def test_init_containers_have_the_environment_of_the_pod_and_may_reach_the_hub(everything):
+def test_init_containers_have_the_settings_and_their_own_variables_and_may_reach_the_hub(everything):
     pod = one_of("Deployment", everything)["spec"]["template"]["spec"]
     (fetch,), (service,) = pod["initContainers"], pod["containers"]
     assert fetch["envFrom"] == service["envFrom"]
     assert fetch["env"] == [{"name": "HF_HUB_OFFLINE", "value": "0"}, TOKEN]
-    assert service["env"] == [TOKEN]
+    assert service["env"] == [KEY]
     assert " ".join(fetch["command"]) == (
         "hf download Qwen/Qwen2.5-7B-Instruct --revision a0 --local-dir /weights/Qwen2.5-7B-Instruct"
     )
     mounts = {each["name"]: each.get("readOnly", False) for each in fetch["volumeMounts"]}
     assert mounts["weights"] is False
     assert {each["name"]: each.get("readOnly", False) for each in service["volumeMounts"]}["weights"] is True
+
+
+@pytest.mark.parametrize("source", ["fetch", "s3"])
+def test_init_containers_have_no_secret_of_the_service(source):
+    named = rendered_with(
+        {"weights": {"source": source, "s3": {"uri": "s3://bucket/models", "image": "aws-cli:2.31.0"}}},
+        {
+            "model": (FOLDERS if source == "s3" else {}) | {"dtype": "float32"},
+            "auth": {"existingSecret": "key", "allowAnonymous": False},
+            "extraEnv": [KEY],
+        },
+        {"redis": {"existingSecret": "redis"}, "index": {"size": "1Gi"}, "indexJob": {"enabled": True}, **DOCUMENTS},
+    )
+    pods = [one_of(kind, named)["spec"]["template"]["spec"] for kind in ("Deployment", "Job")]
+    assert [pod["initContainers"][0]["env"] for pod in pods] == [[{"name": "HF_HUB_OFFLINE", "value": "0"}]] * 2
 
 
 def test_weights_come_from_a_bucket_by_an_image_that_is_named():

@@ -22,6 +22,7 @@ from tests.support.serving import (
     CHAT,
     CHAT_BODIES,
     HARBOUR,
+    QUESTION,
     DictCache,
     ListRetriever,
     WordReranker,
@@ -193,12 +194,28 @@ def test_fields_that_change_nothing_are_read_over():
         ("frequency_penalty", 0.5),
         ("logit_bias", {"1": 5}),
         ("modalities", ["text", "audio"]),
+        ("guided_json", {"type": "object"}),
+        ("structured_outputs", {"choice": ["yes", "no"]}),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("repetition_penalty", 1.2),
+        ("min_p", 0.1),
+        ("ignore_eos", True),
     ],
 )
 def test_fields_that_would_change_the_answer_are_refused(field: str, value: Any):
     status, error = refused(**{field: value})
     assert (status, error["code"], error["param"]) == (400, "unsupported", field)
     assert field in error["message"]
+
+
+@pytest.mark.parametrize("path", [*CHAT_BODIES, "/v1/completions"])
+def test_every_api_format_refuses_fields_of_engines_by_name_and_takes_their_neutral_values(path: str):
+    body = CHAT_BODIES.get(path) or {"prompt": QUESTION}
+    client = client_for()
+    error = client.post(path, json={**body, "min_p": 0.1})
+    assert (error.status_code, "min_p is not supported here" in error.text) == (400, True)
+    neutral = {"min_p": 0, "repetition_penalty": 1.0, "chat_template_kwargs": {}, "guided_json": None}
+    assert client.post(path, json={**body, **neutral}).status_code == 200
 
 
 # JSON text in which neither the name of the parameter nor the path can be read before it is parsed.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import stat
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 import rag_posfix_api.server as server
+from rag_posfix.cli.main import app
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.settings import Settings
 from rag_posfix_api.http.auth import Caller, required_scope
@@ -124,6 +127,24 @@ def test_the_commands_create_list_and_revoke(tmp_path: Path, capsysbinary: pytes
     code, _, told = call("keys", "revoke", "0" * 16, *folder)
     assert code == 1
     assert "there is no key with the id '0000000000000000'" in told
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file on a full disk")
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_key_that_could_not_be_printed_is_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options):
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(ConfigError, match=r"could not be printed \(No space left on device\) and is revoked"):
+            app(["keys", "create", "acme", "--data-dir", str(tmp_path), *options], standalone_mode=False)
+        monkeypatch.undo()
+    (key,) = KeyStore(tmp_path).table().keys.values()
+    assert key.revoked_at is not None
+
+
+def test_key_file_and_lock_are_for_their_owner_alone(tmp_path: Path):
+    KeyStore(tmp_path / "data").create("acme")
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "data").iterdir()}
+    assert modes["keys.json"] == modes.get("keys.lock", 0o600) == 0o600
 
 
 def test_a_key_is_sent_as_bearer_or_as_x_api_key_and_a_wrong_one_is_refused(tmp_path: Path):

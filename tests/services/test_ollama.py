@@ -14,6 +14,7 @@ from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.request import Usage
 from rag_posfix.errors import GenerationError
 from rag_posfix_api.dialects.ollama import OllamaRenderer
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -52,6 +53,13 @@ def test_the_client_gets_a_whole_answer(client: ollama.Client):
     assert response.eval_count == 3
     assert response.prompt_eval_count
     assert response.total_duration is not None
+
+
+@pytest.mark.parametrize("option", [{"repeat_penalty": 1.1}, {"min_p": 0.1}, {"frequency_penalty": 0.5}])
+def test_an_option_that_would_change_the_answer_and_has_no_effect_here_is_refused_by_name(url: str, option: dict):
+    response = post(url, options=option)
+    assert response.status_code == 400
+    assert f"options.{next(iter(option))} is not supported here" in response.json()["error"]
 
 
 def test_the_client_streams(client: ollama.Client):
@@ -174,3 +182,50 @@ def test_the_version_and_errors_of_unknown_paths(url: str):
     unknown = httpx2.post(url + "/api/embed", json={"model": "fake", "input": "x"}, timeout=60)
     assert (unknown.status_code, set(unknown.json())) == (404, {"error"})
     assert "nothing is served at POST '/api/embed'" in unknown.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def embedding_client() -> Iterator[ollama.Client]:
+    with (
+        serving(make_pipeline(embeddings=LetterEmbeddings())) as url,
+        ollama.Client(host=url, timeout=20) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
+@pytest.mark.parametrize(("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload")])
+def test_a_request_without_a_question_loads_the_model(url: str, path, body, stream, keep_alive, reason):
+    response = httpx2.post(url + path, json={"model": "fake", "stream": stream, "keep_alive": keep_alive, **body})
+    answer = response.json()
+    assert (answer["done"], answer["done_reason"], answer["model"]) == (True, reason, "fake")
+    assert answer.get("response", answer.get("message", {}).get("content")) == ""
+
+
+def test_a_model_that_is_not_served_cannot_be_loaded(url: str):
+    assert httpx2.post(url + "/api/generate", json={"model": "llama3"}).status_code == 404
+
+
+def test_the_client_lists_the_model_in_memory(client: ollama.Client):
+    (model,) = client.ps().models
+    assert model.model == "fake"
+    assert model.digest == client.list().models[0].digest
+    assert model.context_length == 8192
+
+
+def test_the_client_embeds_one_text_and_several(embedding_client: ollama.Client):
+    expected = [LetterEmbeddings().embed_query(text) for text in ("a cab", "zz")]
+    answer = embedding_client.embed(model="minilm:latest", input=["a cab", "zz"])
+    assert [list(vector) for vector in answer.embeddings] == expected
+    assert answer.model == "minilm:latest"
+    assert answer.prompt_eval_count
+    assert [list(vector) for vector in embedding_client.embed(model="default", input="a cab").embeddings] == expected[
+        :1
+    ]
+
+
+def test_an_embedding_model_that_is_not_served_is_refused(embedding_client: ollama.Client):
+    with pytest.raises(ollama.ResponseError) as caught:
+        embedding_client.embed(model="nomic-embed-text", input="a")
+    assert caught.value.status_code == 404

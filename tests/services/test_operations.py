@@ -50,6 +50,83 @@ def error_of(response: Any) -> dict[str, Any]:
     return dict(body["error"])
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/docs", "/openapi.json", "/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/models", "/info"],
+)
+def test_head_has_status_and_headers_of_get_without_its_body(path: str):
+    client = client_for()
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_head_of_a_route_that_takes_no_get_is_refused():
+    response = client_for().head(CHAT)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+def test_head_needs_the_key_that_get_needs():
+    client = client_for(api_key="k")
+    assert client.head("/v1/models").status_code == 401
+    assert client.head("/v1/models", headers={"x-api-key": "k"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs/", "/livez/", "/v1/rerank/"])
+def test_no_path_is_redirected_to_the_host_that_a_request_names(path: str):
+    response = client_for().get(path, headers={"host": "evil.example"}, follow_redirects=False)
+    assert response.status_code == 404
+    assert "location" not in response.headers
+
+
+def test_pages_of_named_origins_alone_may_call_the_service_and_read_its_errors():
+    client = client_for(api_key="k", cors_origins=("https://app.example",))
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    preflight = client.options(CHAT, headers={"origin": "https://app.example", **asked})
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "https://app.example")
+    unauthorized = client.post(CHAT, json=chat(), headers={"origin": "https://app.example"})
+    assert (unauthorized.status_code, unauthorized.headers["access-control-allow-origin"]) == (
+        401,
+        "https://app.example",
+    )
+    foreign = client.options(CHAT, headers={"origin": "https://evil.example", **asked})
+    assert foreign.status_code == 400
+    assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_without_the_setting_no_page_of_another_origin_may_call_the_service():
+    response = client_for().get("/livez", headers={"origin": "https://app.example"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("origin", ["*", "app.example", "https://app.example/", "https://*.example"])
+def test_an_origin_that_is_no_origin_is_refused(origin: str):
+    with pytest.raises(ConfigError, match="cors_origins"):
+        ServiceSettings(cors_origins=(origin,))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+def test_a_compressed_body_is_refused_with_the_encoding_that_is_taken(encoding: str):
+    response = client_for().post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+    assert response.status_code == 415
+    assert response.headers["accept-encoding"] == "identity"
+    assert error_of(response)["code"] == "unsupported_encoding"
+    assert client_for().post(CHAT, json=chat(), headers={"content-encoding": "identity"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "status"),
+    [({}, {"api_key": "k"}, 401), ({"content-encoding": "gzip"}, {}, 415), ({}, {"max_body_bytes": 1}, 413)],
+)
+def test_a_request_that_is_rejected_before_its_route_is_logged_with_it(
+    headers: dict, fields: dict, status: int, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO, "rag_posfix_api.access"):
+        assert client_for(**fields).post(CHAT, json=chat(), headers=headers).status_code == status
+    (record,) = [record for record in caplog.records if record.name == "rag_posfix_api.access"]
+    assert (record.fields["route"], record.fields["status"]) == (CHAT, status)
+
+
 def test_a_given_pipeline_is_ready_at_once():
     client = client_for()
     for path in ("/readyz", "/health"):

@@ -134,3 +134,18 @@ def test_the_openapi_document_is_current_and_tells_every_error(tmp_path: Path, c
 
 def test_make_server_serves_the_pipeline():
     assert server.make_server(Settings(), limits(), make_pipeline()).config.access_log is False
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_hangup_before_the_server_runs_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch):
+    def listen_and_be_signalled(*arguments):
+        signal.raise_signal(signal.SIGHUP)  # the process ends here if nobody handles it
+        raise ConfigError("reached")
+
+    monkeypatch.setattr(server, "listen", listen_and_be_signalled)
+    before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("it was not replaced"))
+    try:
+        with pytest.raises(ConfigError, match="reached"):
+            server.run(Settings(), service=limits())
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix import parameters
+from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.parameters import Integer, Number, NumberList, check_parameters, parameters_of
+from rag_posfix.parameters import Integer, Number, NumberList, check_parameters, parameters_of, shown
+from rag_posfix.reranking import RERANKERS
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,26 @@ def test_former_names_of_ranges_work_and_warn():
         assert parameters.Numbers(0, 1, fewest=1, most=2) == NumberList(0, 1, min_length=1, max_length=2)
     with pytest.raises(AttributeError, match="'Wholes'"):
         parameters.Wholes  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "http://bob:SECRET@host",
+        "http://bob:SECRET/with/slashes@host/rerank",
+        "https://host/rerank?api_key=SECRET&x=1",
+        {"url": "http://bob:SECRET@host"},
+        "http://bob:" + "SECRET" * 60 + "@host",
+        ["redis://:SECRET@host:6379/0"],
+    ],
+)
+def test_no_password_of_a_url_is_quoted(value):
+    assert "SECRET" not in shown(value)
+    assert "//" in shown(value)
+
+
+def test_a_wrong_url_of_a_reranker_is_reported_without_its_password():
+    with pytest.raises(ConfigError) as caught:
+        RERANKERS.check(MethodSpec("endpoint", {"url": "http://bob:SECRET@host"}))
+    assert "SECRET" not in str(caught.value)
+    assert "url=" in str(caught.value)

@@ -105,6 +105,7 @@ def _checksum(key: str, value: bytes) -> bytes:
 _MEMORY_BYTES = 64 * 1024**2
 _ENVELOPE_VERSION = 1
 _CHECK_SECONDS: Final = 0.05
+_CLOCK_SKEW_SECONDS: Final = 60.0
 """How often a waiting thread checks whether its request was cancelled."""
 _REMEMBERED_KEYS: Final = 1024
 _RECENT_SECONDS: Final = 10.0
@@ -192,7 +193,8 @@ class TieredAnswerCache(TieredCache[Blob]):
             if envelope is None:
                 self._counters.add("damaged", len(blobs))
                 return {}
-            if envelope["expires_at"] <= self._clock():
+            # One that lives longer than an entry can was stored by a clock that was ahead.
+            if not 0 < envelope["expires_at"] - self._clock() <= self._ttl + _CLOCK_SKEW_SECONDS:
                 return {}
             answer = envelope["value"]
             position = envelope.get("position", 0)

@@ -20,6 +20,12 @@ from rag_posfix.generation.model.json_schema_size import check_size
 _LONGEST_TOKEN = 64
 _MAX_CHECKED = 64
 _SIGNS = '{}[]":,-0123456789'
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""The formats that llguidance enforces."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"enum", "const", "default", "examples"})
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -37,13 +43,32 @@ def compile_schema(schema: str) -> str:
         raise ConfigError(f"the JSON schema cannot be enforced: {str(error) or 'it is nested too deep'}") from error
     check_size(parsed, len(schema))
     try:
-        grammar: str = matcher.grammar_from_json_schema(json.dumps(close_objects(parsed)), overrides=_LAYOUT)
+        grammar: str = matcher.grammar_from_json_schema(
+            json.dumps(close_objects(drop_unknown_formats(parsed))), overrides=_LAYOUT
+        )
         _, problems = matcher.validate_grammar_with_warnings(grammar)
     except (ValueError, RecursionError) as error:
         problems = [str(error)]
     if problems:
         raise ConfigError(f"the JSON schema cannot be enforced: {'; '.join(problems)}; leave that part out of it")
     return grammar
+
+
+def drop_unknown_formats(schema: Any) -> Any:
+    """Return the schema without each ``format`` that is not enforced: JSON Schema takes it for an annotation."""
+    if isinstance(schema, list):
+        return [drop_unknown_formats(value) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, dict):
+            kept[name] = {key: drop_unknown_formats(part) for key, part in value.items()}
+        elif name in _VALUES:
+            kept[name] = value
+        elif name != "format" or not isinstance(value, str) or value in _FORMATS:
+            kept[name] = drop_unknown_formats(value)
+    return kept
 
 
 def close_objects(schema: Any) -> Any:

@@ -108,14 +108,6 @@ def _base_url(model: str, text: str) -> str:
     return urlunsplit((url.scheme, url.netloc, path or "/v1", "", ""))
 
 
-def hide_passwords(text: str) -> str:
-    """Return a text with ``...`` in place of the user and password of each URL.
-
-    A password may hold slashes, so that ``...`` also takes the place of a port before a path with ``@``.
-    """
-    return re.sub(r"//(?:[^/:,]*:(?:(?!,\w+://).)*|[^/]*)@", "//...@", text, flags=re.DOTALL)
-
-
 def _redact(model: str) -> str:
     """Return a model name for an error message, shortened, without what may be a password or the key of a query.
 

@@ -45,7 +45,7 @@ class AnswerRenderer(EventRenderer, Protocol):
         ...
 
 
-Prepare = TypeVar("Prepare", bound=Callable[..., tuple[Question, AnswerRenderer]])
+Prepare = TypeVar("Prepare", bound=Callable[..., tuple[Question, AnswerRenderer] | Response])
 
 
 def chat_route(
@@ -59,15 +59,19 @@ def chat_route(
 ) -> Callable[[Prepare], Prepare]:
     """Add a route that answers the question of a conversation.
 
-    The decorated function takes the body and the service, and returns the question and its renderer. Its name and its
-    docstring describe the route. The work stops when the client leaves. ``lines`` is the media type of a format that
-    streams lines unless ``stream`` is false; other formats stream events if ``stream`` is true.
+    The decorated function takes the body and the service, and returns the question and its renderer, or a response to
+    a body without a question. Its name and its docstring describe the route. The work stops when the client leaves.
+    ``lines`` is the media type of a format that streams lines unless ``stream`` is false; other formats stream events
+    if ``stream`` is true.
     """
     streamed = STREAMED if lines is None else {200: {"content": {lines: {"schema": {"type": "string"}}}}}
 
     def decorate(prepare: Prepare) -> Prepare:
         async def endpoint(body: Any, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
-            question, renderer = prepare(body, service)
+            prepared = prepare(body, service)
+            if isinstance(prepared, Response):
+                return prepared
+            question, renderer = prepared
             fields.documents = None if question.documents is None else len(question.documents)
             pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
             has_text = _has_text(service, question, body.posfix)
@@ -233,18 +237,39 @@ def _allow_ungrounded(service: Service, documents: Sequence[Document] | None, po
     return True if documents is None and not searches and allowed != "never" else None
 
 
-def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+_ENGINE_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_p", "top_a", "min_tokens", "mirostat", "dry_multiplier", "xtc_probability"), (None, 0)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z"), (None, 1)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "regex"), (None,)),
+    **dict.fromkeys(("ebnf", "json_schema", "structural_tag", "structured_outputs", "chat_template"), (None,)),
+    **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "prompt_logprobs"), (None,)),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "logits_processors"), (None, [])),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output"), (None, False)),
+    **dict.fromkeys(("continue_final_message",), (None, False)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (None, True)),
+    "chat_template_kwargs": (None, {}),
+}
+"""Fields of vLLM, SGLang, llama.cpp and Ollama that would change the answer, with values that leave it unchanged."""
+_IN_PLACE_OF: Mapping[str, str] = {
+    "guided_json": "response_format", "structured_outputs": "response_format", "json_schema": "response_format",
+}  # fmt: skip
+
+
+def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
     """Raise ``UnsupportedFeatureError`` for a field that would change the answer and is not supported.
 
     Args:
         extra: The fields of the request that its schema does not have.
-        harmless: Unsupported fields, with the values that leave the answer unchanged.
+        harmless: Unsupported fields of the API format, with the values that leave the answer unchanged.
+        prefix: Of the names of the fields in messages.
     """
-    for name, allowed in harmless.items():
+    for name, allowed in {**_ENGINE_FIELDS, **harmless}.items():
         if extra and name in extra and extra[name] not in allowed:
             values = ", ".join(repr(value) for value in allowed if value is not None) or "null"
+            instead = f", or use {_IN_PLACE_OF[name]} of OpenAI's chat API" if name in _IN_PLACE_OF else ""
             raise UnsupportedFeatureError(
-                f"{name} is not supported here; leave it out (allowed: {values})", param=name
+                f"{prefix}{name} is not supported here; leave it out{instead} (allowed: {values})",
+                param=f"{prefix}{name}",
             )
 
 

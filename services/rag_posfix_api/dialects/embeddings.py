@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, Tag
@@ -18,24 +19,29 @@ from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, encode_json
-from rag_posfix_api.http.logs import RequestLogFields
-from rag_posfix_api.runtime.service import ReadyService
+from rag_posfix_api.http.logs import LogFields, RequestLogFields
+from rag_posfix_api.runtime.service import ReadyService, Service
 
 _COUNTED_CHARACTERS = 65_536
+
+
+TextInput = Annotated[
+    Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
+    | Annotated[
+        list[Annotated[str, Field(json_schema_extra=VISIBLE)]],
+        Field(min_length=1, fail_fast=True),
+        Tag("array"),
+    ],
+    Forms("string", "array"),
+    Field(description="A text, or several; not empty. Lists of token ids are refused."),
+]
+"""The texts to embed."""
 
 
 class EmbeddingRequest(RequestModel):
     """The texts to embed. Other fields of OpenAI's API have no effect here."""
 
-    input: Annotated[
-        Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
-        | Annotated[
-            list[Annotated[str, Field(json_schema_extra=VISIBLE)]],
-            Field(min_length=1, fail_fast=True),
-            Tag("array"),
-        ],
-        Forms("string", "array"),
-    ] = Field(description="A text, or several; not empty. Lists of token ids are refused.")
+    input: TextInput
     model: str | None = Field(default=None, description="The embedding model, or 'default'.")
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="'base64' gives the bytes of little-endian 32-bit floats."
@@ -79,35 +85,58 @@ async def create_embeddings(
     body: EmbeddingRequest, request: Request, service: ReadyService, fields: RequestLogFields
 ) -> Response:
     """Embed texts with the embedding model of the index. Runs beside answers; rerankings wait for it."""
-    service.check_embedding_model(body.model or "")
-    texts = [body.input] if isinstance(body.input, str) else body.input
+
+    def render(vectors: Sequence[Sequence[float]], tokens: int, seconds: float) -> dict[str, Any]:
+        # Plain data, not ``EmbeddingList``: it would check every number once more.
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": service.embedding_model_id, "usage": usage}
+
+    return await respond_with_vectors(service, request, fields, body.model or "", body.input, body.dimensions, render)
+
+
+async def respond_with_vectors(
+    service: Service,
+    request: Request,
+    fields: LogFields,
+    model: str,
+    inputs: str | Sequence[str],
+    dimensions: int | None,
+    render: Callable[[Sequence[Sequence[float]], int, float], dict[str, Any]],
+) -> Response:
+    """Return the response with the vectors of texts; ``render`` makes its body of vectors, tokens and seconds."""
+    service.check_embedding_model(model)
+    texts = [inputs] if isinstance(inputs, str) else inputs
     check_count(len(texts), service.limits.max_documents, "input")
     if not all(text.strip() for text in texts):
         raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
     fields.documents = len(texts)
-    embed = partial(_embed, service.pipeline, texts, body, service.embedding_model_id)
+    embed = partial(_embed, service.pipeline, texts, dimensions, render)
     content = await service.rerank.run(request.receive, embed, permit=True)
     return SafeJSONResponse(content)
 
 
-def _embed(pipeline: Pipeline, texts: Sequence[str], body: EmbeddingRequest, model: str) -> bytes:
+def _embed(
+    pipeline: Pipeline,
+    texts: Sequence[str],
+    dimensions: int | None,
+    render: Callable[[Sequence[Sequence[float]], int, float], dict[str, Any]],
+) -> bytes:
     """Return the response, encoded here and not on the event loop: a thousand vectors take a while."""
+    started = time.perf_counter()
     if pipeline.embeddings is None:
         raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one to embed texts")
     vectors = pipeline.embeddings.embed_documents(list(texts))
     tokens = count_tokens(pipeline.generator.encoder, texts)
-    if body.dimensions not in (None, len(vectors[0])):
+    if dimensions not in (None, len(vectors[0])):
         raise UnsupportedFeatureError(
-            f"dimensions={body.dimensions} is not supported; the model's vectors have {len(vectors[0])}",
+            f"dimensions={dimensions} is not supported; the model's vectors have {len(vectors[0])}",
             param="dimensions",
         )
-    # Plain data, not ``EmbeddingList``: it would check every number once more.
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return encode_json({"object": "list", "data": data, "model": model, "usage": usage})
+    return encode_json(render(vectors, tokens, time.perf_counter() - started))
 
 
 def count_tokens(encoder: TokenEncoder, texts: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -22,11 +22,14 @@ from rag_posfix_api.dialects.answering import (
     reject_fields,
     stop_strings,
 )
+from rag_posfix_api.dialects.embeddings import TextInput, respond_with_vectors
 from rag_posfix_api.dialects.errors import OLLAMA
 from rag_posfix_api.dialects.requests import (
+    EXAMPLE,
+    Count,
     Documents,
     Integer,
-    Messages,
+    Message,
     PosfixInput,
     RequestModel,
     Seed,
@@ -39,13 +42,14 @@ from rag_posfix_api.dialects.requests import (
 )
 from rag_posfix_api.http.errors import Problem
 from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
+from rag_posfix_api.http.logs import RequestLogFields
 from rag_posfix_api.runtime.service import ReadyService, Service, package_version
 
 
 class OllamaOptions(RequestModel):
-    """Sampling parameters. Other options of Ollama have no effect here."""
+    """Sampling parameters. Options that would change the answer otherwise are refused; others have no effect here."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     temperature: Temperature = None
     top_p: TopP = None
@@ -55,6 +59,10 @@ class OllamaOptions(RequestModel):
         default=None, description="Most tokens of the answer; 0 and less give the service's default."
     )
     stop: StopStrings | None = None
+
+
+KeepAlive = int | float | str | None
+"""How long the model stays loaded. This service's stays; 0 without a question is answered as Ollama answers it."""
 
 
 class _OllamaRequest(RequestModel):
@@ -75,14 +83,18 @@ class _OllamaRequest(RequestModel):
 class OllamaChatRequest(_OllamaRequest):
     """A conversation. Fields of Ollama's API without effect here are ignored; unsupported ones are refused."""
 
-    messages: Messages
+    messages: Annotated[list[Message], Field(fail_fast=True, examples=[EXAMPLE])] = Field(
+        default=[], description="The last one must be the user's: it is the question. Empty: the model is loaded."
+    )
+    keep_alive: KeepAlive = None
 
 
 class OllamaGenerateRequest(_OllamaRequest):
     """A question. Fields of Ollama's API without effect here are ignored; unsupported ones are refused."""
 
-    prompt: str = Field(json_schema_extra={"pattern": r"\S"}, examples=["When was the bridge built?"])
+    prompt: str = Field(default="", description="Empty: the model is loaded.", examples=["When was the bridge built?"])
     system: str | None = None
+    keep_alive: KeepAlive = None
 
 
 class OllamaMessage(BaseModel):
@@ -100,7 +112,7 @@ class OllamaChatResponse(BaseModel):
     message: OllamaMessage | None = Field(default=None, description="The text, for a chat.")
     response: str | None = Field(default=None, description="The text, for a prompt to generate from.")
     done: bool
-    done_reason: Literal["stop", "length"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
     prompt_eval_count: int | None = None
@@ -151,6 +163,39 @@ class OllamaModels(BaseModel):
     """The served models."""
 
     models: list[OllamaModel]
+
+
+class OllamaRunningModel(OllamaModel):
+    """The served model, which stays in memory. Sizes are not told."""
+
+    modified_at: str = Field(exclude=True)
+    size_vram: int = 0
+    expires_at: str = "9999-12-31T23:59:59Z"
+    context_length: int
+
+
+class OllamaRunningModels(BaseModel):
+    """The models in memory."""
+
+    models: list[OllamaRunningModel]
+
+
+class OllamaEmbedRequest(RequestModel):
+    """The texts to embed. ``keep_alive`` and ``options`` have no effect here; ``truncate`` is always true."""
+
+    model: str = Field(description="The embedding model, or 'default'; ':latest' may follow.", examples=["default"])
+    input: TextInput
+    dimensions: Count | None = Field(default=None, description="The length of the model's vectors; no other one.")
+
+
+class OllamaEmbeddings(BaseModel):
+    """The vectors, in the order of the texts, and times in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
 
 
 class OllamaRenderer(AnswerRenderer):
@@ -239,8 +284,10 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 @chat_route(router, "/api/chat", OLLAMA, "ollama_chat", OllamaChatResponse, lines=LINES)
-def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer] | Response:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
+    if not body.messages:
+        return _loaded(body, service, {"message": OllamaMessage(content="")})
     for message in body.messages:
         reject_fields(message.model_extra, {"images": (None, []), "tool_calls": (None, [])})
     messages = [chat_message(message, index) for index, message in enumerate(body.messages)]
@@ -249,17 +296,30 @@ def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRen
 
 
 @chat_route(router, "/api/generate", OLLAMA, "ollama_generate", OllamaChatResponse, lines=LINES)
-def generate(body: OllamaGenerateRequest, service: Service) -> tuple[Question, AnswerRenderer]:
+def generate(body: OllamaGenerateRequest, service: Service) -> tuple[Question, AnswerRenderer] | Response:
     """Answer a prompt from documents: those of the request, or retrieved ones; in lines of JSON by default."""
+    if not body.prompt:
+        return _loaded(body, service, {"response": ""})
     message: ChatMessage = {"role": "user", "content": body.prompt}
     question = _question(body, service, [message], role="user", system=body.system or None, param="prompt")
     return question, OllamaRenderer(body.model, chat=False)
+
+
+def _loaded(body: OllamaChatRequest | OllamaGenerateRequest, service: Service, piece: Mapping[str, Any]) -> Response:
+    """Return the response to a request without a question: clients load the model with it, or unload it."""
+    service.check_model(body.model.removesuffix(":latest"))
+    reason: Literal["load", "unload"] = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
+    time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    state = OllamaChatResponse(model=body.model, created_at=time, done=True, done_reason=reason, **piece)
+    line = encode_json({name: value for name, value in state.model_dump().items() if value is not None})
+    return Response(line + b"\n", media_type="application/json" if body.stream is False else LINES)
 
 
 def _question(body: _OllamaRequest, service: Service, messages: Sequence[ChatMessage], **fields: Any) -> Question:
     service.check_model(body.model.removesuffix(":latest"))
     reject_fields(body.model_extra, _UNSUPPORTED)
     options = body.options or OllamaOptions()
+    reject_fields(options.model_extra, {"presence_penalty": (None, 0), "frequency_penalty": (None, 0)}, "options.")
     return build_question(
         service,
         messages,
@@ -302,6 +362,37 @@ async def tags(service: ReadyService) -> OllamaModels:
     name, digest = service.model_id, service.pipeline.generator.fingerprint
     model = OllamaModel(name=name, model=name, modified_at=_started(service), digest=digest, details=_DETAILS)
     return OllamaModels(models=[model])
+
+
+@router.get("/api/ps", tags=["models"], operation_id="ollama_ps", responses=OLLAMA.responses(401, 403, 500, 503))
+async def running(service: ReadyService) -> OllamaRunningModels:
+    """List the models in memory: the served one."""
+    generator = service.pipeline.generator
+    model = OllamaRunningModel(
+        name=service.model_id, model=service.model_id, modified_at=_started(service), digest=generator.fingerprint,
+        details=_DETAILS, context_length=generator.context_window,
+    )  # fmt: skip
+    return OllamaRunningModels(models=[model])
+
+
+@router.post(
+    "/api/embed",
+    tags=["embeddings"],
+    operation_id="ollama_embed",
+    response_model=OllamaEmbeddings,
+    responses=OLLAMA.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
+)
+async def embed(
+    body: OllamaEmbedRequest, request: Request, service: ReadyService, fields: RequestLogFields
+) -> Response:
+    """Embed texts with the embedding model of the index."""
+
+    def render(vectors: Sequence[Sequence[float]], tokens: int, seconds: float) -> dict[str, Any]:
+        times = {"total_duration": int(seconds * 1e9), "load_duration": 0}
+        return {"model": body.model, "embeddings": vectors, **times, "prompt_eval_count": tokens}
+
+    model = body.model.removesuffix(":latest")
+    return await respond_with_vectors(service, request, fields, model, body.input, body.dimensions, render)
 
 
 _DETAILS = {"parent_model": "", "format": "", "family": "", "parameter_size": "", "quantization_level": ""}

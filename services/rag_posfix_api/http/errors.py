@@ -159,6 +159,12 @@ class BodyTooLargeError(TooLargeError):
     kind = Kind(413, "body_too_large")
 
 
+class EncodedBodyError(InvalidRequestError):
+    """A body is compressed."""
+
+    kind = Kind(415, "unsupported_encoding")
+
+
 class TooManyValuesError(TooLargeError):
     """A body has too many JSON values."""
 
@@ -262,6 +268,7 @@ _DESCRIPTIONS = {
     404: "The model is not served, or what the path names does not exist.",
     409: "It exists already.",
     413: "The request is too large.",
+    415: "The body is compressed.",
     422: "The body has the wrong shape.",
     429: "There is no capacity now; see the header retry-after.",
     500: "The service failed.",

@@ -22,6 +22,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Request
 
+from rag_posfix.text import visible
+
 LogFormat = Literal["json", "text"]
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("rag_posfix_request_id", default=None)
@@ -129,8 +131,8 @@ class TextFormatter(_Formatter):
         trace = line.pop("traceback", None)
         first = " ".join(str(line.pop(name)) for name in ("time", "level", "logger", "message"))
         pairs = "".join(f" {name}={json.dumps(value, default=str)}" for name, value in line.items())
-        text = (first + pairs).replace("\r", "\\r").replace("\n", "\\n")  # no value forges a record
-        return text if trace is None else f"{text}\n{trace}"
+        text = visible((first + pairs).replace("\r", "\\r").replace("\n", "\\n"))  # no value forges a record
+        return text if trace is None else f"{text}\n{visible(trace)}"
 
 
 def configure_logging(log_format: LogFormat = "json", level: int = logging.INFO) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,17 @@ from starlette._utils import get_route_path  # what routes are chosen by: behind
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rag_posfix.errors import RagPosfixError
+from rag_posfix.parameters import shown
 from rag_posfix_api.http.auth import CALLER, KeyChecker, Rejections, source_of
 from rag_posfix_api.http.errors import (
     INVALID,
     SERVER,
     BodyTooLargeError,
+    EncodedBodyError,
     ErrorForm,
     ForbiddenHostError,
     Problem,
@@ -150,6 +152,8 @@ def error_response(error: Exception, form: ErrorForm) -> Response:
         headers["retry-after"] = str(min(max(math.ceil(seconds), _RETRY_SECONDS), _MAX_RETRY_SECONDS))
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if problem.status == 415:
+        headers["accept-encoding"] = "identity"
     return SafeJSONResponse(form(problem), problem.status, headers)
 
 
@@ -254,8 +258,34 @@ class ApiKeyAuth:
                 await release()
 
 
+class HeadRequests:
+    """ASGI middleware that answers HEAD as GET, without the body, where a route takes GET."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        as_get = {**scope, "method": "GET"}
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "HEAD"
+            or not any(route.matches(as_get)[0] is Match.FULL for route in self._routes)
+        ):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            scope["method"] = "HEAD"  # servers then leave out the body
+            await send(message)
+
+        scope["method"] = "GET"
+        await self._app(scope, receive, send_head)
+
+
 class BodyLimit:
-    """ASGI middleware that limits the size of request bodies."""
+    """ASGI middleware that limits the size of request bodies, and rejects compressed ones."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -264,6 +294,9 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or reject one request."""
         if scope["type"] == "http":
+            encoding = Headers(scope=scope).get("content-encoding", "identity").strip()
+            if encoding.lower() not in ("", "identity"):
+                raise EncodedBodyError(f"the body is encoded as {shown(encoding)}; send it without content-encoding")
             length = Headers(scope=scope).get("content-length", "")
             if length.isdecimal():
                 self._check(int(length), "")
@@ -295,6 +328,7 @@ class ObservedRequests:
     """ASGI middleware, the outermost one of the app; it sends errors that were raised outside of a route.
 
     Args:
+        routes: The routes of the app, for requests that are rejected before they reach one.
         dialects: The API format of each endpoint.
         tracer: Starts the span of each request except probes; None starts none.
     """
@@ -303,12 +337,14 @@ class ObservedRequests:
         self,
         app: ASGIApp,
         metrics: Metrics,
+        routes: Sequence[BaseRoute],
         dialects: Mapping[Callable[..., Any], str],
         form_of: FormOf,
         tracer: Tracer | None = None,
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._routes = routes
         self._dialects = dialects
         self._tracer = tracer
         self._form_of = form_of
@@ -358,7 +394,9 @@ class ObservedRequests:
     def _finish(
         self, scope: Scope, request_id: str, status: int, seconds: float, fields: LogFields, span: RequestSpan
     ) -> None:
-        path = getattr(scope.get("route"), "path", None)
+        if "route" not in scope:  # rejected before it was routed: for its key, its quota, its body
+            scope["route"] = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
+        path = getattr(scope["route"], "path", None)
         if status == 200 and get_route_path(scope) == "/openapi.json":  # its route is not in the scope
             path = "/openapi.json"
         route = path or "unmatched"

@@ -320,7 +320,7 @@ class KeyStore:
             raise missing_extra("filelock", "server") from error
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = FileLock(self._file.with_suffix(".lock"))
+            lock = FileLock(self._file.with_suffix(".lock"), mode=0o600)
             with lock.acquire(timeout=_WAIT_SECONDS):
                 yield self.read()
         except Timeout:

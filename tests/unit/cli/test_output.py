@@ -1,11 +1,17 @@
 """What commands print."""
 
 import io
+import json
+import logging
 
 import pytest
 from rich.console import Console
 
-from rag_posfix.cli.output import table
+from rag_posfix.cli.output import SafeFormatter, emit_json, err, out, say, table
+from rag_posfix.text import visible
+
+HOSTILE = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\x7fe\u202ef\u2066g\rh"
+"""Sets the title of the window, clears the screen, colours by C1, reverses, and writes over the line."""
 
 
 @pytest.mark.parametrize("width", [24, 40, 200])
@@ -18,3 +24,38 @@ def test_a_name_in_a_table_is_never_cut(width):
     assert "…" not in printed.getvalue()
     cells = [line.split("│")[1].strip() for line in printed.getvalue().splitlines() if line.startswith("│")]
     assert "".join(cells) == name
+
+
+def say_table(text):
+    rows = table("file", title=text)
+    rows.add_row(text)
+    out().print(rows, markup=False)
+
+
+def log(text):
+    handler = logging.StreamHandler(stream := io.StringIO())
+    handler.setFormatter(SafeFormatter("%(message)s"))
+    handler.handle(logging.makeLogRecord({"msg": text}))
+    say(stream.getvalue())
+
+
+@pytest.mark.parametrize(
+    "show", [say, say_table, log, lambda text: err().print(text, markup=False), lambda text: emit_json({"text": text})]
+)
+def test_no_control_character_of_foreign_text_reaches_the_terminal(show, capsysbinary):
+    show(HOSTILE)
+    printed = capsysbinary.readouterr()
+    text = (printed.out + printed.err).decode()
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\x7f", "\u202e", "\u2066", "\r"}
+    assert "\\u001b" in text
+
+
+def test_json_with_visible_controls_has_the_same_values(capsysbinary):
+    emit_json({"text": HOSTILE})
+    assert json.loads(capsysbinary.readouterr().out) == {"text": HOSTILE}
+
+
+def test_lines_tabs_and_letters_of_any_script_are_printed_as_they_are():
+    text = "one\ttwo\n\u05e9\u05dc\u05d5\u05dd \u0645\u0631 東京 é\n"
+    assert visible(text) == text
+    assert visible("one\r\ntwo") == "one\ntwo"

@@ -169,7 +169,7 @@ env:
 {{- default (ternary (printf "%s-weights" (include "rag-posfix.fullname" .)) "" (not (empty .Values.weights.size))) .Values.weights.existingClaim -}}
 {{- end -}}
 
-{{/* What fetches weights before the service starts, with its environment: proxies, tokens, mirrors. */}}
+{{/* What fetches weights before the service starts. It has the settings and weights.env, and no secret of the service. */}}
 {{- define "rag-posfix.fetch" -}}
 {{- $v := .Values -}}
 {{- $commands := list -}}
@@ -195,8 +195,8 @@ initContainers:
           name: {{ include "rag-posfix.fullname" $ }}
     env:
       - {name: HF_HUB_OFFLINE, value: "0"}
-      {{- with include "rag-posfix.variables" $ | trim }}
-      {{- . | nindent 6 }}
+      {{- with $v.weights.env }}
+      {{- toYaml . | nindent 6 }}
       {{- end }}
     securityContext:
       {{- include "rag-posfix.containerSecurity" $ | nindent 6 }}

@@ -156,7 +156,7 @@ def test_an_answer_that_is_not_json_is_not_kept(cache, value):
 
 
 def envelope(**changes):
-    whole = {"version": 1, "key": "key", "expires_at": 2e6, "tags": [], "value": {"text": "old"}}
+    whole = {"version": 1, "key": "key", "expires_at": 1_000_050.0, "tags": [], "value": {"text": "old"}}
     return orjson.dumps({**whole, **changes})
 
 
@@ -187,6 +187,18 @@ def test_a_damaged_entry_is_a_miss_and_the_next_tier_is_asked(cache, memory, dat
     cache.put("key", {"text": "Paris"})
     memory.put_many({"key": Blob(data)})
     assert cache.get("key") == {"text": "Paris"}
+
+
+def test_an_entry_that_was_stored_by_a_clock_far_ahead_is_a_miss_and_is_replaced(cache, clock):
+    today = clock.now
+    clock.now = today + 73 * 365 * 24 * 3600
+    cache.put("key", {"text": "old"})
+    assert cache.get("key") == {"text": "old"}
+    clock.now = today
+    assert cache.get("key") is None
+    cache.put("key", {"text": "new"})
+    clock.now = today - 5  # of another process, a little behind
+    assert cache.get("key") == {"text": "new"}
 
 
 def test_an_entry_past_its_end_is_a_miss(cache, memory):

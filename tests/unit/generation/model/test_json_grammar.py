@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.model import json_grammar
-from rag_posfix.generation.model.json_grammar import JsonGrammars, compile_schema
+from rag_posfix.generation.model.json_grammar import JsonGrammars, compile_schema, drop_unknown_formats
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from tests.support.vocabularies import VOCABULARIES, stock_tokenizer
 
@@ -42,6 +42,18 @@ class House(BaseModel):
 
 
 SCHEMA = json.dumps(House.model_json_schema())
+
+
+def test_a_format_that_is_not_known_is_an_annotation_and_a_known_one_is_enforced():
+    named = {
+        "type": "object",
+        "properties": {"format": {"type": "string"}, "at": {"type": "string", "format": "time"}},
+    }
+    assert drop_unknown_formats(named) == named
+    unknown = {"anyOf": [{"type": "string", "format": "password"}], "default": {"format": "password"}}
+    assert drop_unknown_formats(unknown) == {"anyOf": [{"type": "string"}], "default": {"format": "password"}}
+    for name in ("password", "idn-email", "x-of-my-own"):
+        compile_schema(json.dumps({"type": "object", "properties": {"a": {"type": "string", "format": name}}}))
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -16,10 +16,11 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, OverloadedError, UpstreamError
 from rag_posfix.generation.remote import address, connection
-from rag_posfix.generation.remote.address import RemoteModel, Servers, hide_passwords, parse_remote
+from rag_posfix.generation.remote.address import RemoteModel, Servers, parse_remote
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout
+from rag_posfix.text import hide_passwords
 from tests.support.engine_process import EngineProcess
 from tests.support.upstream import Reply, Upstream, as_json, error, event, judging, piece, streamed, upstream, whole
 from tests.support.waiting import wait_until
