@@ -89,8 +89,8 @@ def clean_json(value: Any) -> Any:
     return value
 
 
-def parse_json(line: str) -> Any:
-    """Return the value of one line of JSON, with its strings cleaned.
+def parse_json(line: str, *, lenient: bool = False) -> Any:
+    """Return the value of one line of JSON, with its strings cleaned; ``lenient`` reads NaN and Infinity as null.
 
     The parser of the standard library reads lone surrogates, which are then replaced; stricter parsers reject the
     whole line.
@@ -99,7 +99,7 @@ def parse_json(line: str) -> Any:
         ValueError: the line is not JSON, or is nested too deeply.
     """
     try:
-        return clean_json(json.loads(line, parse_constant=_reject_constant))
+        return clean_json(json.loads(line, parse_constant=(lambda _: None) if lenient else _reject_constant))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
