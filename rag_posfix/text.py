@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -109,8 +109,8 @@ def clean_json(value: Any) -> Any:
     return value
 
 
-def parse_json(line: str) -> Any:
-    """Return the value of one line of JSON, with its strings cleaned.
+def parse_json(line: str, *, lenient: bool = False) -> Any:
+    """Return the value of one line of JSON, with its strings cleaned; ``lenient`` reads NaN and Infinity as null.
 
     The parser of the standard library reads lone surrogates, which are then replaced; stricter parsers reject the
     whole line.
@@ -119,7 +119,7 @@ def parse_json(line: str) -> Any:
         ValueError: the line is not JSON, or is nested too deeply.
     """
     try:
-        return clean_json(json.loads(line, parse_constant=_reject_constant))
+        return clean_json(json.loads(line, parse_constant=(lambda _: None) if lenient else _reject_constant))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -159,40 +159,93 @@ def allow_long_cells(text: str) -> None:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
 
 
-WORDS_VERSION = 3
+WORDS_VERSION = 4
 """What ``split_words`` does, as the files of an index note it.
 
 1: each Han or Kana character is a word. 2: words end at the vowel signs of Indic scripts, and at other marks.
+3: accents count, and a part number is found only as it is written.
 """
 
 # Scripts without spaces between words, and Hangul, whose words end in particles: their words are pairs of characters.
-_PAIRED = ("\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff", "\uac00-\ud7a3", "\u0e01-\u0e4e\u0e80-\u0ecd")
+_PAIRED = (
+    "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff", "\uac00-\ud7a3", "\u0e01-\u0e4e\u0e80-\u0ecd",
+    "\u1000-\u103f\u1050-\u108f\u109a-\u109d\uaa60-\uaa7f", "\u1780-\u17d3\u17d7\u17dc\u17dd",
+)  # fmt: skip
 _LETTER = rf"[^\W_{''.join(_PAIRED)}]"
-# Devanagari to Sinhala without their punctuation: the vowel signs, which are no letters for ``\w``, belong to a word.
-_INDIC = "[\u0900-\u0963\u0966-\u096f\u0971-\u0df3]"
-_WORD = re.compile("|".join(f"[{script}]+" for script in _PAIRED) + f"|{_LETTER}+(?:{_INDIC}+{_LETTER}*)*")
-# Accents without a composed letter, Hebrew points, Arabic vowels and tatweel, the soft hyphen and joiners: the same
-# word is written with and without them. A non-joiner separates parts of words in Persian.
+# Signs that are no letters for ``\w`` and belong to a word: Syriac to Mandaic, Devanagari to Sinhala without their
+# punctuation, Tibetan, scripts of the Philippines, Bali and Java.
+_SIGN = (
+    "[\u0711\u0730-\u074a\u07a6-\u07b0\u07eb-\u07f3\u0816-\u082d\u0859-\u085b\u0900-\u0963\u0966-\u096f\u0971-\u0df3"
+    "\u0f18\u0f19\u0f35\u0f37\u0f39\u0f71-\u0f84\u0f8d-\u0fbc\u1712-\u1734\u1752-\u1773\u1b00-\u1bad\ua980-\ua9c0]"
+)
+_PLAIN = f"{_LETTER}+(?:{_SIGN}+{_LETTER}*)*"
+_JOINT = "[-_/^]"
+_LANGUAGE = r"[a-z](?:\+\+|#(?![^\W\d_]))"  # C++, F#
+_WORD = re.compile(
+    "|".join([_LANGUAGE, f"{_PLAIN}(?:{_JOINT}(?!{_LANGUAGE}){_PLAIN})*", *(f"[{script}]+" for script in _PAIRED)])
+)
+_ASCII_WORD = re.compile(rf"{_LANGUAGE}|[a-z0-9]+(?:[-/_^](?!{_LANGUAGE})[a-z0-9]+)*")  # the same, faster
+_JOINTS = re.compile(_JOINT)
+_MOST_JOINED_PARTS, _MOST_JOINED_CHARACTERS = 4, 32
+_MIN_LONG_NUMBER = 7
+_RAISED = "\u00b9\u00b2\u00b3\u2070\u2074-\u2079\u00bc-\u00be\u2150-\u215e"
+_BEFORE_RAISED = re.compile(rf"(?<=[^\W{_RAISED}])(?=[{_RAISED}])")
+# Accents, but those of Cyrillic letters of their own; Hebrew points, Arabic vowels and tatweel, the soft hyphen and
+# joiners: the same word is written with and without them. A non-joiner separates parts of words in Persian.
 _OPTIONAL = re.compile(
-    "[\u00ad\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670"
+    "(?!(?<=[иу])\u0306|(?<=[гк])\u0301|(?<=і)\u0308)[\u0300-\u036f]|"  # noqa: RUF001 - Cyrillic letters
+    "[\u00ad\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670"
     "\u06d6-\u06dc\u06df-\u06e4\u06e7\u06e8\u06ea-\u06ed\u200d\u2060]|(?<=[\u0900-\u0df3])\u200c"
 )
+_BASE_LETTERS = str.maketrans(
+    {"æ": "ae", "œ": "oe", "ø": "o", "đ": "d", "ð": "d", "þ": "th", "ł": "l", "ħ": "h", "ı": "i", "♯": "#"}  # noqa: RUF001
+    | dict.fromkeys("\u2010\u2011\u2012\u2013", "-") | dict.fromkeys("\u2018\u2019\u201c\u201d", "'")
+)  # fmt: skip
 _FIRST_PAIRED = re.compile(f"[{''.join(_PAIRED)}]")
-# Thai and Lao: a consonant with its vowels and tone marks counts as one character.
-_CHARACTER = re.compile("[\u0e40-\u0e44\u0ec0-\u0ec4]?.[\u0e30-\u0e3a\u0e45-\u0e4e\u0eb0-\u0ebd\u0ec8-\u0ecd]*")
+# A consonant with its vowels and tone marks counts as one character, in Burmese and Khmer with those stacked below it.
+_CHARACTER = re.compile(
+    "[\u0e40-\u0e44\u0ec0-\u0ec4]?.(?:[\u1039\u17d2].|[\u0e30-\u0e3a\u0e45-\u0e4e\u0eb0-\u0ebd\u0ec8-\u0ecd"
+    "\u102b-\u103e\u1056-\u1059\u105e-\u1060\u1062-\u1064\u1067-\u106d\u1071-\u1074\u1082-\u108d\u108f\u109a-\u109d"
+    "\u17b4-\u17d3\u17dd])*"
+)
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of ``text`` in order: runs of letters and digits, in lower case and Unicode's NFKC form.
+    """Return the words of ``text`` in order: runs of letters and digits without accents, by Unicode's case folding.
 
-    A run of Chinese, Japanese, Korean, Thai or Lao characters is split into overlapping pairs of characters, as
-    Lucene's CJKAnalyzer does; a single character is a word. Arabic vowels, Hebrew points and soft hyphens are left
-    out. No stemming and no stop words. For ASCII this is ``[a-z0-9]+`` of the lower-cased text.
+    A part number, which has letters and digits between hyphens or slashes, is its parts and what they are together:
+    ``AX-900/B`` is found as ``AX900B``, and as ``AX-900``. ``C++`` and ``C#`` are words. A number that is raised is
+    one of its own. A run of Chinese, Japanese, Korean, Thai, Lao, Burmese or Khmer characters is split into
+    overlapping pairs of characters, as Lucene's CJKAnalyzer does; a single character is a word. Arabic vowels, Hebrew
+    points and soft hyphens are left out. No stemming and no stop words.
     """
     if text.isascii():
-        return _WORD.findall(text.lower())
-    runs = _WORD.findall(_OPTIONAL.sub("", unicodedata.normalize("NFKC", text).lower()))
-    return [word for run in runs for word in (_pairs(run) if _FIRST_PAIRED.match(run) else (run,))]
+        folded = text.lower()
+    else:
+        folded = unicodedata.normalize("NFKD", _BEFORE_RAISED.sub("^", text)).casefold()
+        folded = _OPTIONAL.sub("", folded).translate(_BASE_LETTERS)
+        if not folded.isascii():
+            folded = unicodedata.normalize("NFC", folded)
+    words: list[str] = []
+    for run in (_ASCII_WORD if folded.isascii() else _WORD).findall(folded):
+        if run.isascii() and run.isalnum():
+            words.append(run)
+        else:
+            words += _words_of(run)
+    return words
+
+
+def _words_of(run: str) -> Sequence[str]:
+    if _FIRST_PAIRED.match(run):
+        characters = _CHARACTER.findall(run)
+        return [first + second for first, second in pairwise(characters)] or characters
+    parts = _JOINTS.split(run)
+    count = len(parts)
+    if count == 1 or len(run) > _MOST_JOINED_CHARACTERS or not any(map(str.isdigit, run)):
+        return parts
+    lengths = range(2 if count <= _MOST_JOINED_PARTS else count, count + 1)
+    joined = ("".join(parts[first : first + length]) for length in lengths for first in range(count - length + 1))
+    return [*parts, *(word for word in joined if not word.isdecimal() or len(word) >= _MIN_LONG_NUMBER)]
 
 
 def is_pair(word: str) -> bool:
@@ -206,11 +259,6 @@ def whole_words(phrase: str) -> str:
     Scripts whose words are pairs of characters for ``split_words`` have no ends of words: such a phrase may stand
     anywhere, and any phrase may stand next to their characters.
     """
-    before = "" if is_pair(phrase[0]) else f"(?<!{_LETTER}|{_INDIC})"
-    after = "" if is_pair(phrase[-1]) else f"(?!{_LETTER}|{_INDIC})"
+    before = "" if is_pair(phrase[0]) else f"(?<!{_LETTER}|{_SIGN})"
+    after = "" if is_pair(phrase[-1]) else f"(?!{_LETTER}|{_SIGN})"
     return before + re.escape(phrase) + after
-
-
-def _pairs(run: str) -> list[str]:
-    characters = _CHARACTER.findall(run)
-    return [first + second for first, second in pairwise(characters)] or characters

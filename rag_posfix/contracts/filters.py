@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -83,17 +83,18 @@ def parse_filter(metadata_filter: object) -> Condition:
 
     A field has a value, a list of allowed values, or a dict of ``$eq``, ``$ne``, ``$in``, ``$nin``, ``$gt``, ``$gte``,
     ``$lt``, ``$lte`` and ``$exists``; ``$and`` and ``$or`` take a list of filters, ``$not`` takes a filter. True is
-    not 1, 1 is 1.0, and text is compared with text only. A field with a list matches if one of its elements does. A
-    missing field matches no comparison; ``$ne``, ``$nin`` and ``$not`` are the complements of theirs, and match it.
+    not 1, 1 is 1.0, and text is compared with text only. A field with a list matches if one of its elements does.
+    ``a.b`` is the field ``b`` of the dict ``a``, or of dicts in a list, where no field has that name. A missing field
+    matches no comparison; ``$ne``, ``$nin`` and ``$not`` are the complements of theirs, and match it.
 
     Raises:
         ConfigError: it is no filter, or is larger than the limits of this module.
     """
     condition = _parse_dict(metadata_filter, "filter", 0)
-    comparisons = list(_comparisons(condition))
-    n_values = sum(len(comparison.values) for comparison in comparisons if isinstance(comparison, OneOf))
+    stated = list(comparisons(condition))
+    n_values = sum(len(comparison.values) for comparison in stated if isinstance(comparison, OneOf))
     for number, limit, what in (
-        (len(comparisons), MAX_CONDITIONS, "conditions"),
+        (len(stated), MAX_CONDITIONS, "conditions"),
         (n_values, MAX_ALLOWED, "allowed values"),
     ):
         if number > limit:
@@ -140,12 +141,28 @@ def matches(condition: Condition, metadata: Mapping[str, Any]) -> bool:
         case Negation(negated):
             return not matches(negated, metadata)
         case Exists(field):
-            return has_value(metadata.get(field))
+            return any(map(has_value, field_values(metadata, field)))
         case OneOf(field, values):
             allowed = {comparison_key(value) for value in values}
-            return field in metadata and any(comparison_key(item) in allowed for item in elements(metadata[field]))
+            return any(comparison_key(item) in allowed for item in _field_elements(metadata, field))
         case InRange(field):
-            return field in metadata and any(in_range(condition, item) for item in elements(metadata[field]))
+            return any(in_range(condition, item) for item in _field_elements(metadata, field))
+
+
+def field_values(metadata: Mapping[str, Any], field: str) -> Iterator[Any]:
+    """Yield the value of a field; where none has the name ``a.b``, ``b`` of the dict ``a`` or of dicts in a list."""
+    if field in metadata:
+        yield metadata[field]
+        return
+    for dot in (index for index, character in enumerate(field) if character == "."):
+        for holder in elements(metadata.get(field[:dot])):
+            if isinstance(holder, Mapping):
+                yield from field_values(holder, field[dot + 1 :])
+
+
+def _field_elements(metadata: Mapping[str, Any], field: str) -> Iterator[object]:
+    for value in field_values(metadata, field):
+        yield from elements(value)
 
 
 def comparison_key(value: object) -> tuple[str, object]:
@@ -257,13 +274,14 @@ def _scalars(field: str, values: Iterable[object], path: str) -> tuple[Scalar, .
     return tuple(scalars.values())
 
 
-def _comparisons(condition: Condition) -> Iterable[OneOf | InRange | Exists]:
+def comparisons(condition: Condition) -> Iterable[OneOf | InRange | Exists]:
+    """Yield the comparisons of a condition with one field each."""
     match condition:
         case AllOf(conditions) | AnyOf(conditions):
             for member in conditions:
-                yield from _comparisons(member)
+                yield from comparisons(member)
         case Negation(negated):
-            yield from _comparisons(negated)
+            yield from comparisons(negated)
         case _:
             yield condition
 

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Set
 
-from rag_posfix.text import is_pair
+from rag_posfix.text import is_pair, split_words
 
 _FUNCTION_WORDS = {
     "en": (
@@ -47,6 +47,9 @@ _WORDS = {language: frozenset(words.split()) for language, words in _FUNCTION_WO
 _REPLIES = frozenset(["yes", "no", "ja", "nein", "oui", "non", "sí", "si", "sim", "não", "nee", "not"])
 """Replies that every text contains in another sense."""
 
+_STOP_REPLIES = frozenset(split_words(" ".join(_REPLIES)))
+_STOP_WORDS = {language: frozenset(split_words(text)) | _STOP_REPLIES for language, text in _FUNCTION_WORDS.items()}
+
 _SCRIPTS = {"HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "CJK": "zh", "THAI": "th"}
 _READ_CHARACTERS = 2000
 _HIRAGANA = re.compile("[\u3041-\u309f]+")
@@ -74,8 +77,8 @@ def language_of(text: str) -> str | None:
 
 
 def stop_words(text: str) -> Set[str]:
-    """Return the function words of the language of ``text``, of English if it is unclear, and words for yes and no."""
-    return _WORDS.get(language_of(text) or "en", frozenset()) | _REPLIES
+    """Return function words of the language of ``text``, else of English, and yes and no, as ``split_words`` does."""
+    return _STOP_WORDS.get(language_of(text) or "en", _STOP_REPLIES)
 
 
 def is_functional_pair(word: str) -> bool:

@@ -17,7 +17,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 
-from rag_posfix.contracts.filters import AllOf, Condition, conjuncts, parse_filter
+from rag_posfix.contracts.filters import AllOf, Condition, comparisons, conjuncts, parse_filter
 from rag_posfix.contracts.method_spec import split_outside
 from rag_posfix.contracts.retrieval import Retriever, first_matching
 from rag_posfix.errors import ConfigError, RagPosfixError, RetrievalError, VectorStoreError, missing_extra
@@ -86,6 +86,8 @@ class ExternalRetriever(QuestionRetriever):
         condition = parse_filter(metadata_filter)
         pushed = []
         for conjunct in conjuncts(condition):
+            if any("." in comparison.field for comparison in comparisons(conjunct)):
+                continue  # nested or not: stores differ
             try:
                 self.store.translate(conjunct)
             except UntranslatableError:
@@ -121,10 +123,22 @@ def _open_qdrant(embeddings: Embeddings, options: Options) -> ExternalStore:
         raise missing_extra("langchain_qdrant", "qdrant") from error
     if ("url" in options) == ("path" in options):
         raise ConfigError("retriever qdrant takes url or path (a folder of its local mode), one of them")
+
+    class LenientQdrant(QdrantVectorStore):
+        """Returns points without text or with other metadata than a dict, which the package fails at, as empty."""
+
+        @classmethod
+        def _document_from_point(cls, scored_point: Any, *names: str) -> Document:
+            payload = scored_point.payload or {}
+            (_, text_key, metadata_key), identity = names, str(scored_point.id)
+            text, metadata = payload.get(text_key), payload.get(metadata_key)
+            fields = metadata if isinstance(metadata, dict) else {}
+            return Document(id=identity, page_content=text if isinstance(text, str) else "", metadata=fields)
+
     target = {name: options[name] for name in ("url", "path", "api_key") if name in options}
     client = QdrantClient(**target)  # type: ignore[arg-type]  # its other arguments are numbers
     payload_key, collection = options.get("metadata", "metadata"), options["collection"]
-    store = QdrantVectorStore(
+    store = LenientQdrant(
         client,
         collection,
         embeddings,
@@ -134,11 +148,13 @@ def _open_qdrant(embeddings: Embeddings, options: Options) -> ExternalStore:
     )
 
     def search(question: str, k: int, argument: Any) -> Hits:
-        hits = store.similarity_search_with_score(question, k, filter=argument)
-        for document, _ in hits:
-            document.id = str(document.metadata.pop("_id"))
-            document.metadata.pop("_collection_name", None)
-        return hits
+        width = k
+        while True:
+            hits = store.similarity_search_with_score(question, width, filter=argument)
+            with_text = [hit for hit in hits if hit[0].page_content.strip()]
+            if len(with_text) >= k or len(hits) < width:
+                return with_text[:k]
+            width *= 2
 
     return ExternalStore(
         search,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial, reduce
 from types import MappingProxyType
@@ -28,12 +30,14 @@ from rag_posfix.contracts.filters import (
     combine_filters,
     comparison_key,
     elements,
+    field_values,
     has_value,
     in_range,
     matches,
     parse_filter,
 )
 from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.parameters import shown
 from rag_posfix.text import clean_json, clean_text, content_hash, titled_text
 
 if TYPE_CHECKING:
@@ -85,10 +89,34 @@ def stored_id(document: Document) -> str:
 
 
 def stored_copy(document: Document, document_id: str | None = None) -> Document:
-    """Return the copy of a document that a store keeps: with clean text and metadata, and an id."""
-    content, metadata = clean_json(document.page_content), clean_json(copy.deepcopy(document.metadata))
+    """Return the copy of a document that a store keeps: with clean text and metadata of JSON's types, and an id.
+
+    Numbers, booleans and texts of numpy become those of Python, tuples become lists.
+
+    Raises:
+        RetrievalError: metadata of other types, or numbers that are not finite.
+    """
+    content = clean_json(document.page_content)
+    try:
+        metadata = clean_json(_json_value(document.metadata))
+    except (TypeError, RecursionError) as error:
+        raise _unfit_metadata(document_id or document.id, error) from error
     named = Document(id=document_id or document.id, page_content=content, metadata=metadata)
     return named.model_copy(update={"id": stored_id(named)})
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value of metadata in JSON's types; TypeError for what has none."""
+    numpy = sys.modules.get("numpy")  # there is no scalar of it before it is imported
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise TypeError(f"a {type(value).__name__}: {shown(value)}")
 
 
 def checked_documents(documents: Iterable[Document]) -> list[Document]:
@@ -101,10 +129,14 @@ def document_json(document: Document, fields: Mapping[str, Any]) -> str:
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RetrievalError(
-            f"document {document.id!r} has metadata that JSON cannot hold ({error}); "
-            "keep to strings, finite numbers, booleans, None, lists and dictionaries"
-        ) from error
+        raise _unfit_metadata(document.id, error) from error
+
+
+def _unfit_metadata(document_id: str | None, error: Exception) -> RetrievalError:
+    return RetrievalError(
+        f"document {document_id!r} has metadata that JSON cannot hold ({error}); "
+        "keep to strings, finite numbers, booleans, None, lists and dictionaries"
+    )
 
 
 def deep_copy(document: Document) -> Document:
@@ -238,20 +270,18 @@ class DocumentTable:
         """Return the keys of the documents by each value of a field, and under ``_EXISTING`` those that have one."""
         import numpy as np
 
-        if field not in self._postings and (self._fields is None or field in self._fields):
+        if field not in self._postings and (self._fields is None or _is_known(field, self._fields)):
             keys: dict[tuple[str, object], list[int]] = {}
             fields: set[str] = set()
             for key, entry in self.entries.items():
                 metadata = entry.document.metadata
                 fields.update(metadata)
-                if field not in metadata:
-                    continue
-                value = metadata[field]
-                names = {comparison_key(item) for item in elements(value)}
-                for name in names | {_EXISTING} if has_value(value) else names:
+                values = list(field_values(metadata, field))
+                names = {comparison_key(item) for value in values for item in elements(value)}
+                for name in names | {_EXISTING} if any(map(has_value, values)) else names:
                     keys.setdefault(name, []).append(key)
             self._fields = fields
-            if field in fields:
+            if _is_known(field, fields):
                 self._postings[field] = {name: np.asarray(rows, dtype=np.int64) for name, rows in keys.items()}
         return self._postings.get(field, {})
 
@@ -274,6 +304,11 @@ class DocumentTable:
         self.revision += 1
         self._postings.clear()
         self._fields = None
+
+
+def _is_known(field: str, fields: Set[str]) -> bool:
+    """Return whether one of the fields can have the value of ``field``: that field, or ``a`` for ``a.b``."""
+    return field in fields or any(field[:dot] in fields for dot, mark in enumerate(field) if mark == ".")
 
 
 def _union(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _SAMPLE_BYTES = 8192
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)  # the first begins with that of UTF-16
+_EMBEDDED = re.compile(r"data:[\w/+.-]*(?:;[\w=.-]+)*;base64,[A-Za-z0-9+/=%]+")
 _CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 
 # Encodings of files of the last decades. Without this list short texts are taken for those of mainframes.
@@ -61,6 +63,8 @@ def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
     Raises:
         NotTextError: there is a NUL byte in the first 8 KiB, or no encoding gives text.
     """
+    if data.startswith(_UTF32_MARKS):
+        return clean_text(data.decode("utf-32", "replace")), None
     if data.startswith(_UTF16_MARKS):
         return clean_text(data.decode("utf-16", "replace")), None
     if b"\0" in data[:_SAMPLE_BYTES]:
@@ -118,7 +122,9 @@ def decode_html(data: bytes, source: str = "the page") -> tuple[str, str | None]
     The encoding is given by a byte order mark, else by the ``charset`` declared in the first 1024 bytes; else it is
     UTF-8, or guessed. Undecodable bytes are replaced.
     """
-    declared = None if data.startswith((*_UTF16_MARKS, codecs.BOM_UTF8)) else _CHARSET.search(data[:1024])
+    declared = (
+        None if data.startswith((*_UTF32_MARKS, *_UTF16_MARKS, codecs.BOM_UTF8)) else _CHARSET.search(data[:1024])
+    )
     if declared is None:
         return decode_text(data, source)
     name = declared.group(1).decode("ascii", "replace").lower()
@@ -165,7 +171,8 @@ _SENTENCE_ENDS = (".", ",", ";", ":")
 def read_text(path: str | Path) -> FileText:
     """Return the text of a file with one of ``TEXT_SUFFIXES``, and its headings and blocks.
 
-    Text is UTF-8, or UTF-16 with a byte order mark; the encoding of other text is guessed.
+    Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark; the encoding of other text is guessed. Images within the
+    text (``data:image/png;base64,...``) are left out.
 
     Raises:
         RetrievalError: the file cannot be read, is not text, or is named ``.pdf`` or ``.docx`` and is none.
@@ -190,6 +197,7 @@ def read_text(path: str | Path) -> FileText:
         read = read_html(source)
     else:
         text, note = decode_text(data, str(path))
+        text = _EMBEDDED.sub("", text)
         read = read_markdown(text) if suffix == ".md" else read_plain(text)
     return replace(read, encoding_note=note)
 

@@ -11,6 +11,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.readers import decode_text
+from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
 from rag_posfix.text import allow_long_cells, clean_text, content_hash, parse_json
 
 JSON_SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
@@ -28,6 +30,8 @@ RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 
 _SNIFFED_CHARACTERS = 8192
 _DELIMITERS = ",;\t|"
+_COMMENTS = ("# ", "##")
+_QUOTED = re.compile(r'"[^"]*"')
 _STATED_DELIMITER = re.compile(r'"?sep=([,;\t|])"?\s*')
 _SAMPLED_RECORDS = 1000
 _MAX_OPEN_QUOTES = 20
@@ -45,6 +49,12 @@ _TEXTS = (
 )  # fmt: skip
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _MIN_PROSE_WORDS = 8
+_MIN_LONG_PROSE_WORDS = 30
+_MAX_HEADING_CHARACTERS = 200
+_MAX_LISTED_NUMBERS = 16
+_HEADER_SHARE = 0.6
+"""The row of names has this share of the cells of the widest row, at least; a title above it has fewer."""
+_SAMPLED_ROWS = 20
 _ROLES = ("text", "title", "id")
 
 
@@ -52,19 +62,20 @@ _ROLES = ("text", "title", "id")
 class FieldRoles:
     """The fields of records that are their text, title and id; empty where records have none.
 
-    Several text fields are joined, each but the first after its name. Other fields are metadata.
+    Several text fields are joined, each but the first after its name. The fields ``beside`` them stand in the heading.
+    All but the text and the title are metadata, too.
     """
 
     text: tuple[str, ...] = ()
     title: str = ""
     id: str = ""
+    beside: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return the roles on one line."""
         text = ", ".join(self.text) if self.text else "all fields, one line each"
-        return "; ".join(
-            [f"text: {text}", *(f"{role}: {name}" for role, name in (("title", self.title), ("id", self.id)) if name)]
-        )
+        others = (("title", self.title), ("id", self.id), ("heading", ", ".join(self.beside)))
+        return "; ".join([f"text: {text}", *(f"{role}: {names}" for role, names in others if names)])
 
 
 def parse_fields(specs: Iterable[str]) -> FieldRoles:
@@ -106,6 +117,10 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles) -> 
         by_name = [name for wanted in _TEXTS for name in others if plain[name] == wanted and _is_text(records, name)]
         prose = [name for name in others if name not in by_name and _mean_words(records, name) >= _MIN_PROSE_WORDS]
         text = tuple(by_name + prose)
+        beside = tuple(name for name in others if name not in text)
+        if beside and not any(_mean_words(records, name) >= _MIN_LONG_PROSE_WORDS for name in text):
+            text, beside = (), ()
+        return FieldRoles(text, title, record_id, beside)
     return FieldRoles(text, title, record_id)
 
 
@@ -122,6 +137,26 @@ def _field_text(value: Any) -> str:
     return str(value).strip()
 
 
+def _lines(name: str, value: Any) -> Iterator[str]:
+    """Yield a field as lines ``name: value``, nested ones as ``a.b: value``; long lists of numbers are left out."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _lines(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        scalars = [str(item).strip() for item in value if item is not None and not isinstance(item, dict | list)]
+        if len(scalars) <= _MAX_LISTED_NUMBERS or any(isinstance(item, str) for item in value):
+            yield from [f"{name}: {', '.join(scalars)}"] if any(scalars) else []
+        for item in value:
+            if isinstance(item, dict) or (isinstance(item, list) and not _is_numeric(item)):
+                yield from _lines(name, item)
+    elif text := _field_text(value):
+        yield f"{name}: {text}"
+
+
+def _is_numeric(value: Any) -> bool:
+    return all(map(_is_numeric, value)) if isinstance(value, list) else isinstance(value, int | float)
+
+
 def _is_text(records: Sequence[Mapping[str, Any]], name: str) -> bool:
     return any(isinstance(record.get(name), str) and record[name].strip() for record in records)
 
@@ -133,11 +168,18 @@ def _mean_words(records: Sequence[Mapping[str, Any]], name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The fields of a record, its position for messages, and metadata of the position."""
+    """The fields of a record, its position for messages, and metadata of the position.
+
+    Attributes:
+        caption: What stands above its table.
+        table: The title of a record of a table without any: the name of the file.
+    """
 
     fields: dict[str, Any]
     position: str
     metadata: dict[str, Any]
+    caption: str = ""
+    table: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +205,7 @@ def read_records(file: Path, requested: FieldRoles, report: Callable[[str], None
     ``report`` is called with each record that cannot be read, by its line; the others are read.
 
     Raises:
-        RetrievalError: the file is no text, not compressed or damaged, or has no names of columns or a name twice.
+        RetrievalError: the file is no text, not compressed or damaged.
         OSError: the file cannot be read.
     """
     source, suffix = clean_text(str(file)), file.name.lower()
@@ -206,20 +248,20 @@ def _json_lines(text: str, source: str, report: Callable[[str], None]) -> Iterat
         if not line.strip():
             continue
         try:
-            value = parse_json(line)
+            value = parse_json(line, lenient=True)
         except ValueError as error:
             report(f"{position}: not JSON ({error}); each line must be one JSON object")
             continue
         if isinstance(value, dict):
-            yield Record(value, position, {})
+            yield Record(_unwrapped(value), position, {})
         else:
             report(f"{position}: a {type(value).__name__}, expected a JSON object")
 
 
 def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
-    """Yield the objects of a list, of the one list of objects in an object, or the object itself."""
+    """Yield the objects of a list, of the one list or of all values of an object, or the object itself."""
     try:
-        value = parse_json(text)
+        value = parse_json(text, lenient=True)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("{") and "\n" in text.strip() and error.msg == "Extra data":
             yield from _json_lines(text, source, report)  # JSON lines under another name
@@ -231,15 +273,28 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
         lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
         value = value[lists[0]] if len(lists) == 1 and not _has_own_text(value, lists[0]) else value
     if isinstance(value, dict):
-        value = [value]
+        values = list(value.values())
+        is_table = (
+            len(values) > 1 and all(isinstance(item, dict) for item in values) and set.intersection(*map(set, values))
+        )
+        value = [{"key": key, **item} for key, item in value.items()] if is_table else [value]
     if not isinstance(value, list):
         raise RetrievalError(f"{source}: a {type(value).__name__}, expected a list of JSON objects")
     for number, item in enumerate(value, start=1):
         position = f"{source}, item {number}"
         if isinstance(item, dict):
-            yield Record(item, position, {})
+            yield Record(_unwrapped(item), position, {})
         else:
             report(f"{position}: a {type(item).__name__}, expected a JSON object")
+
+
+def _unwrapped(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a hit of Elasticsearch or a feature of GeoJSON, which are in an object of it."""
+    wrapper = "_source" if "_source" in record else "properties" if record.get("type") == "Feature" else ""
+    inner = record.get(wrapper)
+    if not isinstance(inner, dict):
+        return record
+    return {name: record[name] for name in _ID_FIELDS if name in record} | inner
 
 
 def _has_own_text(record: Mapping[str, Any], list_name: str) -> bool:
@@ -251,26 +306,63 @@ def _has_own_text(record: Mapping[str, Any], list_name: str) -> bool:
 
 
 def _table_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
-    """Yield the rows of a table. The first row has the names of the columns.
+    """Yield the rows of a table under the names of its columns; a title above these is the caption of each row.
 
-    The delimiter is a comma, semicolon, tab or vertical bar: that of a first line ``sep=;``, as spreadsheets write it,
-    a tab in ``.tsv`` files, else the most frequent one of the header. A row whose quote is never closed is reported,
-    and reading continues on the next line.
+    The delimiter is that of a first line ``sep=;``, as spreadsheets write it, a tab in ``.tsv`` files, else the comma,
+    semicolon, tab or vertical bar that most lines have equally often. Empty and comment lines are no rows. Of two
+    columns with one name the second is ``NAME 2``; a column without a name is ``column N``, or left out if it numbers
+    the rows. Empty cells at the end of a row do not count.
+    """
+    rows = list(_table_rows(text, source, report))
+    widths = [sum(map(bool, row)) for _, row in rows[:_SAMPLED_ROWS]]
+    least = _HEADER_SHARE * max(widths, default=0)
+    first = next((index for index, width in enumerate(widths) if width >= max(least, min(2, max(widths)))), 0)
+    if not rows:
+        return
+    caption = " ".join(cell for _, row in rows[:first] for cell in row if cell)
+    names = _column_names(rows[first][1], [row for _, row in rows[first + 1 :]])
+    for line, row in rows[first + 1 :]:
+        while len(row) > len(names) and not row[-1]:
+            row.pop()
+        if len(row) > len(names):
+            report(f"{source}:{line}: {len(row)} cells, but the row of names has {len(names)}")
+            continue
+        fields: dict[str, Any] = {name: cell for name, cell in zip(names, row, strict=False) if name}
+        yield Record(fields, f"{source}:{line}", {"row": line}, caption, title_from_path(source))
+
+
+def _column_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return distinct names of columns; an empty name for a column that is to be left out."""
+    names: list[str] = []
+    for column, name in enumerate(header):
+        if not name:
+            cells = [row[column] for row in rows if column < len(row)]
+            is_number = column == 0 and all(cell.isdecimal() for cell in cells)
+            name = "" if is_number or not any(cells) else f"column {column + 1}"
+        repeated = 1 + sum(known == name or known.startswith(f"{name} ") for known in names) if name in names else 1
+        names.append(f"{name} {repeated}" if name and repeated > 1 else name)
+    return names
+
+
+def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line at which each row ends, and its cells; empty rows and comments above the first are left out.
+
+    A row whose quote is never closed is reported, and reading continues on the next line; in ``.tsv`` files, where
+    quotes need not be marks, such a quote is a character of its cell.
     """
     lines = list(io.StringIO(text, newline=""))
-    header = lines[0][:_SNIFFED_CHARACTERS] if lines else ""
-    stated = _STATED_DELIMITER.fullmatch(header)
-    is_tabbed = source.lower().endswith(".tsv") and "\t" in header
-    # the first of several that are equally frequent
-    delimiter = stated.group(1) if stated else "\t" if is_tabbed else max(_DELIMITERS, key=header.count)
-    names: list[str] | None = None
-    start, open_quotes = int(stated is not None), 0
+    stated = _STATED_DELIMITER.fullmatch(lines[0][:_SNIFFED_CHARACTERS]) if lines else None
+    sample = [line[:_SNIFFED_CHARACTERS] for line in lines[:_SAMPLED_ROWS] if line.strip()]
+    is_tabbed = source.lower().endswith(".tsv") and any("\t" in line for line in sample)
+    delimiter = stated.group(1) if stated else "\t" if is_tabbed else _likely_delimiter(sample)
+    start, open_quotes, is_first = int(stated is not None), 0, True
     allow_long_cells(text)
-    rows = csv.reader(lines[start:], delimiter=delimiter, strict=True)
+    quoting = csv.QUOTE_NONE if is_tabbed and not _is_quoted(lines, delimiter) else csv.QUOTE_MINIMAL
+    rows = csv.reader(lines[start:], delimiter=delimiter, strict=True, quoting=quoting)
     while True:
         first = start + rows.line_num + 1
         try:
-            row = next(rows)
+            row = [cell.strip() for cell in next(rows)]
         except StopIteration:
             return
         except csv.Error as error:
@@ -281,24 +373,36 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
                     report(f"{source}:{first + 1}: the remaining rows are not read: too many quotes are not closed")
                     return
                 start = first
-                rows = csv.reader(lines[start:], delimiter=delimiter, strict=True)
+                rows = csv.reader(lines[start:], delimiter=delimiter, strict=True, quoting=quoting)
             continue
-        line = start + rows.line_num
-        if names is None:
-            names = [name.strip() for name in row]
-            if len(set(filter(None, names))) != len(list(filter(None, names))):
-                raise RetrievalError(f"{source}: a column name occurs twice; make the names in the first row distinct")
-        elif len(row) > len(names):
-            report(f"{source}:{line}: {len(row)} cells, but the first row names {len(names)} columns")
-        elif any(cell.strip() for cell in row):
-            fields: dict[str, Any] = {name: cell.strip() for name, cell in zip(names, row, strict=False)}
-            yield Record(fields, f"{source}:{line}", {"row": line})
+        if any(row) and not (is_first and row[0].startswith(_COMMENTS)):
+            is_first = False
+            yield start + rows.line_num, row
+
+
+def _likely_delimiter(lines: Sequence[str]) -> str:
+    """Return the delimiter that occurs equally often, outside of quotes, in most lines; most often in the first."""
+    unquoted = [_QUOTED.sub("", line) for line in lines] or [""]
+
+    def regularity(delimiter: str) -> tuple[int, int]:
+        counts = Counter(count for line in unquoted if (count := line.count(delimiter)))
+        return max(counts.values(), default=0), unquoted[0].count(delimiter)
+
+    return max(_DELIMITERS, key=regularity)
+
+
+def _is_quoted(lines: Sequence[str], delimiter: str) -> bool:
+    """Return whether all quotes at the beginning of cells are closed at the end of one."""
+    try:
+        return all(csv.reader(lines, delimiter=delimiter, strict=True)) or True
+    except csv.Error:
+        return False
 
 
 def _document(record: Record, roles: FieldRoles, source: str) -> Document:
     """Return the document of a record; ValueError with the reason if a field is missing or of a wrong type."""
     fields = record.fields
-    title = fields.get(roles.title)
+    title = fields.get(roles.title) if roles.title else None
     has_known_text = len(roles.text) == 1 and roles.text[0] in _TEXT_FIELDS
     if has_known_text:
         by_rank = dict.fromkeys((*roles.text, *_TEXT_FIELDS))
@@ -317,6 +421,10 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
     if not has_known_text and not text.strip():
         text, title = title, ""
     has_ids = has_known_text or bool(roles.id)
+    heading, rest = _beside(fields, roles)
+    text = "\n\n".join(filter(None, [text, rest]))
+    title = passage_title(record.caption, [part for part in (title, heading) if part])
+    title = title or ("" if names else record.table)
     metadata = _metadata(record, {*names, roles.title, *((roles.id, *_ID_FIELDS) if has_ids else ())}, source)
     if title:
         metadata["title"] = title
@@ -338,10 +446,22 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
 def _joined_text(fields: dict[str, Any], names: tuple[str, ...], roles: FieldRoles) -> str:
     """Return the texts of some fields, each but the first after its name; without names, all fields by line."""
     if not names:
-        lines = {name: _field_text(value) for name, value in fields.items() if name not in ("", roles.title)}
-        return "\n".join(f"{name}: {value}" for name, value in lines.items() if value)
+        shown = (item for item in fields.items() if item[0] not in ("metadata", roles.title))
+        return "\n".join(line for name, value in shown for line in _lines(name, value))
     texts = {name: text for name in names if (text := _field_text(fields.get(name))).strip()}
     return "\n\n".join(text if name == next(iter(texts)) else f"{name}: {text}" for name, text in texts.items())
+
+
+def _beside(fields: Mapping[str, Any], roles: FieldRoles) -> tuple[str, str]:
+    """Return the short fields beside a long text on one line, for its heading, and the others by line."""
+    heading, rest = "", []
+    for line in (line for name in roles.beside for line in _lines(name, fields.get(name))):
+        longer = f"{heading}; {line}" if heading else line
+        if "\n" in line or len(longer) > _MAX_HEADING_CHARACTERS:
+            rest.append(line)
+        else:
+            heading = longer
+    return heading, "\n".join(rest)
 
 
 def _metadata(record: Record, used: set[str], source: str) -> dict[str, Any]:

@@ -30,6 +30,10 @@ _FRONT_MATTER = re.compile(r"---[^\S\n]*\r?\n(.*?)^(?:---|\.\.\.)[^\S\n]*$", re.
 _FRONT_FIELD = re.compile(r"^([A-Za-z][\w-]*)[^\S\n]*:[^\S\n]*(\S[^\r\n]*?)[^\S\n]*\r?$", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->\s*", re.DOTALL)
 
+_DATED_NAME = re.compile(r"(?:19|20)\d\d[-_. ]?(?:\d\d|W\d\d)(?:[-_. ]?\d\d)?")
+_SHELL_COMMENT = re.compile(r"^# .*\n(?=# |[a-z$./~-])", re.MULTILINE)
+"""A comment above a command or another comment, and no heading; below a heading is an empty line or a sentence."""
+
 # Marks that plain text shares with Markdown: headings, underlined headings, and fences.
 _MARKED = re.compile(r"^(?:#{1,6}[^\S\n]+\S|={3,}[^\S\n]*$|```|~~~)", re.MULTILINE)
 _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
@@ -67,7 +71,7 @@ class FileText:
     """The text of a file; ``start`` and ``end`` in a passage's metadata are character offsets in it.
 
     Attributes:
-        text: Plain text and Markdown unchanged; the extracted text of other files.
+        text: Plain text and Markdown without images in it; the extracted text of other files.
         title: The title that the file itself states, else empty.
         pages: The offset in ``text`` at which each page of a PDF file begins.
         blocks: The blocks of the text, in order.
@@ -140,6 +144,8 @@ def stated_title(headings: Sequence[Heading], blocks: Sequence[Block]) -> str:
 
 def title_from_path(path: str | Path) -> str:
     """Return the name of a file as a title; empty if the name says nothing."""
+    if _DATED_NAME.fullmatch(Path(path).stem):  # a daily note
+        return Path(path).stem
     name = " ".join(re.sub(r"[_\-.]+", " ", Path(path).stem).split())
     return "" if name.lower() in _NO_TITLES or re.search(r"[^\W\d_]{3}", name) is None else name
 
@@ -191,7 +197,7 @@ def read_plain(text: str) -> FileText:
     """
     if text.count("\n") > _MAX_LINES:
         return FileText(text, blocks=(Block("text", 0, len(text)),))
-    if _MARKED.search(text):
+    if _MARKED.search(_SHELL_COMMENT.sub("", text)):
         return read_markdown(text)
     headings, blocks = _parse_plain(text)
     return FileText(text, stated_title(headings, blocks), blocks=blocks_under(headings, blocks))
@@ -226,6 +232,10 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
         first, last = lines[token.map[0]], lines[min(token.map[1], len(lines) - 1)]
         if token.type == "heading_open":
             title = tokens[index + 1].content
+            if token.markup in ("=", "-") and ("\n" in title or title.endswith((".", ",", ";"))):
+                last = lines[token.map[1] - 1]  # text above a divider
+                blocks.append(Block("text", first, last, header_end=first))
+                continue
             characters += len(title)
             if characters <= _MAX_READ_HEADINGS:
                 title = _inline_text(parser.parseInline(title, references)[0])
@@ -289,6 +299,7 @@ def _is_title(line: str) -> bool:
         and (line.strip()[0].isdigit() or not line.strip()[0].islower())
         and any(character.isalpha() for character in line)
         and "\t" not in line
+        and not line.startswith("# ")
         and not _NO_HEADING_END.search(line.strip())
         and not _ITEM.match(line)
     )

@@ -100,6 +100,24 @@ class TestQdrant:
         assert len(searches) > 1  # null is checked in the documents
         assert searches[0][2] is not None
 
+    def test_points_without_text_are_passed_by_and_others_take_their_places(self, tmp_path):
+        from qdrant_client import QdrantClient, models
+
+        client = QdrantClient(path=str(tmp_path))
+        vector = LetterEmbeddings().embed_query("pump")
+        client.create_collection("docs", models.VectorParams(size=len(vector), distance=models.Distance.COSINE))
+        payloads = [
+            {}, {"page_content": None}, {"page_content": " "}, {"page_content": 7}, None,
+            {"page_content": "pump a", "metadata": None},
+            {"page_content": "pump b", "metadata": {"author": {"name": "Bo"}}},
+        ]  # fmt: skip
+        points = [models.PointStruct(id=n, vector=vector, payload=payload) for n, payload in enumerate(payloads)]
+        client.upsert("docs", points)
+        client.close()
+        retriever = open_external(f"qdrant:path={tmp_path},collection=docs", LetterEmbeddings(), 5)
+        assert sorted(hit.page_content for hit in retriever.retrieve("pump", 2)) == ["pump a", "pump b"]
+        assert [hit.id for hit in retriever.retrieve("pump", 2, filter={"author.name": "Bo"})] == ["6"]
+
     def test_store_that_is_gone_is_told_without_its_address(self, tmp_path):
         with pytest.raises(VectorStoreError, match="the vector store qdrant failed with ") as caught:
             open_external(f"qdrant:path={tmp_path}/secret,collection=none", LetterEmbeddings(), 5)

@@ -1,5 +1,8 @@
 """Filters in every retriever: pushed down, they find what checking each document finds, and nothing else."""
 
+from datetime import date
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from langchain_core.documents import Document
@@ -8,7 +11,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.contracts.retrieval import retrieve_matching
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.retrieval.base import PassageRetriever, as_retriever, cosine_relevance
 from rag_posfix.retrieval.bm25 import BM25Retriever
@@ -149,3 +152,49 @@ def test_malformed_filter_is_rejected_by_every_retriever(retrievers):
     for name in ("faiss", "bm25", "hybrid"):
         with pytest.raises(ConfigError, match="not understood"):
             retrievers[name].retrieve("common", 3, filter={"$nor": []})
+
+
+TYPED = [
+    Document("pump one", id="a", metadata={"year": np.int64(1999), "secret": np.True_, "tag": np.str_("x")}),
+    Document("pump two", id="b", metadata={"year": 1999, "secret": True, "tag": "x", "parts": (np.float32(0.5), 2)}),
+    Document("pump three", id="c", metadata={"author": {"name": "Anna", "year": np.int32(1990)}}),
+    Document("pump four", id="d", metadata={"author": [{"name": "Bo"}, {"name": "Anna"}], "secret": False}),
+    Document("pump five", id="e", metadata={"author.name": "Anna", "author": {"name": "Cy"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("metadata_filter", "expected"),
+    [
+        ({"year": 1999}, "ab"),
+        ({"year": {"$ne": 1999}}, "cde"),
+        ({"secret": {"$ne": True}}, "cde"),
+        ({"tag": "x"}, "ab"),
+        ({"parts": 0.5}, "b"),
+        ({"parts": {"$gt": 1}}, "b"),
+        ({"author.name": "Anna"}, "cde"),  # of e, the field that has this name
+        ({"author.name": "Cy"}, ""),
+        ({"author.name": {"$exists": True}}, "cde"),
+        ({"author.year": {"$lt": 2000}}, "c"),
+        ({"author.name": {"$ne": "Anna"}}, "ab"),
+        ({"name": "Anna"}, ""),
+        ({"author.name.first": "Anna"}, ""),
+        ({"publisher.name": "Anna"}, ""),
+    ],
+)
+def test_numbers_of_numpy_and_nested_fields_are_found(metadata_filter, expected):
+    words = BM25Retriever.from_documents(TYPED)
+    assert "".join(sorted(str(hit.id) for hit in words.retrieve("pump", 9, filter=metadata_filter))) == expected
+    # Checked document by document, as in a store of another program, the same is found.
+    taken = [words.table.entry_of(name).document for name in "abcde"]
+    condition = parse_filter(metadata_filter)
+    assert "".join(document.id for document in taken if matches(condition, document.metadata)) == expected
+
+
+@pytest.mark.parametrize("value", [date(2024, 5, 1), {1, 2}, np.zeros(2), float("nan"), np.float32("inf"), object()])
+def test_metadata_of_other_types_is_refused_when_a_document_is_taken(value):
+    document = Document("x", id="a", metadata={"nested": [{"field": value}]})
+    with pytest.raises(RetrievalError, match=r"document 'a' has metadata that JSON cannot hold \(a \w+: "):
+        BM25Retriever.from_documents([document])
+    with pytest.raises(RetrievalError, match="document 'a' has metadata"):
+        FaissVectorStore(LetterEmbeddings()).add_documents([document])

@@ -333,13 +333,6 @@ def test_a_folder_with_other_content_is_never_written_to(store, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_metadata_that_json_cannot_hold_is_refused_and_nothing_written(embeddings, tmp_path):
-    store = FaissVectorStore.from_texts(["x"], embeddings, [{"when": object()}], ids=["a"])
-    with pytest.raises(RetrievalError, match="document 'a' has metadata that JSON cannot hold"):
-        store.save(tmp_path / "index")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_identity_of_a_model_without_one_is_its_class_and_name():
     class Named(DeterministicFakeEmbedding):
         model: str = "maker/text-embedding-3"

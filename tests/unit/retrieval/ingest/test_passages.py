@@ -241,7 +241,7 @@ def test_a_passage_ends_with_its_place_and_keeps_its_bounds(text, size):
         assert len(passage.text.split()) <= size.words
 
 
-def test_records_of_tickets_have_subject_and_body_and_other_fields_are_metadata(tmp_path):
+def test_records_of_tickets_have_a_subject_and_other_fields_are_text_and_metadata(tmp_path):
     rows = [
         {"number": 7, "subject": "Lamp", "body": "The lamp is dark.", "status": "open", "tags": ["a"]},
         {"number": 8, "subject": "Door only", "body": "", "status": "done"},
@@ -249,10 +249,13 @@ def test_records_of_tickets_have_subject_and_body_and_other_fields_are_metadata(
     write(tmp_path / "tickets.jsonl", "\n".join(map(json.dumps, rows)))
     read = read_files(tmp_path)
     first, second = (entry.document for entry in read.entries)
-    assert titled([first, second]) == [("Lamp", "The lamp is dark."), (None, "Door only")]
+    assert titled([first, second]) == [
+        ("Lamp", "number: 7\nbody: The lamp is dark.\nstatus: open\ntags: a"), ("Door only", "number: 8\nstatus: done"),
+    ]  # fmt: skip
     source = str(tmp_path / "tickets.jsonl")
-    assert first.metadata == {"source": source, "number": 7, "status": "open", "tags": ["a"], "title": "Lamp"}
-    assert [note.message for note in read.notes] == ["text: body; title: subject"]
+    stated = {"source": source, "number": 7, "body": "The lamp is dark.", "status": "open", "tags": ["a"]}
+    assert first.metadata == stated | {"title": "Lamp"}
+    assert [note.message for note in read.notes] == ["text: all fields, one line each; title: subject"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +264,8 @@ def test_records_of_tickets_have_subject_and_body_and_other_fields_are_metadata(
         ({"question": "Which?", "answer": "This."}, "Which?", "This."),
         ({"Name": "Lamp", "Description": "Bright."}, "Lamp", "Bright."),
         ({"content": "C", "resolution": "R"}, None, "C\n\nresolution: R"),
-        ({"key": "a", "remark": words(9)}, None, words(9)),
+        ({"key": "a", "remark": words(9)}, None, f"key: a\nremark: {words(9)}"),
+        ({"key": "a", "remark": words(30)}, "key: a", words(30)),
         ({"city": "Rome", "days": 3}, None, "city: Rome\ndays: 3"),
     ],
 )
@@ -293,7 +297,7 @@ def test_good_rows_of_a_bad_file_are_kept_and_bad_ones_are_named_by_their_line(t
     read = read_files(tmp_path, strict=False)
     assert [entry.document.page_content for entry in read.entries] == ["one", "four", "b1", "b4", "b5\nand more"]
     problems = [note.message for note in read.notes if note.kind == "rows"]
-    assert [problem.partition(": ")[0].rpartition("/")[2] for problem in problems] == [
+    assert sorted(problem.partition(": ")[0].rpartition("/")[2] for problem in problems) == [
         "a.jsonl:2", "a.jsonl:3", "a.jsonl:5", "b.csv:3", "b.csv:4",
     ]  # fmt: skip
     assert [document.page_content for document in read_documents(tmp_path, strict=False)][:2] == ["one", "four"]

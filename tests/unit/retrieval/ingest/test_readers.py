@@ -112,3 +112,64 @@ def test_start_and_end_of_a_passage_are_its_place_in_the_text_of_the_file(tmp_pa
     distinct = {document.page_content for document in found}
     assert len(distinct) == len(found)
     assert len(kept) <= len("".join(read.text.split()))
+
+
+def titles_and_texts(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    return [(d.metadata.get("title", ""), d.page_content) for d in read_documents([tmp_path / name])]
+
+
+@pytest.mark.parametrize("divider", ["==========", "===", "-----"])
+@pytest.mark.parametrize("name", ["faq.txt", "faq.md"])
+def test_text_above_a_divider_is_no_heading(tmp_path, name, divider):
+    entries = ["Q: How long in France?\nA: Six months.", "Leave in Spain lasts four months.", "Q: And here?\nA: Ten."]
+    found = titles_and_texts(tmp_path, name, f"\n{divider}\n".join(entries) + "\n")
+    assert {title for title, _ in found} == {"faq"}
+    assert all(entry in found[0][1] for entry in entries)
+
+
+def test_a_line_above_a_divider_is_a_heading(tmp_path):
+    assert titles_and_texts(tmp_path, "a.txt", "Leave\n=====\n\nSix months.\n\nPay\n===\nEuros.\n") == [
+        ("Leave", "Six months."), ("Pay", "Euros."),
+    ]  # fmt: skip
+
+
+def test_comments_of_a_shell_are_no_headings(tmp_path):
+    script = "# install the pump\nsudo apt install pump\n\n# start it\n# as root\n./start --now\n"
+    assert titles_and_texts(tmp_path, "steps.txt", script) == [("steps", script.strip())]
+    assert titles_and_texts(tmp_path, "a.txt", "# Leave\nSix months.\n\n# Pay\n\neuros\n") == [
+        ("Leave", "Six months."), ("Pay", "euros"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "![p](data:image/png;base64,{})",
+        "[p]: data:image/svg+xml;charset=utf-8;base64,{}",
+        '<img src="data:image/gif;base64,{}">',
+    ],
+)
+def test_images_within_text_are_left_out(tmp_path, image):
+    found = titles_and_texts(tmp_path, "a.md", f"Press the button.\n\n{image.format('iVBORw0KGgo' * 900)}\n\nWait.\n")
+    assert len(found) == 1
+    assert "iVBOR" not in found[0][1]
+    assert found[0][1].startswith("Press the button.")
+    assert found[0][1].endswith("Wait.")
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [("2024-05-01.md", "2024-05-01"), ("2024_05.md", "2024_05"), ("2024-W18.md", "2024-W18"),
+     ("20240501.md", "20240501"), ("123.md", ""), ("2024-05-01 pump.md", "2024 05 01 pump")],
+)  # fmt: skip
+def test_the_date_of_a_note_is_its_title(tmp_path, name, title):
+    assert titles_and_texts(tmp_path, name, "The pump leaks.\n") == [(title, "The pump leaks.")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-32", "utf-32-be", "utf-16-be"])
+def test_text_in_utf_32_is_read(tmp_path, encoding):
+    mark = "" if encoding == "utf-32" else "\ufeff"
+    (tmp_path / "a.txt").write_bytes(f"{mark}Gr\u00fc\u00dfe".encode(encoding))
+    (tmp_path / "b.html").write_bytes(f"{mark}<p>Gr\u00fc\u00dfe".encode(encoding))
+    assert {document.page_content for document in read_documents([tmp_path])} == {"Gr\u00fc\u00dfe"}

@@ -1,0 +1,125 @@
+"""Records: every field of a row or object is in its text or its heading, however the file is written."""
+
+import json
+
+import pytest
+
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
+
+PROSE = "The pump stands in the cellar of the old mill and lifts water from the river into the tank. " * 2
+
+
+def rows_of(tmp_path, text, name="a.csv"):
+    """Return title and text of each document of a file."""
+    (tmp_path / name).write_text(text)
+    read = read_files([tmp_path / name], strict=True)
+    documents = [entry.document for entry in read.entries]
+    return [(document.metadata.get("title", ""), document.page_content) for document in documents]
+
+
+def test_a_row_with_a_short_description_is_all_its_columns_and_each_can_be_filtered_by(tmp_path):
+    (tmp_path / "register.csv").write_text(
+        "asset,description,site,keeper,serial,next_inspection\n"
+        "P-12,Main pump of the harbour,Marvik,Anna Korv,AX-900,2026-05-01\n"
+    )
+    (document,) = read_documents([tmp_path])
+    assert document.page_content == (
+        "asset: P-12\ndescription: Main pump of the harbour\nsite: Marvik\nkeeper: Anna Korv\nserial: AX-900\n"
+        "next_inspection: 2026-05-01"
+    )
+    assert (document.metadata["title"], document.metadata["keeper"]) == ("register", "Anna Korv")
+
+
+def test_beside_long_prose_short_fields_are_in_the_heading_and_others_below_the_text(tmp_path):
+    row = {"asset": "P-12", "name": "Main pump", "description": PROSE.strip(), "keeper": "Anna", "log": "x" * 250}
+    ((title, text),) = rows_of(tmp_path, json.dumps([row]), "a.json")
+    assert title == "Main pump > asset: P-12; keeper: Anna"
+    assert text == f"{PROSE.strip()}\n\nlog: {'x' * 250}"
+
+
+def test_a_text_that_is_asked_for_stands_alone(tmp_path):
+    (tmp_path / "a.csv").write_text("asset,description\nP-12,Main pump\n")
+    (document,) = read_documents([tmp_path], fields=["description"])
+    assert (document.page_content, document.metadata.get("title")) == ("Main pump", None)
+
+
+FERRY = [("", "Ticket: Adult\nPrice: 41"), ("", "Ticket: Bicycle\nPrice: 12")]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "Ticket,Price\nAdult,41\nBicycle,12\n",
+        "\n\nTicket,Price\nAdult,41\n,\nBicycle,12\n",  # empty lines and rows
+        "# exported 2025-05-01, by hand\n## 2\nTicket,Price\nAdult,41\nBicycle,12\n",
+        ",Ticket,Price\n0,Adult,41\n1,Bicycle,12\n",  # as pandas numbers the rows
+        "Ticket,Price\nAdult,41,\nBicycle,12,,\n",
+        "Ticket,Price,\nAdult,41,\nBicycle,12,\n",
+        '"Ticket";"Price"\n"Adult";"41"\n"Bicycle";"12"\n',
+        "Ticket|Price\nAdult|41\nBicycle|12\n",
+    ],
+)
+def test_rows_are_the_same_however_the_table_is_written(tmp_path, table):
+    assert rows_of(tmp_path, table) == FERRY
+
+
+@pytest.mark.parametrize(
+    ("table", "title"),
+    [
+        ("Ferry prices 2025;;\n;;\nTicket;Price;Note\nAdult;41;May\n", "Ferry prices 2025"),
+        ("Ferry prices\nvalid from May\nTicket,Price,Note\nAdult,41,May\n", "Ferry prices valid from May"),
+        ("#,Ticket,Price,Note\n1,Adult,41,May\n", ""),
+    ],
+)
+def test_a_title_above_the_names_of_columns_is_the_title_of_each_row(tmp_path, table, title):
+    ((found, text),) = rows_of(tmp_path, table)
+    assert (found, text.removeprefix("#: 1\n")) == (title, "Ticket: Adult\nPrice: 41\nNote: May")
+
+
+def test_columns_without_a_name_or_with_the_same_name_keep_their_values(tmp_path):
+    ((_, text),) = rows_of(tmp_path, "Price,Price,,Price\n1,2,three,4\n")
+    assert text == "Price: 1\nPrice 2: 2\ncolumn 3: three\nPrice 3: 4"
+
+
+@pytest.mark.parametrize(
+    "header", ['"Name, first, or last";Price', '"a;b;c",Price', '"x | y | z"\tPrice', "Name, first, or last;Price"]
+)
+def test_the_delimiter_is_not_one_within_quotes_or_of_some_lines_alone(tmp_path, header):
+    delimiter = header[-6]
+    ((_, text),) = rows_of(tmp_path, f"{header}\nAnna{delimiter}41\n")
+    assert text.endswith(": Anna\nPrice: 41")
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"), [('5" pipe', '5" pipe'), ('"A" grade', '"A" grade'), ('"open', '"open'), ('"a\tb"', "a\tb")]
+)
+def test_a_quote_in_tab_separated_values_is_a_character_unless_all_are_closed(tmp_path, cell, value):
+    assert rows_of(tmp_path, f"Part\tPrice\n{cell}\t41\nBolt\t2\n", "a.tsv") == [
+        ("", f"Part: {value}\nPrice: 41"), ("", "Part: Bolt\nPrice: 2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([{"name": "L", "parts": [{"head": "T", "body": "Lit."}, {"head": "M"}]}],
+         [("L", "parts.head: T\nparts.body: Lit.\nparts.head: M")]),
+        ({"features": [{"type": "Feature", "id": 4, "properties": {"name": "T", "lit": 1883},
+                        "geometry": {"type": "Point", "coordinates": [1, 2]}}]}, [("T", "id: 4\nlit: 1883")]),
+        ([{"_id": "x", "_score": 1.0, "_source": {"title": "Pump", "text": "It leaks."}}], [("Pump", "It leaks.")]),
+        ([{"messages": [{"role": "user", "content": "Which?"}, {"role": "bot", "content": "That."}]}],
+         [("", "messages.role: user\nmessages.content: Which?\nmessages.role: bot\nmessages.content: That.")]),
+        ({"P-1": {"site": "Marvik"}, "P-2": {"site": "Torvane", "note": None}},
+         [("", "key: P-1\nsite: Marvik"), ("", "key: P-2\nsite: Torvane")]),
+        ({"author": {"name": "Anna"}, "place": {"city": "Rome"}}, [("", "author.name: Anna\nplace.city: Rome")]),
+        ([{"a": {"b": {"c": ["x", 1]}}, "vector": [0.5] * 99, "shape": [[1, 2], [3, 4]], "years": [1999, 2004]}],
+         [("", "a.b.c: x, 1\nyears: 1999, 2004")]),
+    ],
+)  # fmt: skip
+def test_nested_text_is_text(tmp_path, value, expected):
+    assert rows_of(tmp_path, json.dumps(value), "a.json") == expected
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_number_that_is_none_is_a_missing_field_and_no_lost_record(tmp_path, name):
+    assert rows_of(tmp_path, '{"site": "Marvik", "depth": NaN, "height": -Infinity}\n', name) == [("", "site: Marvik")]
