@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,6 +190,7 @@ def merge_adapter(model: Any, folder: Path) -> Any:
             warnings.simplefilter("ignore")  # what peft misses is in the report
             adapted = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
             report = adapted.load_adapter(str(folder), "default", torch_device=str(model.device))
+            untied = _untie(adapted)
             merged = adapted.merge_and_unload(safe_merge=True)
     # peft raises what torch and safetensors raise.
     except Exception as error:
@@ -197,7 +199,29 @@ def merge_adapter(model: Any, folder: Path) -> Any:
         raise _misfit_error(
             folder, f"{len(report.missing_keys)} tensors missing, {len(report.unexpected_keys)} unexpected"
         )
+    if untied:
+        merged.config.get_text_config(decoder=True).tie_word_embeddings = False
+        merged.config.tie_word_embeddings = False
     return merged
+
+
+def _untie(adapted: Any) -> bool:
+    """Give each adapted module a matrix of its own; return whether one was shared.
+
+    peft changes one use of a shared matrix, and merges it into all: tied embeddings are read at input and output.
+    """
+    from peft.tuners.lora import LoraLayer
+    from torch import nn
+
+    uses = Counter(id(weight) for module in adapted.modules() for weight in module.parameters(recurse=False))
+    is_shared = False
+    for module in adapted.modules():
+        base = module.get_base_layer() if isinstance(module, LoraLayer) else None
+        for name, weight in () if base is None else tuple(base.named_parameters(recurse=False)):
+            if uses[id(weight)] > 1:
+                setattr(base, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
+                is_shared = True
+    return is_shared
 
 
 def _misfit_error(folder: Path, reason: str) -> ConfigError:

@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 import torch
+import transformers
 from langchain_core.documents import Document
 
 from rag_posfix.caching.kv.store import PassageStore
@@ -52,6 +53,34 @@ def test_a_merged_adapter_computes_what_peft_computes_apart(folders, adapter):
     assert not torch.allclose(merged, before, atol=1e-3)
     PeftModel.from_pretrained(base.loaded.model, str(adapter))  # adds LoRA beside the weights of the same model
     torch.testing.assert_close(base.next_log_probs(LAYOUT), merged, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of tied matrices
+@pytest.mark.parametrize("extra", [{}, {"ensure_weight_tying": True}], ids=["apart", "tied"])
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["q_proj", "embed_tokens", "lm_head"]])
+def test_lora_on_a_matrix_that_input_and_output_share_computes_what_peft_computes_apart(tmp_path, targets, extra):
+    adapted = save_adapter(tmp_path, targets, **extra)
+    engine = load_engine(str(tmp_path / "tiny"), dtype="float32", device="cpu", adapter=tmp_path / "adapter")
+    with torch.no_grad():
+        expected = adapted(torch.tensor([LAYOUT.token_ids])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(engine.next_log_probs(LAYOUT), expected, atol=1e-4, rtol=0)
+    assert not engine.loaded.model.config.tie_word_embeddings
+
+
+def save_adapter(folder, targets, **settings):
+    """Write a tiny model with tied embeddings and random LoRA on ``targets``; return them as peft runs them."""
+    from peft import LoraConfig, get_peft_model
+
+    save_tiny(folder / "tiny", tie_word_embeddings=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **settings)).eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    adapted.save_pretrained(folder / "adapter")
+    return adapted
 
 
 def test_an_adapter_is_part_of_name_and_fingerprint_wherever_it_lies(folders, adapter, tmp_path):
