@@ -150,13 +150,11 @@ def create_app(
         tracer=None if provider is None else provider.get_tracer("rag_posfix_api"),
     )
     if limits.cors_origins:  # the outermost one: a page must be able to read errors too
+        exposed = ["x-request-id", "retry-after"]
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=limits.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
+            CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=exposed,
+        )  # fmt: skip
     return app
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -357,8 +358,10 @@ def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterat
     delimiter = stated.group(1) if stated else "\t" if is_tabbed else _likely_delimiter(sample)
     start, open_quotes, is_first = int(stated is not None), 0, True
     allow_long_cells(text)
-    quoting = csv.QUOTE_NONE if is_tabbed and not _is_quoted(lines, delimiter) else csv.QUOTE_MINIMAL
-    rows = csv.reader(lines[start:], delimiter=delimiter, strict=True, quoting=quoting)
+    has_quotes = not is_tabbed or _is_quoted(lines, delimiter)
+    quoting = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
+    read = partial(csv.reader, delimiter=delimiter, strict=True, quoting=quoting)
+    rows = read(lines[start:])
     while True:
         first = start + rows.line_num + 1
         try:
@@ -373,7 +376,7 @@ def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterat
                     report(f"{source}:{first + 1}: the remaining rows are not read: too many quotes are not closed")
                     return
                 start = first
-                rows = csv.reader(lines[start:], delimiter=delimiter, strict=True, quoting=quoting)
+                rows = read(lines[start:])
             continue
         if any(row) and not (is_first and row[0].startswith(_COMMENTS)):
             is_first = False
