@@ -359,8 +359,8 @@ def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterat
     start, open_quotes, is_first = int(stated is not None), 0, True
     allow_long_cells(text)
     has_quotes = not is_tabbed or _is_quoted(lines, delimiter)
-    quoting = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
-    read = partial(csv.reader, delimiter=delimiter, strict=True, quoting=quoting)
+    read = partial(csv.reader, delimiter=delimiter, strict=True)
+    read = read if has_quotes else partial(read, quoting=csv.QUOTE_NONE)
     rows = read(lines[start:])
     while True:
         first = start + rows.line_num + 1
