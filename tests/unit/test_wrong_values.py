@@ -110,6 +110,7 @@ ENTRY_POINTS = {name: (function, arguments) for name, function, arguments in ent
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
+@pytest.mark.slow
 def test_wrong_values_raise_errors_of_this_package_only(name):
     function, arguments = ENTRY_POINTS[name]
     escaped = []

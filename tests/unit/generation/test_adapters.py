@@ -111,6 +111,7 @@ def test_an_adapter_and_its_base_share_no_keys_and_values(folders, adapter):
     assert cached(tuned) > 0
 
 
+@pytest.mark.slow
 def test_an_adapter_and_its_base_share_no_cached_answers(folders, adapter, tmp_path):
     common = {
         "model": str(folders[0]),

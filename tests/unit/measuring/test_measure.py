@@ -322,6 +322,7 @@ class ByWords:
         ]
 
 
+@pytest.mark.slow
 def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     examples = weights(12)
     pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: ByWords())
@@ -340,6 +341,7 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     assert {"curve.svg", "curve.png", "cost.svg", "cost.png"} <= set(record.files)
 
 
+@pytest.mark.slow
 def test_a_later_run_scores_no_labelled_passage_again(tmp_path, no_charts):
     embeddings = LetterEmbeddings()
     reranker = GuardedReranker(reranker=EmbeddingReranker(embeddings=embeddings))

@@ -82,6 +82,7 @@ def test_what_is_read_of_listed_families_is_what_the_table_says():
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "exaone4"])
+@pytest.mark.slow
 def test_a_proved_model_is_idle_the_stock_model_and_order_free_methods_are(model_type):
     engine = opened(model_type, sliding_window=64) if model_type == "exaone4" else opened(model_type)
     spec = engine.loaded.spec

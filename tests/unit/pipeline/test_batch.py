@@ -50,6 +50,7 @@ def questions_of(method, count):
 
 class TestAnswers:
     @pytest.mark.parametrize("method", ["none", "default"])
+    @pytest.mark.slow
     def test_64_questions_are_answered_as_one_by_one_and_share_steps(self, tiny, method):
         assembler, together = Assembler(tiny.encoder, 512), []
         questions = questions_of(method, 64)

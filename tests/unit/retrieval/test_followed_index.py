@@ -303,6 +303,7 @@ MEMORY = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="/proc of Linux is needed")
+@pytest.mark.slow
 def test_a_followed_index_is_memory_that_processes_share(tmp_path: Path):
     """The vectors alone have 30 MB; ids and keys in memory remain, and the words of the search by words."""
     embeddings = DeterministicFakeEmbedding(size=384)

@@ -147,6 +147,7 @@ def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.slow
 def test_a_packed_run_that_was_interrupted_gives_the_same_bits_and_learns_what_an_unpacked_one_does(
     folders, tmp_path, name
 ):

@@ -61,6 +61,7 @@ class Passes(list):
 
 
 @pytest.mark.parametrize("model_type", BATCHED)
+@pytest.mark.slow
 def test_rows_in_a_batch_are_the_rows_one_after_another(model_type):
     loaded = loaded_as(model_type)
     assert loaded.spec.plain.batch == BATCHED[model_type]

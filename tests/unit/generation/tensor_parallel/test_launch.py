@@ -147,6 +147,7 @@ class TestProcesses:
         finally:
             processes.close()
 
+    @pytest.mark.slow
     def test_they_end_with_the_process_that_started_them_however_it_ends(self, tmp_path):
         """The pipe that they read is closed then."""
         code = f"""

@@ -148,6 +148,7 @@ def test_the_expected_places_of_a_case_worked_by_hand():
     assert expected == pytest.approx([4 / 3, 2 / 3])
 
 
+@pytest.mark.slow
 def test_places_are_uniform(tmp_path):
     settings = DataSettings(samples=150, min_tokens=60, max_tokens=180, multi=0)
     places = made(tmp_path, settings=settings).summary["places"]

@@ -133,6 +133,7 @@ class TestLeaving:
         assert released.wait(60)
         assert first.text + "".join(chunk.text for chunk in stream) == answer(9)
 
+    @pytest.mark.slow
     def test_the_caches_of_an_answer_are_free_when_it_is_computed(self, tiny):
         opened = []
 
@@ -287,6 +288,7 @@ class TestClosing:
         thread.join(60)
         assert not thread.is_alive()
 
+    @pytest.mark.slow
     def test_at_exit_the_model_is_not_left_in_the_middle_of_a_step(self):
         code = """
 import atexit, threading, time
