@@ -250,7 +250,8 @@ def test_records_of_tickets_have_a_subject_and_other_fields_are_text_and_metadat
     read = read_files(tmp_path)
     first, second = (entry.document for entry in read.entries)
     assert titled([first, second]) == [
-        ("Lamp", "number: 7\nbody: The lamp is dark.\nstatus: open\ntags: a"), ("Door only", "number: 8\nstatus: done"),
+        ("Lamp", "number: 7\nbody: The lamp is dark.\nstatus: open\ntags: a"),
+        ("Door only", "number: 8\nstatus: done"),
     ]  # fmt: skip
     source = str(tmp_path / "tickets.jsonl")
     stated = {"source": source, "number": 7, "body": "The lamp is dark.", "status": "open", "tags": ["a"]}
