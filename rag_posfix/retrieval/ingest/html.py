@@ -53,7 +53,7 @@ _DROPPED_BLOCK = re.compile(r"<(/?)(?:figcaption|legend|button|summary)\b[^<>]*>
 _DROPPED_HOLDER = re.compile(r"<(/?)(?:aside|fieldset|form|figure|details)\b[^<>]*>", re.IGNORECASE)
 _SECTION_OR_FOOTER = re.compile(r"<(/?)(article|section|main|footer)\b[^<>]*>", re.IGNORECASE)
 """A footer within one of the others is that of a part of the page, and text."""
-_CAPTION = re.compile(r"(<table\b[^<>]*>)\s*<caption\b[^<>]*>(.{0,2000}?)</caption\s*>", re.IGNORECASE | re.DOTALL)
+_CAPTION = re.compile(r"(<table\b[^<>]*>)\s*<caption\b[^<>]*>(.{0,500}?)</caption\s*>", re.IGNORECASE | re.DOTALL)
 _RAISED = re.compile(r"<sup\b[^<>]*>(\d*)|</sup\s*>", re.IGNORECASE)
 _RAISED_DIGITS = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 _ESCAPED = re.compile(r"(^```.*?^```)|\\([_*<>\[\]`~#$])", re.DOTALL | re.MULTILINE)
