@@ -185,22 +185,24 @@ _WORD = re.compile(
     "|".join([_LANGUAGE, f"{_PLAIN}(?:{_JOINT}(?!{_LANGUAGE}){_PLAIN})*", *(f"[{script}]+" for script in _PAIRED)])
 )
 _ASCII_WORD = re.compile(rf"{_LANGUAGE}|[a-z0-9]+(?:[-/_^](?!{_LANGUAGE})[a-z0-9]+)*")  # the same, faster
+_FOREIGN = re.compile(rf"[^\W\x00-\x7f]|{_SIGN}")
 _JOINTS = re.compile(_JOINT)
 _MOST_JOINED_PARTS, _MOST_JOINED_CHARACTERS = 4, 32
 _MIN_LONG_NUMBER = 7
 _RAISED = "\u00b9\u00b2\u00b3\u2070\u2074-\u2079\u00bc-\u00be\u2150-\u215e"
-_BEFORE_RAISED = re.compile(rf"(?<=[^\W{_RAISED}])(?=[{_RAISED}])")
+_BEFORE_RAISED = re.compile(rf"[{_RAISED}](?<=[^\W{_RAISED}].)")
 # Accents, but those of Cyrillic letters of their own; Hebrew points, Arabic vowels and tatweel, the soft hyphen and
 # joiners: the same word is written with and without them. A non-joiner separates parts of words in Persian.
 _OPTIONAL = re.compile(
-    "(?!(?<=[иу])\u0306|(?<=[гк])\u0301|(?<=і)\u0308)[\u0300-\u036f]|"  # noqa: RUF001 - Cyrillic letters
+    "[\u0300-\u036f](?<![иу]\u0306)(?<![гк]\u0301)(?<!і\u0308)|"  # noqa: RUF001 - Cyrillic letters
     "[\u00ad\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670"
-    "\u06d6-\u06dc\u06df-\u06e4\u06e7\u06e8\u06ea-\u06ed\u200d\u2060]|(?<=[\u0900-\u0df3])\u200c"
+    "\u06d6-\u06dc\u06df-\u06e4\u06e7\u06e8\u06ea-\u06ed\u200d\u2060]|\u200c(?<=[\u0900-\u0df3]\u200c)"
 )
 _BASE_LETTERS = str.maketrans(
     {"æ": "ae", "œ": "oe", "ø": "o", "đ": "d", "ð": "d", "þ": "th", "ł": "l", "ħ": "h", "ı": "i", "♯": "#"}  # noqa: RUF001
     | dict.fromkeys("\u2010\u2011\u2012\u2013", "-") | dict.fromkeys("\u2018\u2019\u201c\u201d", "'")
 )  # fmt: skip
+_BASE = re.compile(f"[{''.join(map(chr, _BASE_LETTERS))}]")
 _FIRST_PAIRED = re.compile(f"[{''.join(_PAIRED)}]")
 # A consonant with its vowels and tone marks counts as one character, in Burmese and Khmer with those stacked below it.
 _CHARACTER = re.compile(
@@ -219,15 +221,16 @@ def split_words(text: str) -> list[str]:
     overlapping pairs of characters, as Lucene's CJKAnalyzer does; a single character is a word. Arabic vowels, Hebrew
     points and soft hyphens are left out. No stemming and no stop words.
     """
+    is_foreign = False
     if text.isascii():
         folded = text.lower()
     else:
-        folded = unicodedata.normalize("NFKD", _BEFORE_RAISED.sub("^", text)).casefold()
-        folded = _OPTIONAL.sub("", folded).translate(_BASE_LETTERS)
-        if not folded.isascii():
+        folded = unicodedata.normalize("NFKD", _BEFORE_RAISED.sub(r"^\g<0>", text)).casefold()
+        folded = _BASE.sub(lambda letter: _BASE_LETTERS[ord(letter.group())], _OPTIONAL.sub("", folded))
+        if is_foreign := _FOREIGN.search(folded) is not None:
             folded = unicodedata.normalize("NFC", folded)
     words: list[str] = []
-    for run in (_ASCII_WORD if folded.isascii() else _WORD).findall(folded):
+    for run in (_WORD if is_foreign else _ASCII_WORD).findall(folded):
         if run.isascii() and run.isalnum():
             words.append(run)
         else:

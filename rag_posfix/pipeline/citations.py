@@ -23,7 +23,38 @@ STEM = 6
 MOST_CHARACTERS = 500_000
 """Characters of a passage that are searched: as many as a context window of 128,000 tokens holds."""
 
-_SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
+_ABBREVIATIONS = (
+    "Abb|Abs|Art|Bd|Capt|Col|Dipl|Dr|Fig|Gen|Hon|Ing|Jr|Lt|Mag|Mlle|Mme|Mr|Mrs|Ms|Mt|Nr|Prof|Rev|Sgt|Sr|Sra|St|Vol|"
+    "approx|bzw|ca|cf|geb|gest|max|min|sog|vgl|vs|z.B|d.h|e.g|i.e|u.a"
+)
+_ORDINAL_BEFORE = (
+    "Januar|Jan|J\u00e4nner|Februar|Feb|M\u00e4rz|April|Apr|Mai|Juni|Juli|August|Aug|September|Sept|Oktober|Okt|November|Nov|"
+    "Dezember|Dez|Jahrhundert|Quartal|Stock|Klasse"
+)
+_SMALL = r"[^\W\d_A-Z\u00c0-\u00de]"  # a letter that is no capital
+_STOP = (  # a full stop that is none of an abbreviation, of an initial before a name, or of an ordinal number
+    r"\.(?=\s)"
+    + "".join(rf"(?<!\b{re.escape(short)}\.)" for short in _ABBREVIATIONS.split("|"))
+    + r"(?!(?<=\b[A-Z]\.)\s+[A-Z\u00c0-\u00de](?:[^\W\d_]|\.\s))(?!(?<=\bNo\.)\s+\d)"
+    + "".join(rf"(?!(?<=\b{digits}\.)\s+(?:(?:{_ORDINAL_BEFORE})\b|{_SMALL}))" for digits in (r"\d", r"\d\d"))
+)
+_SENTENCE = re.compile(rf"\S.*?(?:{_STOP}|[!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
+
+_SOURCE = r"(?:document|doc|source|passage|reference|ref|dokument|quelle|abschnitt|fuente|fonte)s?\.?"
+_MARKER = re.compile(  # of a source: [1], [Document 1, 2], (source 1), passage 1, a raised number behind a mark
+    rf"[\[\u3010(]\s*{_SOURCE}\s*[\d\s,;&-]*[\])\u3011]|[\[\u3010]\^?\d{{1,3}}(?:\s*[,;-]\s*\d{{1,3}})*[\]\u3011]|"
+    rf"(?:\b(?:according to|as stated in|in|see|per|laut|siehe)\s+)?\b{_SOURCE}\s+\d{{1,3}}\b|"
+    r"(?<=[^\w\s])[\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+",
+    re.IGNORECASE,
+)
+_NUMBER_WORDS = (
+    "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|"
+    "ein|eine|zwei|drei|vier|f\u00fcnf|sechs|sieben|acht|neun|zehn|elf|zw\u00f6lf|zwanzig|"
+    "un|une|deux|trois|quatre|cinq|sept|huit|neuf|dix|dos|tres|cuatro|cinco|seis|siete|ocho|nueve|diez"
+)
+_REPEATED = re.compile(rf"(\b(?:{_NUMBER_WORDS})) \(\d+\)", re.IGNORECASE)
+"""A number that is written twice, as contracts do: six (6)."""
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[.,'\u2019\u00a0\u202f]\d{3})+(?!\d)")
 
 _WRAPPED = re.compile(r"\n(?=[^\W\d_A-Z\u00c0-\u00de])")
 """A line break inside of a sentence: the next line begins with a letter that is no capital."""
@@ -50,7 +81,7 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
     neither in the question nor function words. A passage contains it if at most two adjacent sentences of it have all
     numbers and ``COVERAGE`` of the evidence (``PAIR_COVERAGE`` of pairs). Few words, below ``ENOUGH_EVIDENCE``, are
     in a passage by chance: then only the passages with most words of the question count, and only if these are
-    ``QUESTION_SHARE`` of its words. "No." has no evidence.
+    ``QUESTION_SHARE`` of its words. "No." has no evidence. Markers of sources, such as ``[1]``, are none.
 
     Args:
         passages: Texts, with their titles; of each, the first ``MOST_CHARACTERS`` are searched.
@@ -59,12 +90,13 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
     Cost: words of the answer's sentences times the sentences of the passages.
     """
     functional = stop_words(f"{question} {answer}")
-    asked, question_words = _content(question, functional), set(split_words(question))
+    asked, question_words = _content(question, functional), set(_words(question))
     searched = [PassageSentences(passage) for passage in passages]
     relatedness = [_relatedness(asked, passage.words) for passage in searched]
     quotes = []
     for start, end in _sentences(answer):
-        evidence = _content(answer[start:end], functional) - question_words
+        stated = _REPEATED.sub(r"\1", _MARKER.sub(" ", answer[start:end]))
+        evidence = _content(stated, functional) - question_words
         holders = [index for index, passage in enumerate(searched) if evidence and passage.holds(evidence)]
         if asked and len(evidence) < ENOUGH_EVIDENCE:
             most = max((relatedness[index] for index in holders), default=0.0)
@@ -83,7 +115,7 @@ class PassageSentences:
 
     def __init__(self, passage: str) -> None:
         self.spans = _sentences(_WRAPPED.sub(" ", passage[:MOST_CHARACTERS]))
-        self._own = [frozenset(split_words(passage[start:end])) for start, end in self.spans]
+        self._own = [frozenset(_words(passage[start:end])) for start, end in self.spans]
         self._pairs = [first | second for first, second in pairwise(self._own)]
         self.words = frozenset[str]().union(*self._own)
 
@@ -100,7 +132,7 @@ class PassageSentences:
 
         Of two sentences that share as many the shorter one counts.
         """
-        wanted = _content(text, stop_words(text)) or set(split_words(text))
+        wanted = _content(text, stop_words(text)) or set(_words(text))
         counts = [(len(wanted & own), -len(own)) for own in self._own]
         best = max(range(len(counts)), key=counts.__getitem__, default=None)
         return None if best is None or not counts[best][0] else self.spans[best]
@@ -164,9 +196,14 @@ def _sentences(text: str) -> list[tuple[int, int]]:
     return [(match.start(), match.start() + len(match.group().rstrip())) for match in _SENTENCE.finditer(text)]
 
 
+def _words(text: str) -> list[str]:
+    """Return the words of a text; a number is the same with and without marks of thousands."""
+    return split_words(_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text))
+
+
 def _content(text: str, functional: Set[str]) -> set[str]:
     """Return the words of a text that are no function words."""
-    return {word for word in split_words(text) if word not in functional and not is_functional_pair(word)}
+    return {word for word in _words(text) if word not in functional and not is_functional_pair(word)}
 
 
 def _relatedness(asked: Set[str], words: Set[str]) -> float:

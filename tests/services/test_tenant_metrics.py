@@ -20,7 +20,7 @@ from rag_posfix_api.http.metrics import ANSWER, SCORE
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from rag_posfix_api.server import serve_metrics
-from tests.support.notes import NOTES, add, notes_client
+from tests.services.notes import NOTES, add, notes_client
 from tests.support.redis_server import free_port
 from tests.support.serving import BRIDGE, CHAT, chat, client_for
 from tests.support.tenants import pipeline_with_embeddings

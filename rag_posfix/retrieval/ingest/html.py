@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ from rag_posfix.retrieval.ingest.structure import (
     read_markdown,
     stated_title,
 )
-from rag_posfix.text import clean_text
+from rag_posfix.text import clean_text, split_words
 
 _MIN_CONTENT_SHARE = 0.5
 """What trafilatura finds counts if it has this share of the words outside of navigation, at least."""
@@ -46,14 +47,24 @@ _CLOSES = {
     "<style": re.compile(r"</style\s*>", re.IGNORECASE),
 }
 _TAG = re.compile(r"<[a-zA-Z/!?]")
+# trafilatura drops these elements, and writes others as tags or takes them for what they are not.
+_DROPPED_INLINE = re.compile(r"</?(?:time|label|output|data|sub)\b[^<>]*>", re.IGNORECASE)
+_DROPPED_BLOCK = re.compile(r"<(/?)(?:figcaption|legend|button|summary)\b[^<>]*>", re.IGNORECASE)
+_DROPPED_HOLDER = re.compile(r"<(/?)(?:aside|fieldset|form|figure|details)\b[^<>]*>", re.IGNORECASE)
+_SECTION_OR_FOOTER = re.compile(r"<(/?)(article|section|main|footer)\b[^<>]*>", re.IGNORECASE)
+"""A footer within one of the others is that of a part of the page, and text."""
+_CAPTION = re.compile(r"(<table\b[^<>]*>)\s*<caption\b[^<>]*>(.{0,500}?)</caption\s*>", re.IGNORECASE | re.DOTALL)
+_RAISED = re.compile(r"<sup\b[^<>]*>(\d*)|</sup\s*>", re.IGNORECASE)
+_RAISED_DIGITS = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+_ESCAPED = re.compile(r"(^```.*?^```)|\\([_*<>\[\]`~#$])", re.DOTALL | re.MULTILINE)
 _SPACES = re.compile(r"[^\S\xa0]+|\xa0+")
 
 
 def read_html(source: str) -> FileText:
     """Return the content of an HTML page as Markdown, without navigation, and its title.
 
-    trafilatura finds the content. If it finds little, as on a page of a few words, everything outside of ``nav`` and
-    ``footer`` is taken.
+    trafilatura finds the content; a note says how many words outside of ``nav`` and ``footer`` it leaves out. If it
+    finds little, as on a page of a few words, everything else is taken.
 
     Raises:
         ConfigError: trafilatura is not installed.
@@ -62,12 +73,38 @@ def read_html(source: str) -> FileText:
         from trafilatura import extract
     except ImportError as error:
         raise missing_extra("trafilatura (needed for HTML files)", "html") from error
+    source = _simplified(source)
     page = _read_page(source)
     content = extract(source, output_format="markdown", include_formatting=True, favor_recall=True) or ""
     if len(content.split()) < _MIN_CONTENT_SHARE * len(page.text.split()):
         return page
-    read = read_markdown(clean_text(content))
-    return FileText(read.text, page.title or read.title, blocks=read.blocks)
+    read = read_markdown(unescaped(clean_text(content)))
+    words, kept = Counter(split_words(page.text)), Counter(split_words(read.text))
+    left_out = (words - kept).total()
+    note = f"left out {left_out} of {words.total()} words outside navigation" if left_out else None
+    return FileText(read.text, page.title or read.title, blocks=read.blocks, encoding_note=note)
+
+
+def unescaped(markdown: str) -> str:
+    """Return Markdown without the backslashes that keep marks in text from being read as Markdown, but in code."""
+    return _ESCAPED.sub(lambda match: match.group(1) or match.group(2), markdown)
+
+
+def _simplified(source: str) -> str:
+    """Return a page with elements that trafilatura keeps in place of those that it drops."""
+    text = _CAPTION.sub(r"<p>\2</p>\1", _DROPPED_INLINE.sub("", source))
+    depth = 0
+
+    def of_section(match: re.Match[str]) -> str:
+        nonlocal depth
+        if match.group(2).lower() == "footer":
+            return f"<{match.group(1)}div>" if depth else match.group()
+        depth = max(0, depth + (-1 if match.group(1) else 1))
+        return match.group()
+
+    text = _SECTION_OR_FOOTER.sub(of_section, text)
+    text = _DROPPED_HOLDER.sub(r"<\1div>", _DROPPED_BLOCK.sub(r"<\1p>", text))
+    return _RAISED.sub(lambda match: (match.group(1) or "").translate(_RAISED_DIGITS), text)
 
 
 def _read_page(source: str) -> FileText:

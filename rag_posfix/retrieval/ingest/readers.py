@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rag_posfix.errors import NotTextError, RetrievalError, missing_extra
-from rag_posfix.retrieval.ingest.html import read_html
+from rag_posfix.retrieval.ingest.html import read_html, unescaped
 from rag_posfix.retrieval.ingest.structure import (
     Block,
     FileText,
@@ -55,6 +55,18 @@ _WESTERN = frozenset(
 )
 _MARK_IN_WORD = re.compile(r"[^\W\d_][²³½¼¿¡£®©][^\W\d_]")
 _MAX_WESTERN_SHARE = 0.3
+
+
+_BROWSER_LABELS = {
+    **dict.fromkeys(("iso-8859-1", "iso8859-1", "latin1", "latin-1", "l1", "us-ascii", "ascii"), "windows-1252"),
+    **dict.fromkeys(("gb2312", "gbk", "x-gbk", "gb-2312-80", "chinese"), "gb18030"),
+    **dict.fromkeys(("shift-jis", "sjis", "x-sjis", "ms-kanji", "windows-31j"), "cp932"),
+    **dict.fromkeys(("euc-kr", "ks-c-5601-1987", "ksc5601", "korean", "windows-949"), "cp949"),
+    **dict.fromkeys(("big5", "big5-hkscs", "x-x-big5", "cn-big5"), "big5hkscs"),
+    **dict.fromkeys(("iso-8859-9", "latin5", "l5", "x-cp1254"), "cp1254"),
+    **dict.fromkeys(("tis-620", "iso-8859-11", "windows-874", "dos-874"), "cp874"),
+}
+"""The encodings as which browsers decode labels (WHATWG, Encoding Standard, section 4.2)."""
 
 
 def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
@@ -128,9 +140,8 @@ def decode_html(data: bytes, source: str = "the page") -> tuple[str, str | None]
     if declared is None:
         return decode_text(data, source)
     name = declared.group(1).decode("ascii", "replace").lower()
-    if name in ("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"):
-        name = "windows-1252"  # browsers decode these labels as windows-1252
-    elif name.startswith(("utf-16", "utf-32")):
+    name = _BROWSER_LABELS.get(name.replace("_", "-"), name)
+    if name.startswith(("utf-16", "utf-32")):
         name = "utf-8"  # the declaration itself is readable as ASCII, so the file is not UTF-16 or UTF-32
     try:
         b"a".decode(name)
@@ -199,7 +210,7 @@ def read_text(path: str | Path) -> FileText:
         text, note = decode_text(data, str(path))
         text = _EMBEDDED.sub("", text)
         read = read_markdown(text) if suffix == ".md" else read_plain(text)
-    return replace(read, encoding_note=note)
+    return replace(read, encoding_note=note or read.encoding_note)
 
 
 @contextmanager
@@ -434,5 +445,8 @@ def _read_office(path: Path) -> FileText:
         raise missing_extra(f"markitdown (needed for {path.suffix.lower()} files)", "office") from error
     with _open_document(path, f"{path.suffix.lower()} file", "with another program") as _:
         converted = MarkItDown(enable_plugins=False).convert_local(path)
-    read = read_markdown(_MARKUP_COMMENT.sub("", clean_text(converted.markdown)).strip())
+    markdown = clean_text(converted.markdown)
+    read = read_markdown(
+        _MARKUP_COMMENT.sub("", unescaped(markdown) if path.suffix.lower() == ".epub" else markdown).strip()
+    )
     return FileText(read.text, clean_text(converted.title or "").strip() or read.title, blocks=read.blocks)

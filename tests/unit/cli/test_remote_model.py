@@ -15,7 +15,7 @@ MODEL = "openai:m@http://127.0.0.1:1/v1"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("serve", "--model", MODEL), "set mitigation='none' (--mitigation none, RAG_POSFIX_MITIGATION=none)"),
+        (("serve", "--model", MODEL, "--mitigation", "default"), "set mitigation='none' (--mitigation none,"),
         (("serve", "--model", MODEL, "--mitigation", "parallel_encoding"), "'parallel_encoding' needs the weights"),
         (("serve", "--model", "openai:m@host", "--mitigation", "none"), "must be openai:NAME@URL, for example"),
         (("bench", "--model", MODEL), "is on a server, and this needs the weights in this process"),

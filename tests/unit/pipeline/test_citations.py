@@ -149,3 +149,69 @@ def test_nine_of_ten_citations_of_the_labelled_answers_are_right():
     assert len(answers) == 100
     assert counts.precision >= 0.9
     assert counts.recall >= 0.9
+
+
+@pytest.mark.parametrize(
+    "marker",
+    ["[1]", "[1, 2]", "[^1]", "\u30101\u3011", "[Document 1]", "(source 1)", "(Quelle 2)", "[2-3]"],
+)
+@pytest.mark.parametrize(
+    "answer", ["Parental leave in France lasts six months {}.", "Six months {}.", "Six months. {}"]
+)
+def test_a_marker_of_a_source_is_no_evidence(marker, answer):
+    question = "How long is parental leave in France?"
+    cited = quoted(answer.format(marker), (GERMANY, FRANCE), question)
+    assert [passages for _, passages in cited] == [(1,)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cited"),
+    [
+        ("According to passage 1, the Seine flows through Paris.", True),
+        ("The Seine flows through Paris.\u00b9", True),
+        ("The Seine flows through Paris in 1.", False),
+        ("The Seine flows through Paris [777 km].", True),
+        ("The Seine flows through Paris (500).", False),
+    ],
+)
+def test_markers_may_stand_anywhere_and_other_numbers_are_evidence(answer, is_cited):
+    assert bool(quoted(answer)) is is_cited
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cited"),
+    [
+        ("The lease is six (6) months.", True),
+        ("Die Miete: sechs (6).", False),
+        ("The lease is 6 (six) months.", False),
+    ],
+)
+def test_a_number_in_words_and_digits_is_one(answer, is_cited):
+    assert bool(quoted(answer, ("The lease is six months.",))) is is_cited
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Der Leuchtturm wurde am 3. Mai 1883 entz\u00fcndet.",
+        "Maj\u00e1k byl rozsv\u00edcen 3. kv\u011btna 1883.",
+        "Gebaut im 19. Jahrhundert von der Stadt.",
+        "It was designed by Dr. Ilse Korvanth in 1871.",
+        "It was designed by J. R. Korvanth, cf. the file.",
+        "Die Pumpe kostet ca. 40 Euro, vgl. Abb. 3 und Nr. 7.",
+        "See the form No. 12 of the office.",
+    ],
+)
+def test_a_sentence_goes_on_behind_abbreviations_and_ordinals(sentence):
+    assert quoted(f"{sentence} Zebras sleep.", (f"Also zuerst. {sentence}",)) == [(sentence, (0,))]
+
+
+def test_a_sentence_ends_behind_a_number_before_a_capital():
+    assert quoted("The child is 12. Rivers flow.", ("Rivers flow.",)) == [("Rivers flow.", (0,))]
+
+
+@pytest.mark.parametrize("number", ["1,250", "1250", "1.250", "1'250", "1\u202f250"])
+@pytest.mark.parametrize("stated", ["1,250", "1250", "1.250"])
+def test_marks_of_thousands_make_no_other_number(number, stated):
+    passages = (f"The boat weighs {stated} kg.", "The boat weighs 1.5 kg and 250 g.")
+    assert quoted(f"The boat weighs {number} kg.", passages) == [(f"The boat weighs {number} kg.", (0,))]
