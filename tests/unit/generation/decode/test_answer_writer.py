@@ -334,7 +334,7 @@ def test_long_stop_strings_cost_no_more_than_the_text():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_scores_that_are_not_finite_are_an_error_that_names_the_dtype(temperature, value):
     sampler, broken = Sampler(Sampling(temperature=temperature, seed=1)), torch.full((4,), value)
-    with pytest.raises(GenerationError, match="not finite .*RAG_POSFIX_DTYPE"):
+    with pytest.raises(GenerationError, match=r"not finite .*RAG_POSFIX_DTYPE"):
         sampler.choose(broken)
     with pytest.raises(GenerationError, match="not finite"):
         choose_together([sampler, Sampler(Sampling())], [broken, torch.tensor([-0.1, -3.0, -5.0, -6.0])])
