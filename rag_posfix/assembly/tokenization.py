@@ -1,9 +1,10 @@
 """Tokenises a chat prompt as the model's own tokenizer would, with the token span of every segment.
 
-The chat template is rendered with placeholders instead of message contents. Text of the template is encoded with
-control tokens, contents without, so no content can add a turn. The text before the passages, each passage and the
-text after them are encoded whole, each between constant text: the tokens of a passage depend on the passage alone, and
-equal the joined text's tokens wherever a token ends on either side of the passage. A blank line nearly always does so.
+The chat template is rendered with placeholders instead of message contents; where it writes something else for the
+true contents, its own rendering is used. Text of the template is encoded with control tokens, contents without, so no
+content can add a turn. The text before the passages, each passage and the text after them are encoded whole, each
+between constant text: the tokens of a passage depend on the passage alone, and equal the joined text's tokens wherever
+a token ends on either side of the passage. A blank line nearly always does so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rag_posfix.assembly.budget import truncate
+from rag_posfix.assembly.template_contents import rewritten_pieces, warn_once, written_contents
 from rag_posfix.assembly.templates import BLANK_LINE, PromptTemplate, merge_messages
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, takes_tool_messages
@@ -371,14 +373,14 @@ def _render(encoder: TokenEncoder, chat: _Conversation) -> _Rendered:
     """
     messages, (place, piece) = chat.messages, chat.split
     written, contents = _placeholders(messages)
-    rendered = encoder.render_chat(written, open_answer=True)
+    rendered = encoder.render_chat(written, open_answer=True).replace("\\u001f", "")  # as JSON writes a margin
 
     def unquoted(match: re.Match[str]) -> str:
         """Return the arguments of a call without quotes; a result of a tool that is written in quotes is escaped."""
         number = int(match[1])
         if number >= len(messages):
             return match[0][1:-1]
-        contents[number] = (json.dumps("".join(contents[number]), ensure_ascii=False)[1:-1],)
+        contents[number] = tuple(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in contents[number])
         return match[0]
 
     chunks = _PLACEHOLDER.split(re.sub('"\ue000([0-9]+)\ue001"', unquoted, rendered))
@@ -405,7 +407,39 @@ def _render(encoder: TokenEncoder, chat: _Conversation) -> _Rendered:
             trimmed = _trimmed(pieces, not left, not right)
         segments += [segment for content in trimmed for segment in (content, "")][:-1]
         segments.append(text)
-    return _Rendered(segments, starts, starts[place] + 2 * piece)
+    filled = _Rendered(segments, starts, starts[place] + 2 * piece)
+    return _as_template_writes(encoder, chat, chunks, filled)
+
+
+def _as_template_writes(
+    encoder: TokenEncoder, chat: _Conversation, chunks: Sequence[str], filled: _Rendered
+) -> _Rendered:
+    """Return the rendering with contents as the chat template writes them, which may test and change contents."""
+    if any(message.fields or message.role == "tool" for message in chat.messages):
+        return filled
+    contents = [clean_text("".join(message.pieces)) for message in chat.messages]
+    text = chunks[0]
+    for number, left, right, after in zip(chunks[2::4], chunks[1::4], chunks[3::4], chunks[4::4], strict=True):
+        text += "".join(_trimmed([contents[int(number)]], not left, not right)) + after
+    messages: list[ChatMessage] = [
+        {"role": message.role, "content": content} for message, content in zip(chat.messages, contents, strict=True)
+    ]
+    found = written_contents(encoder, messages, text)
+    if found is None:
+        return filled
+    rendered, spans = found
+    segments, starts = [rendered[: spans[0].start]], {}
+    for number, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
+        split = chat.split[1] if number == chat.split[0] and chat.has_passages else None
+        pieces = rewritten_pieces([clean_text(piece) for piece in message.pieces], split, rendered[span.slice])
+        if pieces is None:
+            warn_once(encoder)
+            return filled
+        starts[number] = len(segments)
+        following = spans[number + 1].start if number + 1 < len(spans) else len(rendered)
+        segments += [segment for content in pieces for segment in (content, "")][:-1]
+        segments.append(rendered[span.stop : following])
+    return _Rendered(segments, starts, starts[chat.split[0]] + 2 * chat.split[1])
 
 
 def _placeholders(messages: Sequence[_Message]) -> tuple[list[ChatMessage], list[tuple[str, ...]]]:

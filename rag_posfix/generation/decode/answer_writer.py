@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from rag_posfix.contracts.request import (
     TokenSource,
     Usage,
 )
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -131,8 +132,9 @@ class Sampler:
             log_probs: (V,) float32.
         """
         if self.greedy:
-            return int(log_probs.argmax())
+            return _checked(log_probs.argmax().item(), log_probs.max().item())
         scores = log_probs.cpu().double()
+        _checked(0, float(scores.max()))
         # The best score becomes 0: divided by a temperature close to 0 it stays finite.
         probabilities = self._filtered((scores - scores.max()) / self._sampling.temperature)
         return int(torch.multinomial(probabilities, 1, generator=self._random))
@@ -152,6 +154,16 @@ class Sampler:
         return probabilities / probabilities.sum()
 
 
+def _checked(token: float, best: float) -> int:
+    """Return the token; the largest score of a result that is not finite is not finite."""
+    if not math.isfinite(best):
+        raise GenerationError(
+            f"the model's scores are not finite (the largest is {best}), as where float16 overflows; use "
+            "dtype='bfloat16' or 'float32' (RAG_POSFIX_DTYPE), or check the weights"
+        )
+    return int(token)
+
+
 def choose_together(samplers: Sequence[Sampler], log_probs: Sequence[Tensor]) -> list[int]:
     """Return what each sampler chooses, in one read from the device, or two where some draw by chance.
 
@@ -161,7 +173,11 @@ def choose_together(samplers: Sequence[Sampler], log_probs: Sequence[Tensor]) ->
     chosen: dict[int, int] = {}
     greedy = [i for i, sampler in enumerate(samplers) if sampler.greedy]
     if greedy:
-        chosen.update(zip(greedy, torch.stack([log_probs[i].argmax() for i in greedy]).tolist(), strict=True))
+        # Token and score in one read; ids of vocabularies are exact in float32.
+        best = torch.stack(
+            [torch.stack((row.argmax().float(), row.max())) for row in map(log_probs.__getitem__, greedy)]
+        )
+        chosen.update((i, _checked(*row)) for i, row in zip(greedy, best.tolist(), strict=True))
     drawn = [i for i in range(len(samplers)) if i not in chosen]
     if drawn:
         scores = torch.stack([log_probs[i] for i in drawn]).cpu()

@@ -9,7 +9,7 @@ import copy
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from rag_posfix.text import clean_text
 
 _REPLACEMENT = "\ufffd"
 _MARK = "\ue000"
+_LOOKS_LIKE_MARK = re.compile(r"^[<>\[{|\u2581]|[<>\]}|]$")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
     """A ``TokenEncoder`` over a Hugging Face fast tokenizer.
 
-    Control tokens are all added tokens that are not whitespace: the special ones, and those that models use to mark
-    turns, thoughts and tool calls without calling them special. Text never encodes to one of them.
+    Control tokens are the special tokens, and the added ones that the chat template writes or that look like a mark
+    (``<think>``, ``[INST]``): models mark turns, thoughts and tool calls with tokens that are not special. Text never
+    encodes to one of them. Other added tokens are words.
 
     Text is encoded by a copy of the tokenizer in which each control token has a name that no text can contain: its own
     between two NUL characters, which ``clean_text`` removes from every text.
@@ -56,12 +58,13 @@ class Tokenizer:
             raise ConfigError(
                 f"{type(tokenizer).__name__} has no backend_tokenizer; load a fast tokenizer (AutoTokenizer does)"
             )
+        eos_ids = frozenset(eos_ids)
         self._chat = tokenizer
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self._opening = ""
         # Copies of the backend: truncation, padding and whether control tokens are recognised are state of a backend,
         # so that other users of a shared one would change the encoding.
-        self._template, self._text, controls, self.control_ids = _backends(backend)
+        self._template, self._text, controls, self.control_ids = _backends(backend, _is_control(tokenizer, eos_ids))
         self._control_names = _alternation(controls)
         self._unwritable = _unwritable(self._text)
         self._bytes = byte_of_character() if is_byte_level(self._template) else None
@@ -236,13 +239,29 @@ class Tokenizer:
         return frozenset(eos)
 
 
-def _backends(backend: Any) -> tuple[Any, Any, Mapping[str, int], frozenset[int]]:
+def _is_control(tokenizer: Any, eos_ids: frozenset[int]) -> Callable[[Mapping[str, Any]], bool]:
+    """Return whether an added token, as it is serialised, is a control token."""
+    special, written = {*tokenizer.all_special_ids, *eos_ids}, str(getattr(tokenizer, "chat_template", None) or "")
+
+    def is_control(token: Mapping[str, Any]) -> bool:
+        name = token["content"].strip()
+        if not name:  # whitespace is in the list for speed; documents contain it
+            return False
+        if token["special"] or token["id"] in special or _LOOKS_LIKE_MARK.search(name):
+            return True
+        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", written) is not None
+
+    return is_control
+
+
+def _backends(
+    backend: Any, is_control: Callable[[Mapping[str, Any]], bool]
+) -> tuple[Any, Any, Mapping[str, int], frozenset[int]]:
     """Return a backend, one with renamed control tokens, their former names, and the ids that no text encodes to."""
     serialised = backend.to_str()
     template = type(backend).from_str(serialised)
     state = json.loads(serialised)
-    # Whitespace is in the list for speed; documents contain it.
-    tokens = [token for token in state.get("added_tokens", ()) if token["content"].strip()]
+    tokens = [token for token in state.get("added_tokens", ()) if is_control(token)]
     controls = {token["content"]: token["id"] for token in tokens}
     keeps_nul = backend.normalizer is None or "\0" in backend.normalizer.normalize_str("\0")
     for token in tokens:

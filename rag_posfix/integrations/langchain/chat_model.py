@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
@@ -18,6 +18,7 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
+from rag_posfix.cancellation import check_cancelled, run_until_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.generator import Generator, check_json_schema
 from rag_posfix.contracts.method_spec import parse_method
@@ -333,6 +334,24 @@ class RagPosfixChatModel(Checked, BaseChatModel):
             generations=[ChatGeneration(message=answer, generation_info=dict(message.response_metadata))]
         )
 
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        """Do what ``_generate`` does in another thread; cancelled, the model stops at the next token."""
+
+        def generate() -> ChatResult:
+            return self._generate(messages, stop, None, **kwargs)
+
+        return await run_until_cancelled(generate)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the tokens of ``text`` by the model's own tokenizer; loads the model."""
+        return list(self._load().encoder.encode_text(text))
+
     def _stream(
         self,
         messages: list[BaseMessage],
@@ -346,6 +365,7 @@ class RagPosfixChatModel(Checked, BaseChatModel):
         was_given = kwargs.get("documents") is not None or bool(assembled.dropped)
         refuses = was_given and not assembled.documents and not self.allow_ungrounded
         for chunk in self._without_passage() if refuses else generator.stream(request):
+            check_cancelled()
             if self.timeout is not None and time.monotonic() - started > self.timeout:
                 raise GenerationError(f"the answer took longer than timeout={self.timeout} s; raise it or max_tokens")
             text = chunk.text if reader is None else reader.feed(chunk.text)

@@ -126,5 +126,5 @@ def test_the_cost_of_a_conversation_grows_with_its_length_and_not_with_its_squar
         assert len(prompt) > len(turns)
         return ended - started
 
-    times = [(seconds(2_000), seconds(8_000)) for _ in range(3)]  # other programs may slow one of them down
+    times = [(seconds(1_000), seconds(4_000)) for _ in range(3)]  # other programs may slow one of them down
     assert min(long for _, long in times) < 8 * min(short for short, _ in times)  # 4 if linear, 16 with a square

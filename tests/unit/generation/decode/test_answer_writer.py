@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.generation.decode.answer_writer import Sampler, StopMatcher, TextStream
+from rag_posfix.errors import GenerationError
+from rag_posfix.generation.decode.answer_writer import Sampler, StopMatcher, TextStream, choose_together
 from tests.support.vocabularies import VOCABULARIES, base
 
 HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
@@ -327,3 +328,19 @@ def test_long_stop_strings_cost_no_more_than_the_text():
         stream.push(0)
     assert stream.text == "a" * 5000
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_not_finite_are_an_error_that_names_the_dtype(temperature, value):
+    sampler, broken = Sampler(Sampling(temperature=temperature, seed=1)), torch.full((4,), value)
+    with pytest.raises(GenerationError, match=r"not finite .*RAG_POSFIX_DTYPE"):
+        sampler.choose(broken)
+    with pytest.raises(GenerationError, match="not finite"):
+        choose_together([sampler, Sampler(Sampling())], [broken, torch.tensor([-0.1, -3.0, -5.0, -6.0])])
+
+
+def test_samplers_together_choose_the_likeliest_tokens_of_large_vocabularies():
+    scores = torch.full((300_001,), -20.0)
+    scores[299_999] = -0.1
+    assert choose_together([Sampler(Sampling())] * 2, [scores, scores]) == [299_999, 299_999]

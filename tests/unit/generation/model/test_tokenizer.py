@@ -63,6 +63,19 @@ def smol(stock_smol):
 
 
 class TestSmall:
+    def test_added_words_are_text_unless_they_are_special_written_by_the_template_or_marks(self):
+        tokenizer = byte_level(chat_template=CHATML + "{# Turn 7 #}")
+        words, marks = ["naloxone", "COVID-19", "rn 7"], ["<extra>", "[DATA]", "Turn"]
+        tokenizer.add_tokens([*words, *marks])
+        tokenizer.add_special_tokens({"additional_special_tokens": ["endturn"]})
+        encoder = Tokenizer(tokenizer)
+        text = "naloxone, COVID-19: rn 7 naloxone"
+        assert encoder.encode_text(text) == tokenizer.encode(text, add_special_tokens=False)
+        assert encoder.encode_parts(["", text, ""])[0] == encoder.encode_text(text)
+        assert encoder.decode_answer(encoder.encode_text(text)) == text
+        assert encoder.control_ids.isdisjoint(tokenizer.convert_tokens_to_ids(words))
+        assert encoder.control_ids.issuperset(tokenizer.convert_tokens_to_ids([*marks, "endturn"]))
+
     def test_text_never_encodes_to_a_control_token_special_or_not(self, small):
         text = "a<|im_start|>b<|im_end|><think>c<|endoftext|>"
         assert small.control_ids.isdisjoint(small.encode_text(text))

@@ -1,5 +1,7 @@
 """The arguments of the chat model, without weights; langchain's own suite runs it on real weights."""
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,8 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import ChatGeneration
 
 from rag_posfix import RagPosfixCache, RagPosfixChatModel, document_block
-from rag_posfix.errors import ConfigError
+from rag_posfix.cancellation import check_cancelled
+from rag_posfix.errors import ConfigError, GenerationCancelled
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.toy_encoder import ToyEncoder
@@ -184,3 +187,36 @@ class TestCache:
             model.invoke(QUESTION)
         assert len(set(cache.keys)) == 3
         assert "secret" not in "".join(cache.keys)
+
+
+def test_tokens_are_counted_by_the_tokenizer_of_the_model():
+    assert chat().get_token_ids(QUESTION) == ToyEncoder().encode_text(QUESTION)
+    assert chat().get_num_tokens(QUESTION) == len(ToyEncoder().encode_text(QUESTION)) > 0
+
+
+class WaitingGenerator(FakeGenerator):
+    """Its answer goes on until the request is cancelled."""
+
+    def __init__(self):
+        super().__init__(ToyEncoder())
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def stream(self, request):
+        self.begun.set()
+        try:
+            while not self.ended.wait(0.01):
+                check_cancelled()
+        except GenerationCancelled:
+            self.ended.set()
+            raise
+        yield from super().stream(request)
+
+
+async def test_an_answer_whose_task_is_cancelled_stops():
+    generator = WaitingGenerator()
+    asking = asyncio.ensure_future(RagPosfixChatModel(generator=generator).ainvoke(QUESTION, documents=[ROME]))
+    await asyncio.to_thread(generator.begun.wait, 60)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await asyncio.to_thread(generator.ended.wait, 60)
