@@ -429,14 +429,14 @@ def _as_template_writes(
         return filled
     rendered, spans = found
     segments, starts = [rendered[: spans[0].start]], {}
-    for number, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
-        split = chat.split[1] if number == chat.split[0] and chat.has_passages else None
+    for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
+        split = chat.split[1] if index == chat.split[0] and chat.has_passages else None
         pieces = rewritten_pieces([clean_text(piece) for piece in message.pieces], split, rendered[span.slice])
         if pieces is None:
             warn_once(encoder)
             return filled
-        starts[number] = len(segments)
-        following = spans[number + 1].start if number + 1 < len(spans) else len(rendered)
+        starts[index] = len(segments)
+        following = spans[index + 1].start if index + 1 < len(spans) else len(rendered)
         segments += [segment for content in pieces for segment in (content, "")][:-1]
         segments.append(rendered[span.stop : following])
     return _Rendered(segments, starts, starts[chat.split[0]] + 2 * chat.split[1])

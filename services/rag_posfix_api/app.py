@@ -71,6 +71,8 @@ ERROR_FORMS = {
 }
 """The dialect that reports the errors of a path; Ollama's below its folder, OpenAI's elsewhere."""
 
+_CORS: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"]}
+
 
 def error_form(path: str) -> ErrorForm:
     """Return the form of the errors of a path."""
@@ -123,11 +125,11 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = state
-    for routers in ROUTERS.values():
-        for router in routers:
-            app.include_router(router)
+    served = []
+    for router in (router for routers in ROUTERS.values() for router in routers):
+        app.include_router(router)
+        served += router.routes
     install_handlers(app, error_form)
-    served = [route for routers in ROUTERS.values() for router in routers for route in router.routes]
     app.add_middleware(HeadRequests, routes=served)
     app.add_middleware(BodyLimit, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(ApiKeyAuth, checker=state.key_checker, quotas=state.quotas)
@@ -150,11 +152,7 @@ def create_app(
         tracer=None if provider is None else provider.get_tracer("rag_posfix_api"),
     )
     if limits.cors_origins:  # the outermost one: a page must be able to read errors too
-        exposed = ["x-request-id", "retry-after"]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=exposed,
-        )  # fmt: skip
+        app.add_middleware(CORSMiddleware, allow_origins=limits.cors_origins, **_CORS)
     return app
 
 

@@ -218,6 +218,23 @@ def test_every_api_format_refuses_fields_of_engines_by_name_and_takes_their_neut
     assert client.post(path, json={**body, **neutral}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "choice"),
+    [
+        ("/v1/chat/completions", "none"),
+        ("/v1/responses", "none"),
+        ("/v1/messages", {"type": "none"}),
+        ("/v2/chat", "NONE"),
+    ],
+)
+def test_tools_that_no_answer_may_call_are_taken_and_others_are_refused(path: str, choice: Any):
+    body = {**CHAT_BODIES[path], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    client = client_for()
+    assert client.post(path, json={**body, "tool_choice": choice}).status_code == 200
+    refused = client.post(path, json=body)
+    assert (refused.status_code, "tools is not supported" in refused.text) == (400, True)
+
+
 # JSON text in which neither the name of the parameter nor the path can be read before it is parsed.
 ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fzero"}'
 

@@ -32,9 +32,9 @@ def tiny_samples(folder: Path) -> Path:
     return make_training_data(DataSources("key_value"), settings, len, folder).files["samples"]
 
 
-def tiny_folders(folder: Path) -> tuple[Path, Path]:
+def tiny_folders(folder: Path, layers: int = 2) -> tuple[Path, Path]:
     """Write a tiny model and samples; return the folder of the model and the file of the samples."""
-    model = save_tiny(folder / "tiny", max_position_embeddings=1024, num_hidden_layers=2)
+    model = save_tiny(folder / "tiny", max_position_embeddings=1024, num_hidden_layers=layers)
     return model, tiny_samples(folder / "data")
 
 

@@ -263,7 +263,14 @@ def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[
         harmless: Unsupported fields of the API format, with the values that leave the answer unchanged.
         prefix: Of the names of the fields in messages.
     """
+    unused = {
+        tools
+        for tools, choice in (("tools", "tool_choice"), ("functions", "function_call"))
+        if extra and extra.get(choice) in ("none", "NONE", {"type": "none"})  # no tool would be called
+    }
     for name, allowed in {**_ENGINE_FIELDS, **harmless}.items():
+        if name in unused:
+            continue
         if extra and name in extra and extra[name] not in allowed:
             values = ", ".join(repr(value) for value in allowed if value is not None) or "null"
             instead = f", or use {_IN_PLACE_OF[name]} of OpenAI's chat API" if name in _IN_PLACE_OF else ""
