@@ -29,7 +29,7 @@ LAYOUT = toy_layout()
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    # Of 20 and more linear layers peft writes the names alone; of fewer the layers too, which larger models have as well.
+    # Of 20 and more linear layers peft writes names alone; of fewer the layers too, which larger models have.
     return tiny_folders(tmp_path_factory.mktemp("adapters"), layers=3)
 
 
