@@ -259,7 +259,8 @@ class Answer:
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
         query: What retriever and reranker searched for: the question, or what was made of it and the history.
-        warnings: What failed without failing the question: a reranker that left the documents in their order.
+        warnings: What failed without failing the question: a reranker that left the documents in their order. Also, if
+            the floor left out all that was retrieved: the best of it, its score, and what turns the floor off.
         grounded: Whether the model read a passage. False for an answer from its memory, and for the text that says
             that no passage was found.
         truncated: Ids of documents whose text was cut to fit into the prompt.

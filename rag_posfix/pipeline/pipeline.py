@@ -322,6 +322,8 @@ class Pipeline(AskedInBatches):
             prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position,
             cues=cues,
         )  # fmt: skip
+        if not prompt.assembled.documents and (refusal := run.refusal()):
+            warnings.append(refusal)
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))
 
     def _prompt(
