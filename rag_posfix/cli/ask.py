@@ -202,6 +202,8 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
 
     _show_omissions(answer)
     if not answer.documents:
+        for warning in answer.warnings:
+            say(warning)
         say(
             ("no retrieved passage is about the question: " if answer.dropped else "no passage was found: ")
             + (

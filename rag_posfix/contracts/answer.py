@@ -24,7 +24,7 @@ WORDS = re.compile(r"\w+")
 LONGEST_RUN = 100
 """Words of the longest run whose repetition is looked for."""
 ENDLESS_WORDS = 60
-"""A first sentence of more words than this does not end."""
+"""A sentence of more words than this does not end."""
 
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[\u3002\uff01\uff1f\n]")
 # In lower case: "Vitamin A" and "Portland, OR" are whole.
@@ -66,7 +66,7 @@ def find_form_fault(text: str, is_cut: bool = False) -> FormFault | None:
     - ``repetition``: ``repeats``.
     - ``fragment``: a bare list or page number ("1/2", "1."), or an end without the word that must follow ("The answer
       is:", "It is in the"). An answer that ``max_tokens`` cut (``is_cut``) may end anywhere.
-    - ``endless``: the first sentence has more than ``ENDLESS_WORDS`` words.
+    - ``endless``: a sentence has more than ``ENDLESS_WORDS`` words.
     """
     if _is_json(text):
         return None
@@ -76,9 +76,8 @@ def find_form_fault(text: str, is_cut: bool = False) -> FormFault | None:
         return "repetition"
     if _BARE_MARKER.match(text) or (not is_cut and _UNFINISHED.search(text)):
         return "fragment"
-    end = _SENTENCE_END.search(text.lstrip())
-    first = text.lstrip()[: end.start() if end else None]
-    return "endless" if len(WORDS.findall(first)) > ENDLESS_WORDS else None
+    longest = max(len(WORDS.findall(sentence)) for sentence in _SENTENCE_END.split(text))
+    return "endless" if longest > ENDLESS_WORDS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,8 @@ class Answer:
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
         query: What retriever and reranker searched for: the question, or what was made of it and the history.
-        warnings: What failed without failing the question: a reranker that left the documents in their order.
+        warnings: What failed without failing the question: a reranker that left the documents in their order. Also, if
+            the floor left out all that was retrieved: the best of it, its score, and what turns the floor off.
         grounded: Whether the model read a passage. False for an answer from its memory, and for the text that says
             that no passage was found.
         truncated: Ids of documents whose text was cut to fit into the prompt.

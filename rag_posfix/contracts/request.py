@@ -184,6 +184,7 @@ class GenerationRequest:
             ``sampling.top_logprobs`` alternatives each. For prompts without passages.
         kv_position: The position of the passage KV store before the documents were retrieved: keys and values of those
             that are deleted later are not kept. None: nothing was deleted since.
+        cues: ``PromptTemplate.cues``. They end the answer as stop strings do; ``Generation.stop_string`` names none.
     """
 
     layout: Layout
@@ -193,6 +194,12 @@ class GenerationRequest:
     traced: bool = False
     prompt_scored: bool = False
     kv_position: int | None = None
+    cues: tuple[str, ...] = ()
+
+
+def named_stop(found: object, sampling: Sampling) -> str | None:
+    """Return the stop string that ended an answer; None for a cue of the template, which nobody asked about."""
+    return found if isinstance(found, str) and found in sampling.stop else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +378,17 @@ class PromptTemplate:
         """The text before the first passage in the user's turn."""
         return self.instruction + BLANK_LINE if self.instruction else ""
 
+    @property
+    def cues(self) -> tuple[str, ...]:
+        """The lines that begin a new question or answer, with the line break before them; they end an answer.
+
+        Of the prefix of the question and of the cue of the answer, the last line with text; of a colon, both widths,
+        without a space before it. A line of letters alone ends an answer only if the template ends the line there,
+        because sentences begin with the same words.
+        """
+        found = (cue for text in (self.question_prefix, self.answer_cue) for cue in _line_cues(text))
+        return tuple(dict.fromkeys(found))
+
     def heading_for(self, title: str) -> str:
         """Return the heading of a passage; empty without a title."""
         return self.heading.replace("{title}", title) if title else ""
@@ -378,6 +396,18 @@ class PromptTemplate:
     def fingerprint(self) -> str:
         """Return a hash of the fields that the prompt depends on; part of every cache key."""
         return _fingerprint(self)
+
+
+def _line_cues(text: str) -> tuple[str, ...]:
+    body = text.rstrip()
+    label, rest = body.rpartition("\n")[2].strip(), text[len(body) :]
+    if not any(character.isalnum() for character in label):
+        return ()
+    if label[-1] in ":\uff1a":
+        return (f"\n{label}", f"\n{label[:-1].rstrip()}:")
+    if "\n" in rest:
+        return (f"\n{label}\n",)
+    return () if label[0].isalnum() and label[-1].isalnum() else (f"\n{label}",)
 
 
 @lru_cache(maxsize=64)

@@ -19,6 +19,7 @@ from rag_posfix.contracts.request import (
     ScoredToken,
     TokenScore,
     Usage,
+    named_stop,
 )
 from rag_posfix.errors import PromptTooLongError
 
@@ -66,7 +67,7 @@ class FakeGenerator:
         scored = _scored(text, sampling)
         finish: FinishReason = "stop"
         stop_string: str | None = None
-        for stop in sampling.stop:
+        for stop in (*sampling.stop, *request.cues):
             text, found, _ = text.partition(stop)
             stop_string = found or stop_string
         words = _WORDS.findall(text)
@@ -82,7 +83,7 @@ class FakeGenerator:
             timings={"prefill": 0.0, "decode": 0.0},
             log_probs=scored[: min(len(words), sampling.max_tokens)],
             prompt_log_probs=self._scored_prompt(request) if request.prompt_scored else (),
-            stop_string=stop_string,
+            stop_string=named_stop(stop_string, sampling),
         )
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:

@@ -68,8 +68,8 @@ class ContextExperts(Mitigation):
         where w is the passage's weight before the answer.
         plausible=alpha > 0: the contrast raises no token with p_k(t) < alpha max_t p_k(t) (adaptive plausibility, Li
             et al. 2023, https://arxiv.org/abs/2210.15097, excludes these tokens; here they keep at most s_k(t)).
-        Words of a passage that copy the question are not read, and its score is at most the median of the others
-            (``plan.pooling``), unless relevance="score".
+        Words of a passage that copy the question are not read, and its score stays (``plan.pooling``), unless
+            relevance="score".
         contrast="divergence": the contrast of expert k at this token is JSD(p_k, p_0), the Jensen-Shannon divergence
         in bits between the distributions of the expert and of the row without passages, 0 (equal) to 1 (disjoint).
     Differs from the paper: experts are pooled as a mixture whose weights follow the answer so far (``answer_weight``),

@@ -249,8 +249,9 @@ class PassageFloor:
         if choice == "off" or not documents or (known is None and choice == "auto"):
             return list(documents), False
         low = known.low if known is not None and choice == "auto" else float(choice)
-        kept = [document for document in documents if _score(document) >= low]
-        run.leave_out(documents, kept)
+        scored = [(document, _score(document)) for document in documents]
+        kept = [document for document, score in scored if score >= low]
+        run.leave_out(scored, kept, f"with similarity {{:.2f}}, at least {low:.2f} is needed")
         return kept, known is None or max(map(_score, kept), default=0.0) < known.clear
 
     def judged(self, run: QuestionRun, documents: Sequence[Document]) -> list[Document]:
@@ -273,7 +274,11 @@ class PassageFloor:
             for index, document in enumerate(documents)
             if not isinstance(gain := gains.get(index), float) or gain >= self.least_gain
         ]
-        run.leave_out(documents, kept)
+        scored = [
+            (document, gain) for index, document in enumerate(documents) if isinstance(gain := gains.get(index), float)
+        ]
+        needed = f"which the judge gives {{:.2f}} nats per token, at least {self.least_gain:.2f} are needed"
+        run.leave_out(scored, kept, needed)
         return kept
 
 

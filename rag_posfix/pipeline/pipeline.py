@@ -317,9 +317,13 @@ class Pipeline(AskedInBatches):
             if trace is not UNTRACED:  # copies would slow down cached answers
                 stage.done(prompt.assembled.copied_documents())
         prompt.assembled.log_omissions()
+        cues = assembler.template.cues if prompt.assembled.documents and sampling.json_schema is None else ()
         request = GenerationRequest(
-            prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position
-        )
+            prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position,
+            cues=cues,
+        )  # fmt: skip
+        if not prompt.assembled.documents and (refusal := run.refusal()):
+            warnings.append(refusal)
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))
 
     def _prompt(

@@ -133,7 +133,8 @@ def document_values(documents: Sequence[Document]) -> tuple[tuple[str | None, st
 class QuestionRun:
     """One question on its way through the stages; ``timings`` are seconds by stage.
 
-    ``left_out`` are ids of retrieved passages below the floor, with the reason ``floor``.
+    ``left_out`` are ids of retrieved passages below the floor, with the reason ``floor``; ``best_left_out`` describes
+    the best of them, by the test that left it out.
 
     ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get,
     ``position`` that of the answer cache before they were asked.
@@ -148,6 +149,7 @@ class QuestionRun:
     position: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    best_left_out: list[str] = field(default_factory=list)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -157,10 +159,26 @@ class QuestionRun:
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
 
-    def leave_out(self, documents: Sequence[Document], kept: Sequence[Document]) -> None:
-        """Note the documents that are not among ``kept``."""
+    def leave_out(self, scored: Sequence[tuple[Document, float]], kept: Sequence[Document], test: str) -> None:
+        """Note the documents that are not among ``kept``, and the best of them by their scores of the test."""
         remaining = {id(document) for document in kept}
-        self.left_out.extend((document_id(each), "floor") for each in documents if id(each) not in remaining)
+        gone = [(document, score) for document, score in scored if id(document) not in remaining]
+        self.left_out.extend((document_id(document), "floor") for document, _ in gone)
+        if gone:
+            best, score = max(gone, key=lambda entry: entry[1])
+            names = [value for name in ("source", "title") if (value := best.metadata.get(name))]
+            name = ", ".join(map(str, names)) or repr(document_id(best))
+            self.best_left_out[:] = [f"{name}, {test.format(score)}"]
+
+    def refusal(self) -> str | None:
+        """Return why no retrieved passage is read, and what turns the test off; None if the floor left out none."""
+        if not self.best_left_out:
+            return None
+        return (
+            "no retrieved passage passed the test of relevance; "
+            f"the best that was left out is {self.best_left_out[0]}; "
+            "to read it all the same turn the floor off: --floor off, the field floor, or RAG_POSFIX_FLOOR=off"
+        )
 
     @contextmanager
     def stage(self, timing: str, name: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:

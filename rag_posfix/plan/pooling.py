@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from statistics import median_low
 from typing import Literal
 
 import torch
@@ -74,30 +72,20 @@ def without_copies(layout: Layout) -> Layout | None:
     A passage is a copy if |G(question) & G(passage)| > ``COPIED_SHARE`` |G(question)|, where G is the set of runs of
     ``NGRAM_TOKENS`` tokens; of ``LETTER_NGRAM_TOKENS`` if less than ``DISTINCT_SHARE`` of the question's tokens are
     distinct, because then tokens are letters or bytes, and passages share three of them by chance. The tokens of the
-    shared runs are cut out of it, so that it is read by what else it says, and its relevance, which the copy has
-    raised, is at most the median of the other passages. A question with fewer
-    than ``LEAST_NGRAMS`` runs has no copies: passages share the words of a short query because they are about it. The
-    heading belongs to the passage: the title of a forum thread is the question.
+    shared runs are cut out of it, so that the likelihood of the question after it is that of what else it says. Its
+    score stays: an entry of an FAQ is retrieved by its question, and an echo has nothing else to say. A question with
+    fewer than ``LEAST_NGRAMS`` runs has no copies: passages share the words of a short query because they are about
+    it. The heading belongs to the passage: the title of a forum thread is the question.
     """
     question = layout.tokens(layout.question)
     size = NGRAM_TOKENS if len(set(question)) >= DISTINCT_SHARE * len(question) else LETTER_NGRAM_TOKENS
     wanted = set(_ngrams(question, size))
     if len(wanted) < LEAST_NGRAMS:
         return None
-    copied = {
-        index: spans
-        for index, passage in enumerate(layout.passages)
-        if (spans := _copied(layout, passage, wanted, size))
-    }
+    copied = [spans for passage in layout.passages if (spans := _copied(layout, passage, wanted, size))]
     if not copied:
         return None
-    cut = layout.cut([span for spans in copied.values() for span in spans])
-    originals = [score for index, score in enumerate(layout.relevance or ()) if index not in copied]
-    if not originals or layout.relevance is None:
-        return cut if layout.relevance is None else replace(cut, relevance=(1.0,) * layout.n_passages)
-    limit = median_low(originals)
-    scores = tuple(min(score, limit) if index in copied else score for index, score in enumerate(layout.relevance))
-    return replace(cut, relevance=scores)
+    return layout.cut([span for spans in copied for span in spans])
 
 
 def _copied(layout: Layout, passage: Span, wanted: set[tuple[int, ...]], size: int) -> list[Span]:

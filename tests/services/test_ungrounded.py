@@ -97,6 +97,9 @@ def test_a_passage_below_the_floor_is_not_read_unless_the_request_says_so():
     client = client_for(make_pipeline(retriever=Far()))
     response = client.post(CHAT, json=chat()).json()
     assert (response["grounded"], response["dropped"]) == (False, [{"id": "bridge", "reason": "floor"}])
+    (warning,) = response["warnings"]
+    assert "'bridge', with similarity 0.14, at least 0.20 is needed" in warning
+    assert "the field floor" in warning
     assert answer(client, posfix={"floor": "off"})[1] is True
     assert answer(client, posfix={"floor": 0.1})[1] is True
     assert answer(client, posfix={"floor": 0.15})[1] is False

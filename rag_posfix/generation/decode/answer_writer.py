@@ -23,6 +23,7 @@ from rag_posfix.contracts.request import (
     TokenScore,
     TokenSource,
     Usage,
+    named_stop,
 )
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.decode.session import Session
@@ -325,7 +326,7 @@ class AnswerWriter:
         self._attention = session.attention()
         self._cached_tokens = session.cached_tokens
         self.sampler = Sampler(request.sampling)
-        self._text = TextStream(encoder.decode_answer, request.sampling.stop)
+        self._text = TextStream(encoder.decode_answer, (*request.sampling.stop, *request.cues))
         schema = request.sampling.json_schema
         self._json = json_text if json_text or schema is None else encoder.json_grammars.begin(schema)
         self._ids: list[int] = []
@@ -393,7 +394,7 @@ class AnswerWriter:
             timings={"prefill": self._prefill_seconds, "decode": self._seconds},
             log_probs=tuple(self._scored),
             prompt_log_probs=self._prompt,
-            stop_string=self._text.stop_string,
+            stop_string=named_stop(self._text.stop_string, self._request.sampling),
         )
         return Chunk(held_back, generation, tuple(self._scored[self._sent_tokens :]))
 

@@ -22,6 +22,7 @@ from rag_posfix.contracts.request import (
     MitigationInfo,
     Sampling,
     Usage,
+    named_stop,
 )
 from rag_posfix.contracts.spent_usage import sum_usage
 from rag_posfix.errors import (
@@ -30,6 +31,7 @@ from rag_posfix.errors import (
     PromptTooLongError,
     UpstreamError,
 )
+from rag_posfix.generation.decode.answer_writer import StopMatcher
 from rag_posfix.generation.remote.address import RemoteModel, parse_remote
 from rag_posfix.generation.remote.answers import (
     End,
@@ -209,6 +211,9 @@ class RemoteGenerator:
         if content is None or (not content and withholds(message)):
             raise no_text(message)
         text, _half = split_sound(content)  # max_tokens cut a character
+        start = StopMatcher(request.cues).push(text)
+        if start is not None:  # the server did not stop there
+            text, end = text[:start], End("stop")
         self._check_json(text, end.reason, request)
         return self._generation(request, text, end, answer.get("usage"), timings, choice.get("stop_reason"))
 
@@ -244,6 +249,7 @@ class RemoteGenerator:
         half = ""  # the beginning of a character, which max_tokens may cut
         end: End | None = None
         usage, stop_reason, withheld = None, None, None
+        matcher, held_back, sent = StopMatcher(request.cues), "", 0
         with closing(events):
             for event in events:
                 if event is DONE:
@@ -261,10 +267,20 @@ class RemoteGenerator:
                 if content is None:
                     continue
                 text, half = split_sound(half + content)
-                texts.append(text)
-                if text:
+                start, text = matcher.push(text), held_back + text
+                certain = len(text) - matcher.undecided if start is None else start - sent
+                held_back = text[certain:] if start is None else ""
+                texts.append(text[:certain])
+                sent += certain
+                if texts[-1]:
                     first = first or time.perf_counter()
-                    yield Chunk(text)
+                    yield Chunk(texts[-1])
+                if start is not None:  # the server did not stop there; closing the stream stops it
+                    end, withheld = End("stop"), None
+                    break
+        if held_back:
+            texts.append(held_back)
+            yield Chunk(held_back)
         if end is None:
             raise UpstreamError(f"{url} ended its stream in the middle of the answer; try again")
         if not texts or (withheld is not None and not any(texts)):
@@ -292,7 +308,7 @@ class RemoteGenerator:
         body: dict[str, Any] = {
             "model": self.model_id,
             "messages": messages_of(request.layout, self.encoder),
-            **_sampling_fields(request.sampling, self._token_limit_field),
+            **_sampling_fields(request.sampling, self._token_limit_field, request.cues),
             "stream": stream,
         }
         if stream:
@@ -329,7 +345,7 @@ class RemoteGenerator:
             is_known_end=end.is_known,
             usage=read_usage(usage, estimate),
             timings=timings,
-            stop_string=stop_reason if isinstance(stop_reason, str) and stop_reason in request.sampling.stop else None,
+            stop_string=named_stop(stop_reason, request.sampling),
         )
 
 
@@ -348,8 +364,18 @@ def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:
     return [{"role": turn.role, "content": encoder.decode(layout.tokens(turn.content))} for turn in layout.turns]
 
 
-def _sampling_fields(sampling: Sampling, token_limit_field: str) -> dict[str, Any]:
-    """Return the fields of a request, without those at their neutral value: not all servers know them."""
+_MOST_STOPS = 4
+"""Stop strings that OpenAI's API takes."""
+
+
+def _sampling_fields(sampling: Sampling, token_limit_field: TokenLimitField, cues: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a request, without those at their neutral value: not all servers know them.
+
+    Models that take ``max_completion_tokens`` refuse stop strings, so they get no cues; nor is there a fifth string.
+    """
+    stop = list(sampling.stop)
+    if token_limit_field == "max_tokens":
+        stop += cues[: max(0, _MOST_STOPS - len(stop))]
     fields: dict[str, Any] = {token_limit_field: sampling.max_tokens, "temperature": sampling.temperature}
     if sampling.top_p < 1.0:
         fields["top_p"] = sampling.top_p
@@ -357,8 +383,8 @@ def _sampling_fields(sampling: Sampling, token_limit_field: str) -> dict[str, An
         fields["top_k"] = sampling.top_k  # no field of OpenAI's; llama.cpp, vLLM and others know it
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
-    if sampling.stop:
-        fields["stop"] = list(sampling.stop)
+    if stop:
+        fields["stop"] = stop
     if sampling.json_schema is not None:
         schema = json.loads(sampling.json_schema)
         # OpenAI enforces a schema only as "strict", and takes only closed objects for it.

@@ -298,7 +298,8 @@ class RagPosfixChatModel(Checked, BaseChatModel):
         if not documents and options.get("documents") is None:
             self._warn_once(choice)
         encoder = generator.encoder if tools is None else tools.encoder
-        assembled = Assembler(encoder, generator.context_window, self.template).assemble(
+        assembler = Assembler(encoder, generator.context_window, self.template)
+        assembled = assembler.assemble(
             conversation.question,
             documents,
             order=options.get("order", self.order),
@@ -308,7 +309,8 @@ class RagPosfixChatModel(Checked, BaseChatModel):
             order_free=generator.describe(choice).order_invariant,
         )
         assembled.log_omissions()
-        return generator, assembled, GenerationRequest(assembled.layout, choice, sampling), tools
+        cues = assembler.template.cues if assembled.documents and sampling.json_schema is None else ()
+        return generator, assembled, GenerationRequest(assembled.layout, choice, sampling, cues=cues), tools
 
     def _generate(
         self,

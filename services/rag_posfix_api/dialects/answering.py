@@ -353,7 +353,10 @@ class Provenance(BaseModel):
     dropped: list[DroppedOutput]
     truncated: list[str] = Field(description="Ids of documents whose text was cut to fit into the prompt.")
     grounded: bool = Field(description="Whether the model read a passage; false for an answer without any.")
-    warnings: list[str] = Field(description="What failed without failing the question, such as a reranker.")
+    warnings: list[str] = Field(
+        description="What failed without failing the question, such as a reranker; where the floor left out every "
+        "retrieved passage, the best of them, its score, and what turns the floor off."
+    )
     well_formed: bool = Field(description="Whether the form of the text has no fault.")
     form_fault: FormFault | None = Field(
         None,

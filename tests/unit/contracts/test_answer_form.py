@@ -55,3 +55,9 @@ def test_the_fault_of_an_answer_is_named(text, fault):
 def test_an_answer_that_max_tokens_cut_may_end_anywhere():
     assert find_form_fault("It was built in the", is_cut=True) is None
     assert find_form_fault("no no no", is_cut=True) == "repetition"
+
+
+def test_a_later_sentence_without_an_end_is_endless():
+    words = " ".join(f"word{number}" for number in range(61))
+    assert find_form_fault(f"In 1901. {words}") == "endless"
+    assert find_form_fault(f"In 1901. {words.replace('word30 ', 'word30. ')}") is None

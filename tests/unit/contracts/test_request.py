@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
+from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, PromptTemplate, Sampling
 from rag_posfix.errors import ConfigError
 from tests.support.tiny import toy_layout
 
@@ -78,3 +78,20 @@ def test_a_schema_that_is_nested_too_deeply_is_refused():
 def test_requests_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Sampling().max_tokens = 3
+
+
+@pytest.mark.parametrize(
+    ("prefix", "cue", "expected"),
+    [
+        ("Question: ", "\nAnswer:", ("\nQuestion:", "\nAnswer:")),
+        ("Question : ", "\nRéponse :", ("\nQuestion :", "\nQuestion:", "\nRéponse :", "\nRéponse:")),
+        ("问题\uff1a", "\n回答\uff1a", ("\n问题\uff1a", "\n问题:", "\n回答\uff1a", "\n回答:")),
+        ("Read well.\n\n### Question\n", "\n\n### Answer\n", ("\n### Question\n", "\n### Answer\n")),
+        ("<question>", "</question>", ("\n<question>", "\n</question>")),
+        ("Say ", "", ()),  # sentences begin with such words
+        ("Q", "\n\n", ()),
+        ("", " ->", ()),
+    ],
+)
+def test_the_cues_are_the_lines_that_begin_a_question_or_an_answer(prefix, cue, expected):
+    assert PromptTemplate(question_prefix=prefix, answer_cue=cue).cues == expected

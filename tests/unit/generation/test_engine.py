@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -280,3 +282,12 @@ def test_the_next_token_has_probabilities_that_sum_to_one(loaded, mitigation):
     log_probs = engine_of(loaded).next_log_probs(toy_layout(relevance=RELEVANCE), choice(mitigation))
     assert log_probs.dtype == torch.float32
     assert float(log_probs.exp().sum()) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_cue_ends_an_answer_and_is_no_stop_string(loaded):
+    tokens = greedy(loaded)
+    whole = "".join(f"{token}," for token in tokens)
+    cue = f",{str(tokens[2])[0]}"
+    generation = engine_of(loaded).generate(replace(request(max_tokens=8), cues=(cue,)))
+    assert (generation.finish_reason, generation.stop_string) == ("stop", None)
+    assert generation.text == whole[: whole.index(cue)]

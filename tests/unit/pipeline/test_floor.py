@@ -137,3 +137,31 @@ def test_a_wrong_floor_is_refused(wrong):
         Question("why?", floor=wrong)
     with pytest.raises(ConfigError, match="must be auto, off, or a similarity from 0 to 1"):
         Settings(floor=wrong)
+
+
+def refusal_of(shelf, gains=None):
+    return ask(shelf, gains)[1]
+
+
+def test_a_refusal_names_the_best_passage_its_score_and_what_turns_the_floor_off():
+    shelf = Shelf(a=0.19, b=0.1)
+    shelf.retrieve = lambda question, k: [
+        Document("a", id="a", metadata={"relevance_score": 0.13, "source": "terms.md", "title": "Late fees"}),
+        Document("b", id="b", metadata={"relevance_score": 0.1}),
+    ]
+    answer = refusal_of(shelf)
+    assert answer.text == NO_PASSAGE_TEXT
+    (warning,) = answer.to_dict()["warnings"]
+    assert "terms.md, Late fees, with similarity 0.13, at least 0.20 is needed" in warning
+    assert "--floor off, the field floor" in warning
+
+
+def test_a_refusal_of_the_judge_names_the_passage_it_thinks_most_of():
+    answer = refusal_of(Shelf(a=0.5, b=0.4, c=0.1), {"a": 0.3, "b": 0.7})
+    (warning,) = answer.warnings
+    assert "'b', which the judge gives 0.70 nats per token, at least 0.80 are needed" in warning
+
+
+def test_nothing_is_said_of_the_floor_where_a_passage_is_read_or_none_was_found():
+    assert refusal_of(Shelf(a=0.7, b=0.1)).warnings == ()
+    assert refusal_of(Shelf()).warnings == ()

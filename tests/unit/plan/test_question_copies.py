@@ -1,4 +1,4 @@
-"""The question's own words in a passage are cut out of it, and buy it no relevance."""
+"""The question's own words in a passage are cut out of it, and its score stays."""
 
 from __future__ import annotations
 
@@ -69,20 +69,9 @@ def test_a_short_query_has_no_copies():
     assert without_copies(layout_of(FIRST, query, question=query)) is None
 
 
-@pytest.mark.parametrize(
-    ("relevance", "expected"),
-    [
-        ((0.4, 0.9, 0.6), (0.4, 0.4, 0.6)),  # at most the lower median of the others
-        ((0.4, 0.1, 0.6), (0.4, 0.1, 0.6)),
-        (None, None),
-    ],
-)
-def test_the_score_of_a_copy_is_at_most_the_median(relevance, expected):
-    assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).relevance == expected
-
-
-def test_if_all_are_copies_all_are_equal():
-    assert without_copies(layout_of(QUESTION, (50, *QUESTION), relevance=(0.2, 0.9))).relevance == (1.0, 1.0)
+def test_the_score_of_a_copy_stays_for_an_entry_of_an_faq_is_found_by_its_question():
+    for relevance in ((0.4, 0.9, 0.6), (0.4, 0.1, 0.6), None):
+        assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).relevance == relevance
 
 
 def test_a_title_that_is_the_question_is_cut_too():
@@ -113,7 +102,7 @@ METHODS = ["context_experts", "committee", "passage_answers"]
 def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
     # The order of the passages differs too: the answer follows the content alone.
     texts, relevance = (FIRST, (50, *QUESTION, 51), LAST), (0.4, 0.9, 0.6)
-    plain = layout_of(FIRST, (50, 51), LAST, relevance=(0.4, 0.4, 0.6))
+    plain = layout_of(FIRST, (50, 51), LAST, relevance=relevance)
     expected = scores(engine, plain, name)
     for order in itertools.permutations(range(3)):
         layout = layout_of(*texts, relevance=relevance).select(order)

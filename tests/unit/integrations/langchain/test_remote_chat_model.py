@@ -26,7 +26,7 @@ def test_it_sends_the_conversation_and_returns_text_usage_and_documents():
     (body,) = server.bodies
     assert [one["role"] for one in body["messages"]] == ["user", "assistant", "user"]
     assert "Rome lies on the Tiber.\n\nBe brief.\n\nQuestion: Hello." in body["messages"][0]["content"]
-    assert (body["max_tokens"], body["stop"]) == (9, ["\n"])
+    assert (body["max_tokens"], body["stop"]) == (9, ["\n", "\nQuestion:", "\nAnswer:"])
     assert server.headers[0]["authorization"] == "Bearer sk-1"
 
 
