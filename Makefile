@@ -52,7 +52,7 @@ demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped cor
 PYTEST = pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 test: $(BROWSER_STAMP) ## Set up what is needed and run the first tier of tests: all but those marked slow
-	@OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' --processor-limit 2 $(ARGS)
 
 # Coverage has a floor for the whole suite. ARGS that choose some of the tests turn it off: paths, and these options.
 CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))

@@ -14,6 +14,7 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.budget import pytest_addoption as pytest_addoption
 from tests.support.budget import pytest_runtest_call as pytest_runtest_call
 from tests.support.warm_python import WarmPython, warm_python
 

@@ -288,6 +288,7 @@ def test_positions_are_finite_and_cover_the_row(name, llama):
             assert matrix.diagonal().all(), "every token sees itself"
 
 
+@pytest.mark.slow
 def test_threads_with_different_plans_do_not_disturb_each_other(llama):
     alone = {name: session(llama, name).next_log_probs() for name in METHODS}
     wrong: list[str] = []

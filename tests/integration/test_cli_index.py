@@ -144,7 +144,7 @@ def test_fields_encodings_and_bad_rows_are_said_and_may_be_chosen(run, tmp_path)
     _, out, _ = run("index", tmp_path, "--out", tmp_path / "index")
     assert out.splitlines()[1:] == [
         "fields of records:",
-        f"  {tickets}: text: body; title: subject",
+        f"  {tickets}: text: all fields, one line each; title: subject",
         "encodings:",
         f"  {tmp_path / 'menu.txt'}: not UTF-8, read as cp1252: a guess; check its accents, or save it in UTF-8",
         "records left out:",

@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import StorageError, UnreadableError
-from tests.support.durable_stores import full_disk
+from tests.services.durable_stores import full_disk
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tenants import Tenants
 
