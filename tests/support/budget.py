@@ -1,4 +1,4 @@
-"""The limit of processor time for a test of the first tier, which ``make test`` sets; coverage would slow tests down."""
+"""The limit of processor time of a test, which ``make test`` sets: coverage would slow tests down."""
 
 from __future__ import annotations
 
