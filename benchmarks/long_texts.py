@@ -60,6 +60,7 @@ BODIES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("/api/chat", {"model": "default", "messages": _MESSAGES, "stream": False, "options": {"num_predict": 4}}),
     ("/api/generate", {"model": "default", "prompt": _QUESTION, "system": "Be brief.", "stream": False}),
     ("/v1/embeddings", {"input": [_QUESTION, _DOCUMENT], "model": "default"}),
+    ("/api/embed", {"input": [_QUESTION, _DOCUMENT], "model": "default"}),
     ("/v1/rerank", {"query": _QUESTION, "documents": [_DOCUMENT, "Another one."]}),
     ("/v2/rerank", {"model": "default", "query": _QUESTION, "documents": [_DOCUMENT, "Another one."]}),
     ("/rerank", {"query": _QUESTION, "texts": [_DOCUMENT, "Another one."]}),

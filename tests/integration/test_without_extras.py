@@ -52,6 +52,7 @@ OTHER_MESSAGES = {
     "eval rerank-positions": "rows.jsonl is not a file",
     "eval rerank": "matplotlib is not installed; in a copy of the repository run: pip install '.[eval]'",
     "keys create": "filelock is not installed; in a copy of the repository run: pip install '.[server]'",
+    "keys prune": "filelock is not installed; in a copy of the repository run: pip install '.[server]'",
     "models fetch": "has no pip",
     "models path": "the weights of 'smollm2' are missing",
 }

@@ -263,11 +263,11 @@ def test_a_client_that_reads_nothing_holds_no_place_beyond_the_time_limit(monkey
 
 
 def test_a_client_that_reads_nothing_is_disconnected_long_before_the_time_limit():
-    generator = LargePieces()
+    generator = LargePieces(Clock())
     with serving(make_pipeline(generator), read_timeout_seconds=0.3) as url, connected(url) as connection:
-        connection.sendall(as_bytes(CHAT, json.dumps(chat(stream=True)).encode()))
-        assert generator.entered.wait(10)
-        assert generator.closed.wait(10)
+        connection.sendall(request_of(CHAT, chat(stream=True)))
+        assert generator.entered.wait(60)
+        assert generator.closed.wait(60)
         wait_until(lambda: in_flight(url) == 0)
 
 
