@@ -307,7 +307,7 @@ def generate(body: OllamaGenerateRequest, service: Service) -> tuple[Question, A
 
 def _loaded(body: OllamaChatRequest | OllamaGenerateRequest, service: Service, piece: Mapping[str, Any]) -> Response:
     """Return the response to a request without a question: clients load the model with it, or unload it."""
-    service.check_model(body.model.removesuffix(":latest"))
+    _question(body, service, [{"role": "user", "content": "load"}], role="user", param="prompt")  # checks its fields
     reason: Literal["load", "unload"] = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
     time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     state = OllamaChatResponse(model=body.model, created_at=time, done=True, done_reason=reason, **piece)

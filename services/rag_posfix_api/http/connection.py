@@ -59,7 +59,8 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _QueueFlow(transport, self)
-        transport.set_write_buffer_limits(high=0)  # pause_writing: anything at all is unread
+        # pause_writing: anything at all is unread. Transports with TLS pause at a limit of 0 for ever.
+        transport.set_write_buffer_limits(high=1, low=0)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
