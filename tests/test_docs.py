@@ -314,6 +314,7 @@ def test_a_record_in_which_no_answer_changes_has_no_first_screen(tmp_path):
         first_screen(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_picture_is_stale_if_its_record_changed(tmp_path):
     changed, *others = ("positions-xquad-5-default", "positions-gemma-xquad-5-default", "permutations-xquad-3")
     for name in (changed, *others):

@@ -30,6 +30,8 @@ from rag_posfix.settings import (
     TelemetrySettings,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OWN = (

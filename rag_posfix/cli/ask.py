@@ -19,6 +19,7 @@ from rag_posfix.cli.options import (
     check_searchable,
     filter_of,
     follows,
+    unknown_filter_fields,
     with_settings,
 )
 from rag_posfix.cli.output import emit, emit_json, err, say, status
@@ -98,6 +99,8 @@ def ask(
             if answer.query != text:
                 say(f"searched for: {' / '.join(answer.query.splitlines())}")
             _show_sources(answer, settings)
+            if not answer.documents:
+                say(*unknown_filter_fields(index, metadata_filter))
             if answer.grounded or settings.allow_ungrounded:
                 history = [*history, {"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
                 history = history[-_CHAT_MESSAGES:]
@@ -238,6 +241,7 @@ def prompt(
     question: Annotated[str, typer.Argument(help="Show the prompt of this question.")],
     settings: Settings,
     index: Index = None,
+    filters: Filter = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the prompt of a question, without answering it.
@@ -246,6 +250,7 @@ def prompt(
     or in Redis. The weights are loaded only if there is such a store.
     """
     checked_question(question)
+    metadata_filter = filter_of(filters)
     check_searchable(index, settings)
     from rag_posfix.pipeline.build import build_pipeline, resolve_methods
     from rag_posfix.pipeline.pipeline import Question
@@ -255,8 +260,11 @@ def prompt(
     with status("loading the embeddings and the tokenizer" if deferred else "loading the model"):
         pipeline = build_pipeline(settings, index=index, deferred=deferred, methods=methods)
     with closing(pipeline):
-        preview = pipeline.preview(Question(question))
+        preview = pipeline.preview(Question(question, filter=metadata_filter))
     emit(preview.to_dict(), as_json, lambda _: _show_prompt(preview))
+    if not any(segment.kind == "passage" for segment in preview.segments):
+        for line in unknown_filter_fields(index, metadata_filter):
+            err().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_prompt(preview: PromptPreview) -> None:

@@ -6,6 +6,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PASSAGES = 10
 GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
 ANSWER_TOKENS = 20
+PASSAGE_BYTES = 2**30
+"""The size limit of the passage KV store in memory."""
 
 NEXT = """\
 Where to go next:
@@ -47,6 +50,7 @@ class _Cell:
     answer: str
     right: bool
     log_probability: float
+    seconds: float
 
 
 @with_settings("model", "adapter", "device")
@@ -61,12 +65,13 @@ def demo(
     """Compare answers with and without a method, on demo data.
 
     The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
-    answer, is put first, in the middle and last.
+    answer, is put first, in the middle and last. Passages that were read stay in memory, as in the service: the first
+    answer to a question is a cold one, the others are warm.
     """
     method = checked_choice(mitigation)
     choices = {"none": checked_choice("none"), mitigation: method}
     started = time.perf_counter()
-    engine = load_engine(settings)
+    engine = load_engine(settings, PASSAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
         retriever, indexed = _index(Path(folder) / "demo.index", settings)
         cells = _compare(engine, retriever, questions, choices)
@@ -119,10 +124,11 @@ def _compare(
                         order="original",
                         max_new_tokens=ANSWER_TOKENS,
                     ).layout
+                    asked = time.perf_counter()
                     generation, score = answer_and_score(engine, layout, choices[name], question.answer, ANSWER_TOKENS)
-                    text = " ".join(generation.text.split())
+                    seconds, text = time.perf_counter() - asked, " ".join(generation.text.split())
                     correct = bool(best_subspan_em(text, question.answers))
-                    cells.append(_Cell(question.question, question.answer, name, where, text, correct, score))
+                    cells.append(_Cell(question.question, question.answer, name, where, text, correct, score, seconds))
                     progress(len(cells), total)
                     if not err().is_terminal:
                         err().print(f"answered {len(cells)} of {total}", highlight=False)
@@ -147,42 +153,59 @@ def _show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None
     console = out()
     console.print(
         f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the gold passage, which holds "
-        "the answer, changes. log p: log-probability of the right answer per token; nearer to 0 is better.\n",
+        "the answer, changes.\n",
         highlight=False,
     )
     names = ("none", mitigation)
     for question in dict.fromkeys(cell.question for cell in cells):
         rows = [cell for cell in cells if cell.question == question]
         title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
-        headings = [text for name in names for text in ("unmodified" if name == "none" else name, "log p")]
-        answers = table("gold passage", *headings, title=title, title_justify="left")
+        answers = table("gold passage", *map(_shown_name, names), title=title, title_justify="left")
         for where in GOLD_POSITIONS:
-            pair = [next(c for c in rows if c.mitigation == name and c.gold == where) for name in names]
-            answers.add_row(where, *(text for cell in pair for text in (_mark(cell), f"{cell.log_probability:.2f}")))
+            answers.add_row(where, *(_mark(_cell_of(rows, name, where)) for name in names))
         console.print(answers)
-    for name in names:
-        console.print(_verdict([cell for cell in cells if cell.mitigation == name], name), highlight=False)
+    console.print(_verdict(cells, names), _cost(cells, names), sep="\n", highlight=False)
+
+
+def _shown_name(name: str) -> str:
+    return "unmodified" if name == "none" else name
+
+
+def _cell_of(cells: list[_Cell], name: str, where: str) -> _Cell:
+    return next(cell for cell in cells if cell.mitigation == name and cell.gold == where)
 
 
 def _mark(cell: _Cell) -> str:
     from rich.markup import escape
 
     text = cell.answer if len(cell.answer) <= 60 else cell.answer[:57] + "..."
-    return f"[green]{escape(text)}[/green]" if cell.right else f"[red]{escape(text)}[/red]"
+    return f"[green]✓ {escape(text)}[/green]" if cell.right else f"[red]✗ {escape(text)}[/red]"
 
 
-def _verdict(cells: list[_Cell], name: str) -> str:
-    """Return one line: how many answers are right, how many change, and the range of the log-probability."""
-    by_question: dict[str, list[_Cell]] = {}
-    for cell in cells:
-        by_question.setdefault(cell.question, []).append(cell)
-    changed = sum(len({cell.answer for cell in rows}) > 1 for rows in by_question.values())
-    spread = max(
-        max(cell.log_probability for cell in rows) - min(cell.log_probability for cell in rows)
-        for rows in by_question.values()
-    )
-    n_correct = sum(cell.right for cell in cells)
-    return (
-        f"{'unmodified' if name == 'none' else name}: {n_correct} of {len(cells)} answers right; the answer changes "
-        f"with the order in {changed} of {len(by_question)} questions; log p changes by up to {spread:.2f}"
-    )
+def _verdict(cells: list[_Cell], names: tuple[str, str]) -> str:
+    """Return how many answers are right, and for how many questions that depends on where the gold passage is."""
+    sentences = []
+    for name in names:
+        rows = [cell for cell in cells if cell.mitigation == name]
+        by_question: dict[str, set[bool]] = {}
+        for cell in rows:
+            by_question.setdefault(cell.question, set()).add(cell.right)
+        changed = sum(len(values) > 1 for values in by_question.values())
+        sentences.append(
+            f"{_shown_name(name)}: {sum(cell.right for cell in rows)} of {len(rows)} right, and for {changed} of "
+            f"{len(by_question)} questions that depends on the order"
+        )
+    return "; ".join(sentences) + "."
+
+
+def _cost(cells: list[_Cell], names: tuple[str, str]) -> str:
+    """Return the mean seconds of an answer, of the first to a question and of the others."""
+    parts = []
+    first, *_ = GOLD_POSITIONS
+    for name in names:
+        cold, warm = (
+            mean(cell.seconds for cell in cells if cell.mitigation == name and (cell.gold == first) is new)
+            for new in (True, False)
+        )
+        parts.append(f"{_shown_name(name)} {cold:.1f} s and {warm:.1f} s")
+    return f"An answer took, with new passages and with passages that were read before: {'; '.join(parts)}."

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from rag_posfix.retrieval.ingest.passages import PassageSize
 
 _SHOWN_FILES = 10
+_EXAMPLE_CHARACTERS = 60
 _SHOWN_METADATA = frozenset({"source", "title", "page", "start", "end"})
 _SKIPPED = {
     "unreadable": "cannot be read",
@@ -84,8 +87,8 @@ _Precompute = Annotated[
 
 @with_settings("embedding_model", "model", "adapter", "device")
 def index(
-    paths: Annotated[list[Path], typer.Argument(help="Read these files or folders.")],
     settings: Settings,
+    paths: Annotated[list[Path] | None, typer.Argument(help="Read these files or folders.")] = None,
     output: _Output = None,
     passage_tokens: _PassageTokens = None,
     overlap: _Overlap = 0,
@@ -94,6 +97,10 @@ def index(
         bool, typer.Option("--calibrate", help="Measure how similar foreign questions are to it.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print the passages; index nothing.")] = False,
+    show: Annotated[
+        Path | None,
+        typer.Option("--show", help="Print what this index holds; index nothing.", show_default="none"),
+    ] = None,
     precompute: _Precompute = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Ignore an existing index; embed everything again.")
@@ -109,7 +116,13 @@ def index(
     listed at the end. Vectors are kept while they are computed: the same command continues after it was interrupted.
     --calibrate measures how similar foreign questions are, for embedding models other than the packaged one.
     With --precompute the first question is warm; it takes 3.5 MB per 150 tokens with the packaged model.
+    --show prints the files of an index, and the fields of its metadata with the types and numbers of their values.
     """
+    if show is not None:
+        _print_summary(show, paths or [], as_json)
+        return
+    if not paths:
+        raise typer.BadParameter("give files or folders, or --show INDEX", param_hint="PATHS")
     if explain:
         _check_paths(paths, None)
         size = _passage_size(passage_tokens, overlap, settings)
@@ -145,6 +158,34 @@ def index(
     if choice is not None:
         data["precomputed"] = _precompute(output, embeddings, choice, settings)
     emit(data, as_json, _show)
+
+
+def _print_summary(folder: Path, paths: list[Path], as_json: bool) -> None:
+    if paths:
+        raise typer.BadParameter("takes the folder of an index and no files", param_hint="--show")
+    from rag_posfix.retrieval.index.index_summary import summarize_index
+
+    emit(asdict(summarize_index(folder)), as_json, partial(_show_index, folder))
+
+
+def _show_index(folder: Path, data: dict[str, Any]) -> None:
+    say(
+        f"{folder}: {data['passages']} {'passage' if data['passages'] == 1 else 'passages'}, embedding "
+        f"{data['embedding']}, {data['dimension']} dimensions"
+    )
+    say("files:", *(f"  {name or '(no file)'}: {count}" for name, count in data["files"].items()))
+    say("fields:")
+    for field in data["fields"]:
+        types = ", ".join(f"{count} {name}" for name, count in field["types"].items()) or "no values"
+        examples = ", ".join(map(_example, field["examples"]))
+        more = ", …" if field["distinct"] > len(field["examples"]) else ""
+        values = f"{field['distinct']} different: {examples}{more}"
+        say(f"  {field['name']}: {types} in {field['passages']} passages; {values}")
+
+
+def _example(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool | int | float) else str(value)
+    return text if len(text) <= _EXAMPLE_CHARACTERS else f"{text[: _EXAMPLE_CHARACTERS - 1]}…"
 
 
 def _load_embeddings(settings: Settings) -> SentenceEmbeddings:

@@ -184,12 +184,26 @@ def filter_of(texts: Sequence[str] | None) -> Mapping[str, Any] | None:
     return combine_filters(*(read_filter(text) for text in texts or ()))
 
 
-def load_engine(settings: Settings) -> Engine:
-    """Load the model of the settings into this process, with a status line."""
+def unknown_filter_fields(index: Path | None, metadata_filter: Mapping[str, Any] | None) -> list[str]:
+    """Return a line if no passage of the index has a field of the filter; it names the fields that there are."""
+    if index is None or metadata_filter is None:
+        return []
+    from rag_posfix.retrieval.index.index_summary import unknown_fields
+    from rag_posfix.retrieval.index.storage import read_entries
+
+    unknown, known = unknown_fields(read_entries(index, mmap=True).values(), metadata_filter)
+    if not unknown:
+        return []
+    noun, names = ("field" if len(unknown) == 1 else "fields"), ", ".join(map(repr, unknown))
+    return [f"no passage has the {noun} {names}; fields: {', '.join(known) or 'none'}"]
+
+
+def load_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
+    """Load the model of the settings into this process, with a status line; ``passage_bytes`` as ``build_engine``."""
     with status("loading the model"):
         from rag_posfix.pipeline.build import build_engine
 
-        return build_engine(settings)
+        return build_engine(settings, passage_bytes)
 
 
 def checked_choice(text: str) -> MitigationChoice:

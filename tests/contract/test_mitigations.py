@@ -76,6 +76,15 @@ INDEPENDENT = [
 SERVED = [(name, family) for name in METHODS for family in served(name)]
 
 
+def by_family(names):
+    """Return cases of methods and the families that they serve; those of other families than Llama are slow."""
+    return [
+        pytest.param(name, family, marks=[] if family == "llama" else pytest.mark.slow)
+        for name, family in SERVED
+        if name in names
+    ]
+
+
 def stock_logits(model, ids):
     with torch.inference_mode():
         return model(input_ids=torch.tensor([ids]), use_cache=True).logits
@@ -101,7 +110,7 @@ def test_the_model_is_bit_identical_to_the_stock_one_after_an_exception(name, ll
     assert torch.equal(stock_logits(llama.model, ids), before)
 
 
-@pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INVARIANT])
+@pytest.mark.parametrize(("name", "family"), by_family(INVARIANT))
 def test_every_order_of_four_passages_gives_the_same_log_probabilities(name, family):
     """All 24 orders on one family; on the others, which differ in positions and norms, a few."""
     loaded = model_of(family)
@@ -139,6 +148,7 @@ def test_ties_of_relevance_are_broken_by_content_in_every_order(name, parameters
         assert ["".join(keys[i] for i in row.passages) for row in plan.rows] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INVARIANT)
 def test_every_order_gives_the_same_attention_to_each_passage(name, llama):
     base = session(llama, name).attention()
@@ -172,7 +182,7 @@ def test_passages_are_declared_independent_if_and_only_if_reading_them_apart_cha
     assert plan.independent_passages == (max(differences) < FLOAT32), differences
 
 
-@pytest.mark.parametrize(("name", "family"), [pair for pair in SERVED if pair[0] in INDEPENDENT])
+@pytest.mark.parametrize(("name", "family"), by_family(INDEPENDENT))
 def test_passage_by_passage_equals_reading_each_row_whole(name, family):
     loaded = model_of(family)
     fast = session(loaded, name)

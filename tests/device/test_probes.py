@@ -13,6 +13,8 @@ from tests.support.tiny import toy_layout
 from tests.support.tiny_evaluation import EXAMPLES
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = {
     "attention-edit": {"pairs": 3, "prompts": 1},
     "attention-mass": {"pairs": 3, "rounds": 1},

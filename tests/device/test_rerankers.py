@@ -14,6 +14,8 @@ from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.support.cross_encoder import tiny_cross_encoder, tiny_sentence_encoder
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["Rome lies on the Tiber.", "Paris lies on the Seine.", "Bread is baked.", "Ovens are hot."]
 QUESTION = "Which river?"
 

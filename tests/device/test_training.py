@@ -18,6 +18,8 @@ from tests.support.tiny import toy_layout
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on
 
+pytestmark = pytest.mark.slow
+
 ANSWER = (17, 90, 4, 33)
 TRAINABLE = ["none", "parallel_windows", "set_prompting", "parallel_encoding", "layer_scaling"]
 

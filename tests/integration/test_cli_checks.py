@@ -82,6 +82,7 @@ def test_an_index_with_a_cut_file_is_told_before_anything_is_loaded(run, loads_n
     assert (code, "damaged" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_serve_ends_with_1_in_a_process_of_its_own(tmp_path):
     command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--index", str(tmp_path / "x"), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -37,6 +37,7 @@ def rows(path, count=3):
 
 
 class TestRerank:
+    @pytest.mark.slow
     def test_the_contract_holds_for_three_files(self, run, folder, tmp_path):
         code, out, _ = run(
             "eval", "rerank", "--corpus", folder / "corpus.jsonl", "--queries", folder / "queries.jsonl",

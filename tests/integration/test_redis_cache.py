@@ -224,6 +224,7 @@ def test_a_timeout_of_nothing_is_refused():
         RedisTier("redis://127.0.0.1", BlobCodec(), timeout_seconds=0)
 
 
+@pytest.mark.slow
 def test_a_forged_entry_that_opens_is_a_miss_and_no_error(redis_server):
     """The seal and the envelope are right, only the answer's numbers are not."""
     tier = RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)

@@ -73,6 +73,7 @@ def question(schema=SCHEMA, method="none", **fields):
 
 
 @pytest.mark.parametrize("method", ["none", "default"])
+@pytest.mark.slow
 def test_the_answer_follows_the_schema_plain_streamed_and_among_others(pipeline, method):
     answer = pipeline.ask(question(method=method, use_cache=False))
     fact = Fact.model_validate_json(answer.text)

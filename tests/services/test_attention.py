@@ -66,6 +66,7 @@ def test_wrong_requests_are_told(fields: dict[str, Any], status: int, code: str)
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 def test_shares_are_those_of_an_unmodified_answer(engine):
     from rag_posfix.pipeline.build import build_pipeline
 

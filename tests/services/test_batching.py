@@ -177,6 +177,7 @@ def test_when_a_client_goes_away_its_answer_leaves_and_the_others_stay(
         assert together.count(2) == 1, "the step that was under way"
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_leaves(
     pipeline: Pipeline, together: list[int], monkeypatch: pytest.MonkeyPatch
 ):

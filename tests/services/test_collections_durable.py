@@ -288,6 +288,7 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="there is no program mount")
+@pytest.mark.slow
 def test_documents_of_any_size_are_deleted_on_a_full_disk(small_disk: Path):
     collection = opened(small_disk, max_documents=10_000)
     expected = {f"d{number}": f"text {number} " * 30 for number in range(100)} | {"big": " ".join(["long"] * 100_000)}

@@ -145,6 +145,7 @@ def test_documents_cannot_name_a_collection_in_their_metadata(tmp_path: Path):
     assert (refused.status_code, "reserved" in refused.text) == (400, True)
 
 
+@pytest.mark.slow
 def test_random_filters_of_requests_and_keys_find_exactly_what_matches(tmp_path: Path):
     tenants = opened(tmp_path, qdrant(tmp_path))
     documents = documents_with_metadata(24)
@@ -190,6 +191,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise ConnectionError("http://secret")
 
 
+@pytest.mark.slow
 def test_change_that_the_store_does_not_take_is_not_made_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

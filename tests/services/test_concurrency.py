@@ -316,6 +316,7 @@ def test_the_age_of_the_oldest_request_is_in_the_metrics(monkeypatch: pytest.Mon
         wait_until(lambda: gauge(url, "rag_posfix_oldest_request_seconds") == 0)
 
 
+@pytest.mark.slow
 def test_a_full_queue_turns_no_stored_answer_away():
     generator = GatedGenerator()
     generator.gate.set()

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.long_texts import BODIES, MOST_MEGABYTES, MOST_SECONDS, long_text, measure, service
 from tests.support.serving import client_for
 
-pytestmark = pytest.mark.weights
+pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 DOCUMENTS = "/v1/collections/notes/documents"
 
@@ -28,7 +28,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
 
 
 @pytest.mark.parametrize("name", COSTLY)
-@pytest.mark.slow
 def test_8_mb_in_any_field_cost_100_mb_and_a_second_at_most(name: str, served: tuple[str, int]) -> None:
     text = long_text(name, 8_000_000)
     costs = [

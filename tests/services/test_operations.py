@@ -318,6 +318,7 @@ def test_two_apps_in_one_process_count_apart():
     assert 'route="/v1/chat/completions"' not in second.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_metrics_count_requests_stages_tokens_and_the_cache():
     client = client_for(make_pipeline(cache=DictCache()))
     for _ in range(3):

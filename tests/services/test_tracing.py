@@ -180,6 +180,7 @@ def test_the_log_line_has_the_ids_of_the_span(caplog: pytest.LogCaptureFixture):
     assert line["span_id"] == f"{recorded.span(f'POST {CHAT}').context.span_id:016x}"
 
 
+@pytest.mark.slow
 def test_requests_at_the_same_time_have_traces_of_their_own():
     recorded = RecordedTelemetry()
     client = client_for(recorded)

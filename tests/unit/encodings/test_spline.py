@@ -42,6 +42,7 @@ def test_the_encoder_does_not_know_the_order_of_its_tokens():
     torch.testing.assert_close(mixed, model.control_points(ids), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_it_learns_to_reconstruct_rising_sequences():
     generator = torch.Generator().manual_seed(0)
     model = autoencoder(Spline(control_points=6))

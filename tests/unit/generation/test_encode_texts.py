@@ -62,6 +62,7 @@ def test_every_core_has_a_model_of_its_own_with_shared_weights_and_one_thread(tw
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 def test_vectors_of_many_texts_are_those_of_the_model(two_threads):
     texts = [f"The lighthouse number {number} was built in {1800 + number}." for number in range(20)]
     many = SentenceEmbeddings(batch_size=4, encoder=TextEncoder)

@@ -160,6 +160,7 @@ def test_decode_steps_that_short_and_long_answers_share_have_the_stock_models_di
                 assert float((found[0, -1].log_softmax(dim=-1) - expected).abs().max()) < 1e-4
 
 
+@pytest.mark.slow
 def test_three_threads_with_short_and_long_prompts_get_the_stock_models_answers(loaded, stock):
     engine = engine_of(loaded)
     layouts = [toy_layout((7, 4), seed=1), BEYOND, toy_layout((30, 40), seed=2)]

@@ -19,6 +19,7 @@ def test_an_adapter_whose_framework_is_missing_names_the_extra(module, framework
     assert done.stderr.strip().splitlines()[-1].endswith(expected)
 
 
+@pytest.mark.slow
 def test_the_library_imports_no_framework():
     code = (
         "import sys, rag_posfix; rag_posfix.PosfixRAG, rag_posfix.PosfixRetriever; "

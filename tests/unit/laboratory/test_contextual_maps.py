@@ -85,6 +85,7 @@ def language_ids(words, people):
     return [token_ids_of(islice(text, words))]
 
 
+@pytest.mark.slow
 def test_the_record_names_the_counters_and_their_positions_count_ends(tmp_path):
     decoder = counter_decoder()
     decoder.save(tmp_path / "decoder")

@@ -47,6 +47,7 @@ def test_a_record_has_every_encoding_seed_and_split_with_the_spread_over_seeds(t
     assert len(list(tmp_path.glob("flip_flop/*/seed-*/model.safetensors"))) == 4
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_over_what_is_finished_and_adds_a_seed(tmp_path):
     first = run_laboratory(FlipFlop(pairs=4), encodings("rope"), seeds=1, settings=TINY, out=tmp_path)
     (old,) = tmp_path.glob("flip_flop/*/seed-0/run.json")
@@ -103,6 +104,7 @@ def test_an_encoding_that_ends_before_the_longest_split_is_refused_before_traini
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_lab_run_prints_the_summary_as_json_and_as_a_table(tmp_path, capsysbinary):
     call = command_line(capsysbinary)
     command = [

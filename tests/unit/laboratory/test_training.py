@@ -39,6 +39,7 @@ def killed_at(step):
     return report
 
 
+@pytest.mark.slow
 def test_a_decoder_learns_flip_flop_and_its_error_is_measured(tmp_path):
     settings = TrainingSettings(
         steps=150, batch=32, evaluate_every=50, examples=200, layers=2, heads=2, width=32, warmup=10,

@@ -51,6 +51,7 @@ def outcomes(reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.slow
 def test_the_choice_is_never_worse_than_none_beyond_noise(reader):
     assert min(chosen - none for chosen, none, _, _ in outcomes(reader)) >= -NOISE / 2
 
@@ -73,6 +74,7 @@ def test_at_most_one_in_twenty_readers_is_told_to_change_to_what_is_not_better(r
 
 
 @pytest.mark.parametrize("truth", [(0.5,) * 3, (0.45, 0.55, 0.65)])
+@pytest.mark.slow
 def test_a_default_that_is_below_none_by_the_noise_is_used_in_at_most_one_of_twenty_runs(truth):
     generator, default = random.Random(0), (min(truth) - NOISE,) * 3
     tables = ({"none": draw("none", truth, generator), "default": draw("", default, generator)} for _ in range(RUNS))

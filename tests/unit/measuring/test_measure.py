@@ -76,6 +76,7 @@ def run(generator, out=None, count=COUNT, **options):
     return measure(pipeline, asked, dropped=dropped, out=out, options=MeasureOptions(**options))
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_first_passage_is_reported_and_gets_an_order_free_arrangement(tmp_path):
     record = run(OrderBiasedGenerator(), tmp_path)
     summary = record.summary
@@ -281,6 +282,7 @@ def weights(count):
         ("1871?", "Wie schwer ist das goldene Ding?", "DEUTSCH."),  # a follow-up has the language of its conversation
     ],
 )
+@pytest.mark.slow
 def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_language(question, asked_before, expected):
     class Read(OrderBiasedGenerator):
         prompts = ()
@@ -359,6 +361,7 @@ def test_a_later_run_scores_no_labelled_passage_again(tmp_path, no_charts):
     assert scored() == estimate
 
 
+@pytest.mark.slow
 def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
     class Slow(BaseDocumentCompressor):
         def compress_documents(self, documents, query, callbacks=None):
@@ -381,6 +384,7 @@ def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
 
 
 @pytest.mark.parametrize("error", [UnsupportedModelError, PromptTooLongError, ConfigError])
+@pytest.mark.slow
 def test_an_arrangement_that_the_model_refuses_costs_itself_and_not_the_measurement(error):
     class Refusing(OrderBiasedGenerator):
         """Refuses a method as an engine does: when the prompt is there."""

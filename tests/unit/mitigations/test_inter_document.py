@@ -289,6 +289,7 @@ def double():
 @pytest.mark.parametrize(
     ("dtype", "products"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
+@pytest.mark.slow
 def test_ties_never_let_the_callers_order_through(layout, dtype, products, monkeypatch):
     if products:
         use_products(monkeypatch)

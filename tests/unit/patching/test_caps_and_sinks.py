@@ -114,6 +114,7 @@ def test_prompts_and_steps_have_the_logits_of_eager_attention(pair):
         session.advance(token)
 
 
+@pytest.mark.slow
 def test_methods_of_masks_and_positions_are_order_free_within_the_windows(pair):
     engine, _ = pair
     within = engine.loaded.spec.within.shape

@@ -110,6 +110,7 @@ def test_a_proved_model_is_idle_the_stock_model_and_order_free_methods_are(model
         ("gpt2", "adds positions"),
     ],
 )
+@pytest.mark.slow
 def test_other_decoders_read_plain_prompts_as_the_stock_model_does(model_type, reason):
     engine = opened(model_type)
     spec = engine.loaded.spec

@@ -180,6 +180,7 @@ class TestLangchain:
         with pytest.raises(ConfigError, match="max_concurrency"):
             rag.batch([self.INPUTS[0]], {"max_concurrency": 0})
 
+    @pytest.mark.slow
     def test_its_answers_share_steps_in_a_chain_too(self, tiny):
         together = []
         with closing(BatchingGenerator(tiny, on_step=together.append)) as generator:

@@ -58,6 +58,7 @@ PASSAGE_TOKENS = sum(len(f"{document.page_content}\n\n") for document in DOCUMEN
 
 
 @pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "blended", "sorted_inter_document"])
+@pytest.mark.slow
 def test_passages_are_cached_from_the_second_turn_on_and_only_history_is_added(loaded, mitigation, tmp_path):
     answers, sizes, questions = conversation(loaded, mitigation, folder=tmp_path)
     cached = [answer.usage.cached_tokens for answer in answers]
@@ -83,6 +84,7 @@ def test_a_turn_reads_the_turn_before_it_and_its_question(loaded, mitigation):
 
 
 @pytest.mark.parametrize("mitigation", ["default", "none", "passage_answers", "sorted_inter_document"])
+@pytest.mark.slow
 def test_an_answer_is_the_same_whether_earlier_turns_are_stored_or_not(loaded, mitigation):
     warm, _, _ = conversation(loaded, mitigation)
     _, _, questions = conversation(loaded, mitigation, system=[{"role": "system", "content": "Be kind."}])

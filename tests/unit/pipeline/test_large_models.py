@@ -38,6 +38,7 @@ def asked(pipeline, documents=DOCUMENTS, **changes):
     return answer
 
 
+@pytest.mark.slow
 def test_the_best_three_are_read_in_an_order_that_the_given_order_does_not_change(build):
     with closing(build(1)) as pipeline:
         first = asked(pipeline)

@@ -73,6 +73,7 @@ WINDOWS = MitigationChoice("parallel_windows")
 
 
 @pytest.mark.parametrize("name", APART)
+@pytest.mark.slow
 def test_a_question_about_any_documents_in_any_order_reads_its_suffix_alone(loaded, passes, name):
     engine = engine_of(loaded)
     assert precompute(engine, DOCUMENTS, MitigationChoice(name)) == before_suffix(layout_of())

@@ -99,6 +99,7 @@ METHODS = ["context_experts", "committee", "passage_answers"]
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
     # The order of the passages differs too: the answer follows the content alone.
     texts, relevance = (FIRST, (50, *QUESTION, 51), LAST), (0.4, 0.9, 0.6)

@@ -44,6 +44,7 @@ def test_small_runs_read_as_many_texts_as_others_but_shorter_ones(name):
     assert cls.small.get("limit", 24) >= 24
 
 
+@pytest.mark.slow
 def test_the_page_holds_pictures_and_loads_nothing(tmp_path):
     probes = [RopeWaveform(context=32, bases=2, candidates=3), AttentionMass(pairs=3, rounds=1)]
     found, page = run_probes(tiny_model(400), probes, tmp_path)
@@ -55,6 +56,7 @@ def test_the_page_holds_pictures_and_loads_nothing(tmp_path):
     assert "<h2>attention-mass</h2>" in text
 
 
+@pytest.mark.slow
 def test_a_probe_that_cannot_measure_a_model_is_told_on_the_page(tmp_path):
     probes = [NormByPosition(strings=3, tokens=16), AttentionMass()]
     found, page = run_probes(small_decoder("alibi"), probes, tmp_path)

@@ -50,6 +50,7 @@ def test_the_choice_is_where_the_values_differ():
     assert choice.ids == prompt.ids + prompt.answer[:step]
 
 
+@pytest.mark.slow
 def test_factor_one_moves_nothing_and_a_large_one_does(tmp_path):
     still = AttentionEdit(pairs=3, prompts=2, factor=1.0).run(MODEL).summary
     assert all(abs(edit["shift"]["value"]) < 1e-4 for edit in still["edits"].values())

@@ -54,6 +54,7 @@ def test_an_untrained_model_has_the_configuration_and_other_weights():
 
 
 @pytest.mark.parametrize("subject", [tiny_model(), small_decoder("alibi")], ids=["language model", "decoder"])
+@pytest.mark.slow
 def test_both_kinds_of_models_are_probed(subject, tmp_path):
     record = BiasAtInit(strings=2, tokens=40, seeds=2).run(subject, out=tmp_path)
     for found in record.summary["curves"].values():

@@ -122,6 +122,7 @@ def test_rows_after_a_shared_prefix_equal_whole_passes_of_each_change():
 
 
 @pytest.mark.parametrize("first", [80, 1000])  # 1000: the span is behind every prompt
+@pytest.mark.slow
 def test_losses_of_prompts_that_share_their_pairs_equal_whole_passes_of_each_change(first):
     probe = CausalPerturbation(first=first, last=1040, shift=40, tokens=1100, pairs=6)
     prompts = key_value_prompts(MODEL, 6, 9)  # six of the first pairs, three of the second
@@ -140,6 +141,7 @@ def test_the_shift_is_in_tokens():
     assert implied_shift(own, changed, 20, 30, 10) == pytest.approx(-7)
 
 
+@pytest.mark.slow
 def test_a_real_model_is_probed_with_retrieval_inside_and_outside(tmp_path):
     record = CausalPerturbation(**SIZES, channel=3).run(MODEL, out=tmp_path)
     losses, changes = record.summary["retrieval_loss"], record.summary["change_of_loss"]

@@ -24,6 +24,7 @@ def planted(layer, number):
     return states
 
 
+@pytest.mark.slow
 def test_a_planted_geometry_is_recovered(tmp_path):
     record = HiddenGeometry(contexts=16, tokens=LENGTH).run(FromStates(planted, 3, WIDTH), out=tmp_path)
     for one in record.summary["layers"]:

@@ -40,6 +40,7 @@ def test_the_resolution_counts_positions_that_differ_by_both_spreads():
     assert resolution(norm, torch.zeros(5)) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_decoder_is_probed_and_recorded_with_a_picture(tmp_path):
     record = NormByPosition(strings=3, tokens=32).run(small_decoder("cope"), out=tmp_path)
     assert set(record.files) == {"record", "svg", "png"}

@@ -88,6 +88,7 @@ def figure_of(path):
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_channel_head_or_layer_that_a_picture_names_is_in_its_record(path):
     head, figure = figure_of(path)
     texts = [text.get_text() for text in figure.findobj(Text)]
@@ -117,6 +118,7 @@ DRAWN = dict.fromkeys((*RECORDS, *LABORATORY, RESULTS / "fine-tuning.json"))
 
 
 @pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_the_letters_of_a_picture_are_inside_and_do_not_overlap(path):
     _, figure = figure_of(path)
     canvas = FigureCanvasAgg(figure)

@@ -45,6 +45,7 @@ class Planted(LanguageModel):
         return super().read(ids, watched, change, keep, prefix)
 
 
+@pytest.mark.slow
 def test_a_planted_channel_is_found_with_its_bend(tmp_path):
     record = PositionalDimensions(strings=4, tokens=180, factor=0.5).run(Planted(MODEL.engine), out=tmp_path)
     assert (record.head["channel"], record.head["factor"]) == (17, 0.5)
@@ -69,6 +70,7 @@ def logits_of_the_method(model, prompt, scale):
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_trials_after_a_shared_prefix_are_what_the_method_does():
     scales = [HiddenScale(channel, factor, range(1, 3)) for channel in (5, 17) for factor in FACTORS]
     for prompt, prefix, context in after_context(MODEL, key_value_prompts(MODEL, 3, 4)):
@@ -177,6 +179,7 @@ def said(subject, folder, **settings):
     return record.head, probe.lines(record)
 
 
+@pytest.mark.slow
 def test_a_command_is_shown_where_the_method_can_run_and_only_there(tmp_path):
     olmo2 = LanguageModel(Engine(loaded_model("olmo2", vocab_size=ToyEncoder.vocab_size), ToyEncoder(), "x", "y"))
     reason = "olmo2 normalises queries and keys, so that they are not linear in it"

@@ -49,6 +49,7 @@ def test_the_layer_in_which_positions_appear_is_told():
     assert record.summary["similarity_to_next"][1] > 0.9 > record.summary["similarity_at_half_the_length"][1]
 
 
+@pytest.mark.slow
 def test_learned_positions_are_in_the_first_layer_and_nope_has_none(tmp_path):
     learned = PositionalVectors(strings=8, tokens=32).run(small_decoder("learned", max_positions=64), out=tmp_path)
     nope = PositionalVectors(strings=8, tokens=32).run(small_decoder("nope"))

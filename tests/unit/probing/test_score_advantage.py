@@ -34,6 +34,7 @@ class Linear:
         return torch.zeros(1, keep, self.vocabulary)
 
 
+@pytest.mark.slow
 def test_the_crossing_is_where_the_bound_says(tmp_path):
     record = ScoreAdvantage(strings=3, farthest=64).run(Linear(), out=tmp_path)
     first, level, blind = record.summary["by_head"]

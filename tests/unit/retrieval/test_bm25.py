@@ -107,6 +107,7 @@ def test_a_word_that_no_passage_has_lowers_the_relevance_and_not_the_score():
     assert unknown["relevance_score"] == pytest.approx(known["relevance_score"] * share, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_library_below_does_not_turn_its_debug_messages_on():
     code = (
         "import logging; logging.basicConfig(level=logging.WARNING)\n"
@@ -223,6 +224,7 @@ def ndcg_at_10(found, relevant):
     # Plain BM25 with these parameters over [a-z0-9]+ of title and text gives this, every judged row being relevant.
     [("scifact", 0.681), ("cranfield", 0.472)],
 )
+@pytest.mark.slow
 def test_the_known_ndcg_of_a_collection_is_reached(name, expected):
     corpus = outside_data(f"beir/{name}/corpus.jsonl.gz")
     whole = PassageSize(words=100_000, characters=1_000_000)

@@ -83,6 +83,7 @@ class TestQdrant:
         qdrant.retrieve("common words", 3, filter={"year": 1999})
         assert texts == []
 
+    @pytest.mark.slow
     def test_random_filters_find_exactly_the_documents_that_match(self, qdrant):
         check_filters(qdrant, 150)
 
@@ -151,6 +152,7 @@ def milvus(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["pgvector", "milvus"])
+@pytest.mark.slow
 def test_ids_cosines_and_filters_of_a_real_store(name, request):
     retriever = request.getfixturevalue(name)
     retriever.check()
@@ -163,6 +165,7 @@ def test_ids_cosines_and_filters_of_a_real_store(name, request):
     check_filters(retriever, 100)
 
 
+@pytest.mark.slow
 def test_conditions_in_postgresql_hold_for_exactly_the_rows_that_match(postgres):
     import sqlalchemy
     from sqlalchemy.dialects.postgresql import JSONB

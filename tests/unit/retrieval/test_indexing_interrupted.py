@@ -61,6 +61,7 @@ def test_work_before_an_interruption_is_kept_and_continued(corpus, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "fresh", "index"]
 
 
+@pytest.mark.slow
 def test_work_before_a_kill_is_kept_and_what_the_killed_process_left_is_removed(corpus, tmp_path):
     left = tmp_path / ".index.0123456789ab.partial"
     left.mkdir()
@@ -88,6 +89,7 @@ def test_kept_vectors_of_another_model_or_of_damage_are_not_used(corpus, tmp_pat
     assert (update.continued, update.embedded) == (0, 300)
 
 
+@pytest.mark.slow
 def test_a_second_indexer_is_told_about_the_first_and_neither_loses_data(corpus, tmp_path):
     with an_indexer(corpus, tmp_path / "index", steps=1) as first:
         message = rf"index.*' is being written by another process \(process {first.pid}\); wait until it ends"

@@ -159,6 +159,7 @@ def terms_of(model, samples, name) -> list[LossTerm]:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.slow
 def test_packed_gradients_are_those_of_one_pass_each(folders, name, checkpointing):
     samples = list(read_samples(folders[1]))[:4]
     gradients, losses = [], []
@@ -189,6 +190,7 @@ def passes_of(monkeypatch, run):
     return seen
 
 
+@pytest.mark.slow
 def test_the_untrained_model_reads_packed_prompts_once(folders, monkeypatch):
     model = trained(folders, SETTINGS)
     terms = terms_of(model, list(read_samples(folders[1]))[:4], "distill")

@@ -66,6 +66,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.slow
 def test_every_objective_lowers_its_loss(folders, tmp_path, name):
     settings = dataclasses.replace(SETTINGS, steps=6, evaluate_every=3, learning_rate=1e-2)
     record = tiny_tune(*folders, tmp_path, name=name, settings=settings)
@@ -133,6 +134,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("killed", [1, 3, 4])
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path, killed):
     def steps(done):
         if done == killed:
@@ -221,6 +223,7 @@ def test_embeddings_of_input_and_output_are_trained_only_where_they_are_two_matr
     assert curves["none"] == pytest.approx(record.summary["after"]["log_probability"]["none"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_best_worst_place_are_kept(folders, tmp_path):
     # A rate that destroys the model: the untrained one, before step 1, is the best, and LoRA adds nothing to it.
     fast = {"batch": 1, "held_out": 1, "places": 2}

@@ -54,6 +54,7 @@ def test_the_key_does_not_depend_on_the_process():
 
 
 @given(arguments, arguments)
+@pytest.mark.slow
 def test_two_keys_are_equal_only_if_everything_is(one, two):
     equal = {**one, "encoding": typed(one["encoding"])} == {**two, "encoding": typed(two["encoding"])}
     assert (passage_key(**one) == passage_key(**two)) == equal

@@ -123,6 +123,7 @@ def test_an_arrangement_is_order_free_by_its_method_or_by_an_order_from_content(
 
 @pytest.mark.parametrize("reranker", [Alphabetical(), AllAlike()], ids=["scored", "all alike"])
 @pytest.mark.parametrize("order", ["relevance", "reverse", "ends_first", "profile:slots=[3,1,2]"])
+@pytest.mark.slow
 def test_an_order_free_arrangement_answers_alike_in_all_orders_of_four_passages(engine, reranker, order):
     """Also where all scores are equal: ties are broken by content."""
     scored = score_passages(reranker, EXAMPLE, 4)

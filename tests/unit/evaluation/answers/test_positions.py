@@ -224,6 +224,7 @@ class TestJournal:
         assert sum(not o.reused for o in checked) == 4
 
     @pytest.mark.parametrize("guarded", [False, True], ids=["bare", "guarded"])
+    @pytest.mark.slow
     def test_passages_that_were_judged_are_not_judged_again(self, engine, tmp_path, guarded):
         template = JudgeTemplate(before="", after="{question}", yes=("y",), no=("n",))
 

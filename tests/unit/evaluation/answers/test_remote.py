@@ -33,6 +33,7 @@ def test_an_order_by_scores_changes_no_answer_and_the_given_order_does(tmp_path:
     assert (record.head["model"], record.head["device"], record.head["dtype"]) == ("tiny", "remote", None)
 
 
+@pytest.mark.slow
 def test_accuracy_by_position(tmp_path: Path):
     examples = [example.__class__(**{**vars_of(example), "answers": ("gold",)}) for example in EXAMPLES]
     settings = {"gold_positions": (0, 2), "documents": 3, "reranker": Alphabetical(), "out": tmp_path}

@@ -62,6 +62,7 @@ def run(experiment, engine, out=None, **options):
     ("experiment", "options", "draw"),
     [(evaluate_positions, {"gold_positions": [0, 2]}, draw_positions), (evaluate_permutations, {}, draw_permutations)],
 )
+@pytest.mark.slow
 def test_a_figure_and_a_sentence_per_method_come_with_the_record(experiment, options, draw, engine, tmp_path):
     record = run(experiment, engine, tmp_path, **options)
     found = record.to_json()

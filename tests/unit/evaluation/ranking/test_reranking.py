@@ -113,6 +113,7 @@ def test_the_record_says_what_ran_on_what_and_holds_a_row_per_query_and_run(eval
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_job_again_computes_nothing_and_finds_the_same(evaluate, embeddings):
     first = evaluate(first_stage="dense")
     texts = len(embeddings.texts)
@@ -126,6 +127,7 @@ def test_the_same_job_again_computes_nothing_and_finds_the_same(evaluate, embedd
     assert fresh["runs"]["embedding"]["reused"] == 0
 
 
+@pytest.mark.slow
 def test_other_documents_are_another_first_stage_and_other_candidates(evaluate):
     evaluate(first_stage="dense")
     changed = [*CORPUS[:-1], {"_id": "d5", "text": "Bread and a bridge, a lighthouse and a river."}]
@@ -324,6 +326,7 @@ def test_without_a_folder_nothing_is_written_and_the_same_is_found(tmp_path, eva
         assert found["runs"]["embedding"][one] == written["runs"]["embedding"][one]
 
 
+@pytest.mark.slow
 def test_bm25_alone_needs_no_model_library(tmp_path):
     folder = write_collection(tmp_path / "beir")
     code = (

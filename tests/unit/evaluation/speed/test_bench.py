@@ -63,6 +63,7 @@ def engine():
 
 
 class TestMeasure:
+    @pytest.mark.slow
     def test_unmodified_stands_before_between_and_after_the_methods_in_every_round(self, engine):
         seen = []
         found = time_methods(
@@ -76,6 +77,7 @@ class TestMeasure:
         assert set(found.memory) == {UNMODIFIED, "none", "context_experts"}
         assert seen == [(done, 14) for done in range(1, 15)]  # 2 + 2 methods once, then 2 rounds of 5
 
+    @pytest.mark.slow
     def test_the_methods_run_through_the_hook_and_the_stock_model_does_not(self, engine, monkeypatch):
         used = []
         forward = type(engine.loaded.model).forward
@@ -91,6 +93,7 @@ class TestMeasure:
         # Prompt and MEMORY_TOKENS = 4 steps to warm up, for the memory of both, then prompt and 1 step in turns.
         assert used == ["sdpa"] * 10 + [ATTENTION_NAME] * 5 + ["sdpa"] * 2 + [ATTENTION_NAME] * 2 + ["sdpa"] * 2
 
+    @pytest.mark.slow
     def test_a_method_that_is_refused_is_listed_with_its_reason(self, engine):
         few = MitigationChoice("context_experts", {"experts": 1})  # needs relevance, which this prompt lacks
         found = time_methods(engine, toy_layout(), [few, NONE], repeats=1, new_tokens=1)
@@ -98,6 +101,7 @@ class TestMeasure:
         assert "carry no relevance" in found.refused["context_experts:experts=1"]
         assert [reading.name for reading in found.readings] == [UNMODIFIED, "none", UNMODIFIED]
 
+    @pytest.mark.slow
     def test_when_every_method_is_refused_it_says_why(self, engine):
         few = MitigationChoice("context_experts", {"experts": 1})
         with pytest.raises(EvaluationError, match=r"no method is left to measure: .* carry no relevance"):
@@ -116,6 +120,7 @@ class TestMeasure:
 
 
 class TestRecord:
+    @pytest.mark.slow
     def test_the_record_holds_every_reading_and_what_it_ran_on(self, engine, tmp_path):
         steps = []
         record = measure_speed(
@@ -133,6 +138,7 @@ class TestRecord:
         assert list(read_record(record.files["record"]).rows) == list(record.rows)
         assert steps[-1] == ("measuring", 6, 6)  # 2 and 1 method, then one round of 3
 
+    @pytest.mark.slow
     def test_without_a_folder_nothing_is_written_and_no_path_is_told(self, engine):
         record = measure_speed([NONE], documents=2, tokens=20, repeats=1, new_tokens=1, warm=False, engine=engine)
         assert "record" not in record.to_json()

@@ -29,6 +29,7 @@ def test_what_was_held_for_a_moment_counts():
     assert found.peak_bytes > found.extra_bytes
 
 
+@pytest.mark.slow
 def test_a_large_peak_before_does_not_hide_a_small_one_after():
     peak_memory(lambda: held(300), CPU)
     assert 50 * MIB < peak_memory(lambda: held(60), CPU).extra_bytes < 120 * MIB

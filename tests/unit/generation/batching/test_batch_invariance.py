@@ -82,6 +82,7 @@ def different(left, right):
     return sum(not torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
+@pytest.mark.slow
 def test_every_method_alone_and_among_all_others_has_the_same_bits(invariant):
     engine = Engine(invariant, NumberEncoder(), "tiny", "print")
     assert different(scores_of(engine, CHOICES, together=True), scores_of(engine, CHOICES, together=False)) == 0

@@ -63,6 +63,7 @@ def per_head():
 
 
 @pytest.mark.parametrize("mitigations", [MIX, ["none"] * 5, *([name] * 5 for name in MITIGATIONS.names())])
+@pytest.mark.slow
 def test_answers_together_are_those_one_by_one(loaded, mitigations):
     engine = engine_of(loaded)
     asked = requests(mitigations)
@@ -114,6 +115,7 @@ def test_a_step_is_one_forward_pass_for_all(loaded):
     assert shapes == [(5, 1), (2, 1), (1, 1)]
 
 
+@pytest.mark.slow
 def test_every_method_shares_a_step_with_every_other(loaded):
     engine, layout = engine_of(loaded), toy_layout((7, 4, 9))
     choices = [MitigationChoice(name, dict(MITIGATIONS.get(name).example)) for name in MITIGATIONS.names()]

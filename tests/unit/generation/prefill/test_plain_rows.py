@@ -108,6 +108,7 @@ def test_rows_with_more_tokens_than_a_batch_may_have_are_read_one_after_another(
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "jamba", "mamba", "deepseek_v3"])
+@pytest.mark.slow
 def test_the_answer_in_a_batch_does_not_depend_on_the_order(model_type):
     engine = engine_of(loaded_as(model_type))
     for method in ("default", "committee"):

@@ -46,6 +46,7 @@ def made(folder, *, settings=SETTINGS, **sources):
     return make_training_data(DataSources(**(sources or {"templates": "key_value,database"})), settings, words, folder)
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_file_and_another_seed_another(tmp_path):
     first, second = (made(tmp_path / name).files["samples"].read_bytes() for name in "ab")
     assert first == second

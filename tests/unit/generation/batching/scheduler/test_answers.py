@@ -50,6 +50,7 @@ class TestAnswers:
         generator.close()
 
     @pytest.mark.parametrize("max_running", [2, 8])
+    @pytest.mark.slow
     def test_mixed_requests_that_join_and_leave_are_answered_as_by_the_engine(self, tiny, pool, max_running):
         rng = random.Random(max_running)
         jobs = [(drawn(rng), rng.choice([None, None, None, 1, 3]), rng.random() / 100) for _ in range(24)]
