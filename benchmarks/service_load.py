@@ -9,9 +9,8 @@ route that returns the same body, and of the pipeline alone. ``processes`` asks 
 for cached answers as fast as they give them. ``rerank`` scores 20 short documents with MiniLM, ``added`` asks SmolLM2
 the same prompts directly and over HTTP by turns. ``keys`` sends wrong secrets on 200 connections, each again
 as soon as it is answered. Meanwhile 15 keys are used for the first time, ``/livez`` is asked 100 times a second, and a
-cached answer 50 times. The key file has the digests of this release, and the wrong secrets are for these keys and for
-a 16th; then it has the scrypt hashes of earlier releases, and they are for the 16th alone. Clients of ``cached`` and
-``keys`` are processes of their own.
+cached answer 50 times. The wrong secrets are for these keys and for
+a 16th. Clients of ``cached`` and ``keys`` are processes of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.settings import CacheSettings
 from rag_posfix_api.keys.store import KeyStore
-from tests.support.old_keys import make_old
 from tests.support.redis_server import free_port
 from tests.support.serving import CHAT, WordReranker, make_pipeline, serving
 from tests.support.waiting import wait_until
@@ -263,21 +261,15 @@ def added(rounds: int = 7, max_tokens: int = 48) -> dict[str, Any]:
 
 
 def keys(seconds: float, count: int = 15) -> dict[str, Any]:
-    measured = {}
-    for name in ("digests", "scrypt hashes"):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Host() as host,
-            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
-        ):
-            store = KeyStore(Path(folder))
-            secrets = [store.create(f"tenant{number}")[1] for number in range(count + 1)]
-            if name == "scrypt hashes":
-                make_old(Path(folder), *secrets)
-            url = host.serve(limits={"data_dir": folder})
-            attacked = secrets if name == "digests" else secrets[:1]
-            measured[name] = wrong_keys(url, attacked, secrets[1:], seconds, process)
-    return measured
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Host() as host,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+    ):
+        store = KeyStore(Path(folder))
+        secrets = [store.create(f"tenant{number}")[1] for number in range(count + 1)]
+        url = host.serve(limits={"data_dir": folder})
+        return {"digests": wrong_keys(url, secrets, secrets[1:], seconds, process)}
 
 
 def wrong_keys(

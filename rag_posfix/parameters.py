@@ -17,7 +17,6 @@ import math
 import re
 import types
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,22 +144,6 @@ class NumberList:
         return number
 
 
-if not typing.TYPE_CHECKING:  # type checkers would take any name for one of this module
-
-    def __getattr__(name: str) -> Any:
-        """Return a class by its former name, with a ``DeprecationWarning``; until 1.0."""
-        if name not in ("Whole", "Numbers"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        new = {"Whole": "Integer", "Numbers": "NumberList(min_length, max_length)"}[name]
-        warnings.warn(f"rag_posfix.parameters.{name} is deprecated; use {new}", DeprecationWarning, stacklevel=2)
-        return Integer if name == "Whole" else _numbers
-
-
-def _numbers(low: float, high: float, fewest: int, most: int, nonzero: bool = False) -> NumberList:
-    """Return ``NumberList`` for the former names of its class and parameters."""
-    return NumberList(low, high, fewest, most, nonzero)
-
-
 Range = Number | Integer | NumberList
 
 
@@ -267,77 +250,6 @@ def convert_pydantic_errors(
         message = first["msg"].partition(", unable to parse")[0]
         message = f": {message}".replace(": Input should be ", " must be ")
         raise ConfigError(f"{place}{message}") from error
-
-
-def current_spelling(cls: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters of a class by their names and values of today; an old spelling warns and works until 1.0.
-
-    The class attribute ``renamed`` has the old spellings: ``{"old": "new"}`` renames a parameter,
-    ``{"parameter=old": "new"}`` one of its values.
-
-    Raises:
-        ConfigError: a parameter is given by its old and its new name.
-    """
-    current = dict(parameters)
-    for old, new in getattr(cls, "renamed", {}).items():
-        name, _, value = old.partition("=")
-        if name not in current or (value and current[name] != value):
-            continue
-        if not value and new in current:
-            raise ConfigError(f"{name} and {new} are the same parameter; give {new} alone")
-        current[name if value else new] = new if value else current.pop(name)
-        spelling = f"{name}={new}" if value else new
-        warnings.warn(f"{old} is now {spelling}; the old spelling works until 1.0", DeprecationWarning, stacklevel=4)
-    return current
-
-
-def old_spelling(cls: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as fingerprints, cache keys and records spell them: by their first names and values."""
-    recorded = dict(parameters)
-    for old, new in getattr(cls, "renamed", {}).items():
-        name, _, value = old.partition("=")
-        if value and recorded.get(name) == new:
-            recorded[name] = value
-        elif not value and new in recorded:
-            recorded[name] = recorded.pop(new)
-    return recorded
-
-
-_OWNERS: dict[str, list[Any]] = {}
-"""Classes with renamed parameters by their names in registries."""
-
-
-def remember_owner(cls: Any, names: tuple[str, ...]) -> None:
-    """Let ``recorded_parameters`` find a class by the names that it is registered under."""
-    if hasattr(cls, "renamed"):
-        for name in names:
-            _OWNERS.setdefault(name, []).append(cls)
-
-
-def recorded_parameters(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the method ``name`` in the spelling of records (``old_spelling``)."""
-    return functools.reduce(lambda recorded, cls: old_spelling(cls, recorded), _OWNERS.get(name, ()), dict(parameters))
-
-
-def accept_old_names(cls: type[T]) -> type[T]:
-    """Let a dataclass take, and show, its fields by their old names too (``renamed``); for use as a decorator."""
-    kind: Any = cls
-    init = kind.__init__
-
-    @functools.wraps(init)
-    def with_old_names(self: Any, *arguments: Any, **fields: Any) -> None:
-        replaced = {new for old, new in kind.renamed.items() if old in fields}  # dataclasses.replace gives both
-        init(self, *arguments, **current_spelling(cls, {k: v for k, v in fields.items() if k not in replaced}))
-
-    kind.__init__ = with_old_names
-    for old, new in kind.renamed.items():
-        setattr(kind, old, property(functools.partial(_by_old_name, old, new)))
-    return cls
-
-
-def _by_old_name(old: str, new: str, instance: Any) -> Any:
-    warnings.warn(f"{old} is now {new}; the old name works until 1.0", DeprecationWarning, stacklevel=2)
-    return getattr(instance, new)
 
 
 def shown(value: Any) -> str:

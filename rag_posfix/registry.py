@@ -11,9 +11,7 @@ from rag_posfix.parameters import (
     Parameter,
     check_fields,
     convert_pydantic_errors,
-    current_spelling,
     parameters_of,
-    remember_owner,
     shown,
 )
 
@@ -70,7 +68,6 @@ class Registry(Generic[T]):
                 if new in self:
                     raise ConfigError(f"{self.kind} {new!r} is registered already; choose another name")
             self._entries[name] = entry
-            remember_owner(entry, (name, *aliases, *(presets or {})))
             self._aliases.update(dict.fromkeys(aliases, name))
             self._presets.update({preset: (name, dict(parameters)) for preset, parameters in (presets or {}).items()})
             return entry
@@ -82,10 +79,10 @@ class Registry(Generic[T]):
         return {preset: parameters for preset, (entry, parameters) in self._presets.items() if entry == name}
 
     def expand(self, spec: Spec) -> tuple[str, dict[str, Any]]:
-        """Return name and parameters of ``spec``, without alias, preset and old spellings."""
+        """Return name and parameters of ``spec``, without alias and preset."""
         name = self.resolve(spec.name)
         _, preset = self._presets.get(spec.name, (name, {}))
-        return name, {**preset, **current_spelling(self._entries[name], spec.parameters)}
+        return name, {**preset, **spec.parameters}
 
     def resolve(self, name: str) -> str:
         """Return the name of the entry with the name, alias or preset ``name``.

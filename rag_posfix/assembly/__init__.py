@@ -1,7 +1,5 @@
 """Assembly: documents in, an ordered and tokenised prompt with an exact layout out."""
 
-from typing import TYPE_CHECKING
-
 from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import Dropped
@@ -26,6 +24,3 @@ __all__ = [
     "tokenize_passage",
     "tokenize_prompt",
 ]
-
-if not TYPE_CHECKING:
-    from rag_posfix.assembly.orders.base import __getattr__ as __getattr__  # OrderFacts, until 1.0

@@ -83,6 +83,9 @@ _Precompute = Annotated[
         show_default="no keys and values are computed",
     ),
 ]
+_Show = Annotated[
+    Path | None, typer.Option("--show", help="Print what this index holds; index nothing.", show_default="none")
+]
 
 
 @with_settings("embedding_model", "model", "adapter", "device")
@@ -97,10 +100,7 @@ def index(
         bool, typer.Option("--calibrate", help="Measure how similar foreign questions are to it.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print the passages; index nothing.")] = False,
-    show: Annotated[
-        Path | None,
-        typer.Option("--show", help="Print what this index holds; index nothing.", show_default="none"),
-    ] = None,
+    show: _Show = None,
     precompute: _Precompute = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Ignore an existing index; embed everything again.")
@@ -275,7 +275,6 @@ def _summarize_update(update: IndexUpdate, settings: Settings) -> dict[str, Any]
         "notes": [asdict(note) for note in update.notes],
         "skipped": [asdict(file) for file in update.skipped],
         "invalidated": invalidated,
-        "forgotten": invalidated,  # the former name, until 1.0
     }
 
 

@@ -61,14 +61,6 @@ app.add_typer(storage.models, name="models")
 app.add_typer(serve.keys, name="keys")
 make_readable(app)
 
-_FORMER_OPTIONS = {
-    ("bench", "--together"): "--concurrent",
-    ("train", "--places"): "--positions",
-    ("train", "--against"): "--decontaminate",
-    ("train", "--against-limit"): "--decontaminate-limit",
-}
-"""Options under their former names, which work and warn until 1.0."""
-
 
 def _version(requested: bool) -> None:
     if requested:
@@ -96,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     A ``RagPosfixError`` is printed as one line on stderr, and with ``--json`` also as ``{"error": {"type",
     "message"}}`` on stdout. Other exceptions have a traceback.
     """
-    words = _renamed_options(list(sys.argv[1:] if arguments is None else arguments))
+    words = list(sys.argv[1:] if arguments is None else arguments)
     prepare_process()
     try:
         _run(words)
@@ -124,19 +116,6 @@ def _run(words: list[str]) -> None:
         app(args=words, obj=words)  # a command finds them in its context
     except ModuleNotFoundError as error:
         raise missing_package(error) or error from error
-
-
-def _renamed_options(words: list[str]) -> list[str]:
-    """Replace former names of options, with a warning on stderr."""
-    command = next((word for word in words if not word.startswith("-")), "")
-    current_words = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        new = _FORMER_OPTIONS.get((command, name))
-        if new is not None:
-            err().print(f"warning: {name} is deprecated; use {new}", highlight=False, soft_wrap=True)
-        current_words.append(word if new is None else f"{new}{equals}{value}")
-    return current_words
 
 
 def _interruption(error: BaseException) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import check_parameters, parameters_of, recorded_parameters, shown
+from rag_posfix.parameters import check_parameters, parameters_of, shown
 
 MAX_CHARACTERS = 1 << 16
 """A method's text, its parameters included, has at most this number of characters."""
@@ -46,34 +45,10 @@ class MethodSpec:
             raise ConfigError(f"parameters={shown(self.parameters)} of {self.name} must be a mapping: {{name: value}}")
 
     @property
-    def recorded_parameters(self) -> dict[str, Any]:
-        """The parameters as records spell them: renamed ones by their first names and values."""
-        return recorded_parameters(self.name, self.parameters)
-
-    @property
     def label(self) -> str:
-        """Name and parameters as records spell them, for ``parse_method`` to read; parameters are sorted by name."""
-        pairs = sorted(self.recorded_parameters.items())
+        """Name and parameters, for ``parse_method`` to read; parameters are sorted by name."""
+        pairs = sorted(self.parameters.items())
         return ":".join([self.name, *(f"{name}={_value_text(value)}" for name, value in pairs)])
-
-
-class RenamedAttribute:
-    """The old name of a class attribute, until 1.0: reading it warns, and a subclass that sets it sets the new one."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.old_name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        self.warn(owner, stacklevel=3)
-        return getattr(owner, self.name)
-
-    def warn(self, owner: type, stacklevel: int) -> None:
-        """Warn that ``owner`` uses the old name."""
-        message = f"{owner.__name__}.{self.old_name} is now {self.name}; the old name works until 1.0"
-        warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 class Parametrised:
@@ -98,11 +73,6 @@ class Parametrised:
             cls.paper = source
         if "deviations" not in vars(cls) and cls.paper:
             cls.deviations = tuple(filter(None, re.split(r"(?<=\.) ", _section(cls, "Differs from the paper"))))
-        for renamed in [value for base in cls.__mro__[1:] for value in vars(base).values()]:
-            if isinstance(renamed, RenamedAttribute) and renamed.old_name in vars(cls):
-                renamed.warn(cls, stacklevel=3)
-                setattr(cls, renamed.name, vars(cls)[renamed.old_name])
-                delattr(cls, renamed.old_name)
 
     def __post_init__(self) -> None:
         """Check types and ranges of the parameters. A subclass that checks more calls this first."""

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import MethodSpec, Parametrised, RenamedAttribute
+from rag_posfix.contracts.method_spec import MethodSpec, Parametrised
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.parameters import old_spelling
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Capability, ModelShape, Plan
@@ -40,7 +39,6 @@ class Mitigation(Parametrised, ABC):
         rows_may_vote: Whether the answers of the rows may vote where the rows' probabilities cannot be pooled at every
             token, as on a server.
         nested_methods: Name of the parameter that is a list of other mitigations, "" if there is none.
-        renamed: Old spellings of parameters (``parameters.current_spelling``).
     """
 
     order_invariant: ClassVar[bool] = False
@@ -55,12 +53,6 @@ class Mitigation(Parametrised, ABC):
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({})
     rows_may_vote: ClassVar[bool] = False
     nested_methods: ClassVar[str] = ""
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
-
-    neutral = RenamedAttribute("identity_parameters")
-    decides_at_prompt_end = RenamedAttribute("uses_last_prompt_token")
-    tells_key_heads_apart = RenamedAttribute("compares_kv_heads")
-    holds_methods = RenamedAttribute("nested_methods")
 
     @abstractmethod
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
@@ -77,12 +69,8 @@ class Mitigation(Parametrised, ABC):
 
     def fingerprint(self) -> str:
         """Return a digest that changes with the method and with every parameter; part of every cache key."""
-        fields = json.dumps(self._recorded_parameters(), sort_keys=True, default=str)
+        fields = json.dumps(self.parameters, sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.name}:{fields}".encode(), digest_size=16).hexdigest()
-
-    def _recorded_parameters(self) -> dict[str, Any]:
-        """Return the parameters as fingerprints spell them."""
-        return old_spelling(type(self), self.parameters)
 
     def refusal(self, model: ModelShape) -> str | None:
         """Return the reason why the method cannot run on ``model``, or None if it can."""

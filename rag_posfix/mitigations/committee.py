@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -52,7 +51,6 @@ class Committee(Mitigation):
 
     name = "committee"
     order_invariant = True
-    renamed = MappingProxyType({"relevance=given": "score"})
     uses_last_prompt_token = True
 
     prior: Annotated[float, Number(1e-6, 1 - 1e-6)] = 0.5

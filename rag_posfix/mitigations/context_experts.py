@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -105,7 +104,6 @@ class ContextExperts(Mitigation):
 
     name = "context_experts"
     order_invariant = True
-    renamed = MappingProxyType({"hold": "answer_weight", "relevance=given": "score"})
     uses_last_prompt_token = True  # tokens of the answer change the experts' weights, tokens of the prompt do not
 
     contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0

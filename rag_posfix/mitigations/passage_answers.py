@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -61,7 +60,6 @@ class PassageAnswers(Mitigation):
 
     name = "passage_answers"
     order_invariant = True
-    renamed = MappingProxyType({"lift_weight": "share_weight", "relevance=given": "score"})
     uses_last_prompt_token = True
 
     relevance: Relevance = "both"

@@ -12,7 +12,7 @@ from typing import Any
 from rag_posfix.contracts.method_spec import MethodSpec, split_outside
 from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation, create
-from rag_posfix.parameters import recorded_parameters, shown
+from rag_posfix.parameters import shown
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Capability, ModelShape, Plan, RowPlan
 
@@ -149,11 +149,6 @@ class Stack(Mitigation):
     def needs(self) -> frozenset[Capability]:
         """Return the capabilities that any of the methods needs."""
         return frozenset().union(*(method.needs() for method in map(_create_method, self.methods)))
-
-    def _recorded_parameters(self) -> dict[str, Any]:
-        methods = [json.loads(text) for text in self.methods]
-        texts = [json.dumps(recorded_parameters(fields["name"], fields), sort_keys=True) for fields in methods]
-        return {"methods": texts}
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return the composed plan.

@@ -15,7 +15,7 @@ from itertools import chain
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 from langchain_core.documents import Document
@@ -27,7 +27,6 @@ from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling, salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.errors import ConfigError
-from rag_posfix.parameters import accept_old_names
 from rag_posfix.pipeline.language import language_of
 from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.pipeline.run import QuestionRun
@@ -172,7 +171,6 @@ def _spec(value: Mapping[str, Any]) -> MethodSpec:
     return MethodSpec(value["name"], value["parameters"])
 
 
-@accept_old_names
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Default values for questions.
@@ -209,7 +207,6 @@ class Defaults:
     filter: Mapping[str, Any] | None = None
     floor: FloorChoice = "auto"
     measured: MeasuredProfile | None = None
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"traced": "attribution"})
 
     def template_of(self, text: str, history: Sequence[Mapping[str, str]] = ()) -> PromptTemplate | None:
         """Return the template of the language of a question; None for that of the pipeline.

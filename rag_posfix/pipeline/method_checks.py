@@ -44,9 +44,8 @@ def _check_mitigation(spec: MethodSpec) -> None:
     if "rag_posfix.mitigations" not in sys.modules:
         declared = declared_mitigations()
         entry = declared.get(spec.name)
-        parameters = {entry.former.get(name, name): value for name, value in spec.parameters.items()}
-        if not entry.files & parameters.keys():
-            declared.check(MethodSpec(spec.name, parameters))
+        if not entry.files & spec.parameters.keys():
+            declared.check(spec)
         if not spec.parameters or find_spec("torch") is None:
             return
     from rag_posfix.mitigations import MITIGATIONS
@@ -83,12 +82,11 @@ def declared_mitigations() -> Registry[Any]:
 def _declared_class(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Any:
     """Return a dataclass with the fields of a declared class, each optional and of any type.
 
-    ``files`` are its parameters that are read from files, ``former`` the former names of parameters.
+    ``files`` are its parameters that are read from files.
     """
     fields = [(name, Any, dataclasses.field(default=None)) for name in _declared_fields(node, classes)]
     files = frozenset(_declared_keys(node, classes, "file_parameters"))
-    former = _declared_keys(node, classes, "renamed")
-    return dataclasses.make_dataclass(node.name, fields, namespace={"files": files, "former": former})
+    return dataclasses.make_dataclass(node.name, fields, namespace={"files": files})
 
 
 def _bodies(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.stmt]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.method_spec import Parametrised, RenamedAttribute
+from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.evaluation.figures import with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record
 from rag_posfix.probing.subject import Subject
@@ -68,7 +68,6 @@ class Probe(Parametrised, ABC):
         small: Parameters of ``probe all`` that differ from the defaults: shorter texts, as many of them.
     """
 
-    source = RenamedAttribute("paper")
     reads_text: ClassVar[bool] = False
     small: ClassVar[Mapping[str, int]] = {}
 

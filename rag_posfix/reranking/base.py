@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.retrieval import DETAILS
 from rag_posfix.errors import RerankingError
-from rag_posfix.parameters import current_spelling
 from rag_posfix.registry import Registry
 from rag_posfix.text import checked_question
 
@@ -122,11 +121,6 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
     """Parameters of ``kept``: they decide how many passages are returned and change no score."""
 
     top_n: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old_spelling(cls, values: Any) -> Any:
-        return current_spelling(cls, values) if isinstance(values, dict) else values
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None

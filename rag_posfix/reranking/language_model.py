@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -183,8 +182,6 @@ class WindowedReranker(LanguageModelReranker):
         order: Order of the documents of a window in the prompt. ``canonical``: by content hash, so that the scores do
             not depend on the given order. ``input``: the given order.
     """
-
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"order=given": "input"})
 
     window: int = Field(default=20, ge=2)
     stride: int | None = Field(default=None, ge=1)

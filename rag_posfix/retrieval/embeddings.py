@@ -36,8 +36,6 @@ _PACKAGED_NAME = "all-MiniLM-L6-v2"
 _PRESETS = {"multilingual": ("intfloat/multilingual-e5-small", {"query": "query: ", "document": "passage: "})}
 """Model id, and the texts that it needs before a question and before a document, which its files do not state."""
 
-_SAMPLES_PER_TENSOR = 4096
-"""Values of a tensor that the identities of earlier releases cover."""
 _BATCHES_PER_REPORT = 4
 
 
@@ -97,13 +95,6 @@ class SentenceEmbeddings(Embeddings):
                 dimension = len(self.embed_query("dimension"))
                 self._identity = f"{name}:{dimension}:{_weights_hash(self._load())}"
             return self._identity
-
-    @property
-    def earlier_identity(self) -> str:
-        """The identity that earlier releases wrote into an index: it covers a sample of each tensor."""
-        with self._lock:
-            name, _, _ = self.identity.rpartition(":")
-            return f"{name}:{_weights_hash(self._load(), _SAMPLES_PER_TENSOR)}"
 
     @property
     def max_tokens(self) -> int:
@@ -195,11 +186,6 @@ def embedding_identity(embeddings: Embeddings) -> str:
     return f"{type(embeddings).__name__}:{name}" if name else type(embeddings).__name__
 
 
-def matches_identity(embeddings: Embeddings, stored: str) -> bool:
-    """Return whether an index with the identity ``stored`` was made with the embedding model."""
-    return stored == embedding_identity(embeddings) or stored == getattr(embeddings, "earlier_identity", None)
-
-
 def _packaged_folder(cache_dir: Path) -> Path:
     (weights,) = located(_PACKAGED, cache_dir)
     folder = weights.parent
@@ -211,14 +197,13 @@ def _packaged_folder(cache_dir: Path) -> Path:
     return folder
 
 
-def _weights_hash(model: Any, samples: int | None = None) -> str:
-    """Hash every tensor, or a sample of each, without their names: these differ between releases of the library."""
+def _weights_hash(model: Any) -> str:
+    """Hash every tensor, without their names: these differ between releases of the library."""
     digests = []
     for tensor in model.state_dict().values():
         flat = tensor.detach().reshape(-1)
-        step = 1 if samples is None else max(1, flat.numel() // samples)
         digest = hashlib.blake2b(repr(tuple(tensor.shape)).encode())
-        digest.update(flat[::step].float().cpu().numpy().tobytes())
+        digest.update(flat.float().cpu().numpy().tobytes())
         digests.append(digest.digest())
     digest = hashlib.blake2b(str(model.max_seq_length).encode(), digest_size=8)
     for tensor_digest in sorted(digests):

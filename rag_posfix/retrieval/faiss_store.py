@@ -20,7 +20,7 @@ from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.base import check_count, cosine_relevance, packaged_similarity
-from rag_posfix.retrieval.embeddings import embedding_identity, matches_identity
+from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import (
     DocumentTable,
@@ -328,9 +328,8 @@ class FaissVectorStore(VectorStore):
         import_faiss()
         check_kind(kind)
         check_type("folder", folder, str | Path, "the path of an index folder")
-        stored = read_manifest(Path(folder)).embedding  # before the embedding model is loaded
-        identity = stored if matches_identity(embeddings, stored) else embedding_identity(embeddings)
-        saved = read_index(Path(folder), identity, mmap=mmap, verify=verify)
+        read_manifest(Path(folder))  # errors before the embedding model is loaded
+        saved = read_index(Path(folder), embedding_identity(embeddings), mmap=mmap, verify=verify)
         vectors = VectorIndex(saved.vectors.d, kind, stored=saved.vectors, removed=saved.removed())
         store = cls(embeddings, kind=kind, contents=DocumentVectors(kind, DocumentTable(saved.entries), vectors))
         store._calibrated = saved.similarity

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -49,111 +47,6 @@ def test_a_reader_follows_a_writer(tmp_path: Path):
     assert texts(opened(tmp_path)) == texts(reader) == expected
     assert len(list(writer.folder.iterdir())) == 2
     assert all(file.stat().st_mode & 0o077 == 0 for file in writer.folder.iterdir()), "documents are private"
-
-
-def old_collection(root: Path) -> Path:
-    """Copy a collection of an earlier release: an index of a, b and c, and a log of three changes after it."""
-    folder = root / "acme" / "notes"
-    shutil.copytree(ROOT / "tests" / "data" / "old_stores" / "collection", folder)
-    return folder
-
-
-OLD_STATES = [
-    {"a": "text a", "b": "text b", "c": "text c"},
-    {"a": "text a", "c": "text c", "b": "text b anew", "d": "text d ü"},
-    {"c": "text c", "b": "text b anew", "d": "text d ü"},
-    {"c": "text c", "b": "text b anew", "d": "text d ü", "e": "text e"},
-]
-"""After the index and after each change of its log."""
-
-
-def test_a_collection_of_an_earlier_release_is_converted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO")
-    folder = old_collection(tmp_path)
-    assert [(info.name, info.documents) for info in Collections(tmp_path, 10, 10).of("acme")] == [("notes", 4)]
-    collection = opened(tmp_path)
-    assert texts(collection) == OLD_STATES[-1]
-    (best, *_) = collection.search("text e", 1)
-    # Letters of 'E text e': e 3, t 2, x 1; of 'text e': e 2, t 2, x 1; their cosine is 11 / sqrt(14 * 9).
-    assert (best.metadata["title"], best.metadata["relevance_score"]) == ("E", 0.979958)
-    assert {path.suffix for path in folder.iterdir()} == {".sqlite", ".sqlite-journal"}
-    messages = [record.getMessage() for record in caplog.records if record.name.startswith("rag_posfix_api")]
-    assert messages == [f"converted the collection {folder} to one file"]
-    collection.put([Document(id="f", page_content="new")])
-    assert texts(opened(tmp_path)) == OLD_STATES[-1] | {"f": "new"}
-
-
-@pytest.mark.parametrize("step", ["insert", "replace", "rmtree", "unlink"])
-def test_a_conversion_that_stops_anywhere_loses_nothing(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each step fails as if the process ended there; another process then reads the folder."""
-    old_collection(tmp_path)
-    targets: dict[str, Any] = {"insert": DocumentFile, "replace": Path, "rmtree": shutil, "unlink": Path}
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(targets[step], step, stop)
-        with pytest.raises(KeyboardInterrupt):
-            opened(tmp_path).documents()
-    assert texts(opened(tmp_path)) == OLD_STATES[-1]
-
-
-@pytest.mark.parametrize("torn", [b"0", b'0badc0de {"op": "put"', b"\x00" * 100])
-def test_what_a_killed_writer_left_in_an_old_log_is_not_read(torn: bytes, tmp_path: Path):
-    folder = old_collection(tmp_path)
-    with (folder / "log-1.jsonl").open("ab") as handle:
-        handle.write(torn)
-    assert texts(opened(tmp_path)) == OLD_STATES[-1]
-
-
-def test_a_bit_that_flipped_in_a_complete_line_of_an_old_log_is_an_error(tmp_path: Path):
-    """In the last line, too: it was acknowledged."""
-    folder, choose = old_collection(tmp_path), random.Random(3)
-    log = folder / "log-1.jsonl"
-    content = log.read_bytes()
-    last = content[:-1].rfind(b"\n") + 1
-    for offset in choose.sample(range(last, len(content) - 1), 25):
-        damaged = bytearray(content)
-        damaged[offset] ^= 1 << choose.choice([0, 2, 4, 6])  # none makes a line break
-        log.write_bytes(damaged)
-        with pytest.raises(RetrievalError, match=f"damaged at byte {last}; restore it"):
-            opened(tmp_path).documents()
-    log.write_bytes(content)
-    assert texts(opened(tmp_path)) == OLD_STATES[-1]
-
-
-def test_an_old_log_that_was_cut_between_two_changes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    folder = old_collection(tmp_path)
-    log = folder / "log-1.jsonl"
-    log.write_bytes(b"\n".join(log.read_bytes().split(b"\n")[:2]) + b"\n")
-    assert texts(opened(tmp_path)) == OLD_STATES[2]
-    assert f"collection {folder}: had 4 documents, and 3 are in its index and log" in caplog.text
-
-
-def test_an_old_log_gives_a_prefix_of_its_changes_wherever_it_is_cut(tmp_path: Path):
-    size = (old_collection(tmp_path / "whole") / "log-1.jsonl").stat().st_size
-    for end in range(0, size, 13):
-        folder = old_collection(tmp_path / str(end))
-        data = (folder / "log-1.jsonl").read_bytes()[:end]
-        (folder / "log-1.jsonl").write_bytes(data)
-        assert texts(opened(tmp_path / str(end))) == OLD_STATES[data.count(b"\n")], end
-
-
-def test_old_files_that_are_damaged_are_errors_and_stay(tmp_path: Path):
-    folder = old_collection(tmp_path)
-    log, header = folder / "log-1.jsonl", folder / "collection.json"
-    for path, old, new, message in (
-        (log, b"anew", b"ANEW", "damaged at byte 0"),
-        (header, b"collection", b"colection", "damaged or of another release"),
-        (header, b"letters:26", b"others:26", "index .* was built with embedding model 'letters:26'"),
-    ):
-        content = path.read_bytes()
-        path.write_bytes(content.replace(old, new))
-        with pytest.raises(RetrievalError, match=message):
-            opened(tmp_path).documents()
-        path.write_bytes(content)
-    assert texts(opened(tmp_path)) == OLD_STATES[-1]
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def test_the_errors_of_a_tenant_name_no_path_and_no_other_tenant(
     tenants: Tenants, adversary: TestClient, victim: TestClient
 ):
     (folder,) = tenants.keys.folder.glob(f"collections/victim/{NAME}")
-    (folder / "collection.json").write_text("damaged")
+    next(folder.glob("*.sqlite")).write_text("damaged")
     broken = victim.get(f"/v1/collections/{NAME}")
     assert broken.status_code == 500
     says_nothing(broken.text, tenants)

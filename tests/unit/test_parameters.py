@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix import parameters
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS
@@ -94,15 +93,6 @@ def test_every_parameter_of_a_mitigation_has_a_type_that_is_checked(name):
     for parameter in parameters_of(MITIGATIONS.get(name)).values():
         assert parameter.default is not inspect.Parameter.empty
         assert parameter.check is not None or (name, parameter.name) == ("stack", "methods")
-
-
-def test_former_names_of_ranges_work_and_warn():
-    with pytest.deprecated_call(match="use Integer"):
-        assert parameters.Whole is Integer
-    with pytest.deprecated_call(match=r"use NumberList\(min_length, max_length\)"):
-        assert parameters.Numbers(0, 1, fewest=1, most=2) == NumberList(0, 1, min_length=1, max_length=2)
-    with pytest.raises(AttributeError, match="'Wholes'"):
-        parameters.Wholes  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Orders of the passages in the prompt: one idea per file, each registers itself."""
 
-from typing import TYPE_CHECKING
-
 from rag_posfix.assembly.orders import by_relevance, cache_aware, profile
 from rag_posfix.assembly.orders.base import (
     ORDERS,
@@ -27,6 +25,3 @@ __all__ = [
     "profile",
     "ranks",
 ]
-
-if not TYPE_CHECKING:
-    from rag_posfix.assembly.orders.base import __getattr__ as __getattr__  # OrderFacts, until 1.0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError
@@ -34,16 +33,6 @@ class OrderInputs:
     keys: tuple[str, ...] = ()
     recent: tuple[tuple[str, ...], ...] = ()
     order_free: bool = False
-
-
-if not TYPE_CHECKING:  # type checkers would take any name for one of this module
-
-    def __getattr__(name: str) -> type[OrderInputs]:
-        """Return ``OrderInputs`` by its former name ``OrderFacts``, with a ``DeprecationWarning``; until 1.0."""
-        if name != "OrderFacts":
-            raise AttributeError(f"the module has no attribute {name!r}", name=name)
-        warnings.warn("OrderFacts is now OrderInputs; the old name works until 1.0", DeprecationWarning, stacklevel=2)
-        return OrderInputs
 
 
 class Order(ABC):

@@ -128,7 +128,7 @@ def evaluate_reranking_positions(
         "kind": "rerank-positions",
         **environment(),
         "data": data_facts(data),
-        "rerankers": {choice.label: choice.recorded_parameters for choice in rerankers},
+        "rerankers": {choice.label: dict(choice.parameters) for choice in rerankers},
         "settings": {
             "documents": documents, "gold_positions": list(gold_positions), "limit": limit, "skip": skip,
             **({"hostile": hostile} if hostile else {}),

@@ -20,7 +20,6 @@ from rag_posfix.evaluation.data.trec import decreasing
 from rag_posfix.evaluation.journal import LineJournal
 from rag_posfix.evaluation.record import Progress, file_digest, silent
 from rag_posfix.evaluation.strict_reranking import rerank_or_raise
-from rag_posfix.parameters import old_spelling
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.retrieval.embeddings import embedding_identity
@@ -258,7 +257,7 @@ def reranker_identity(name: str, reranker: BaseDocumentCompressor) -> str:
             models[field] = f"{fingerprint} {device}" if isinstance(fingerprint, str) else embedding_identity(model)
     named = [parse_method(text, "reranker", "top_n=5") for text in values.get("scorers") or ()]
     folders = _folder_digests(named if "generator" in models else [MethodSpec(name, values)])
-    identity = [name, old_spelling(type(reranker), values), models, *([folders] if folders else [])]
+    identity = [name, values, models, *([folders] if folders else [])]
     return content_hash(json.dumps(identity, sort_keys=True))
 
 

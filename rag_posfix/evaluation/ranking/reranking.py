@@ -285,7 +285,7 @@ def evaluate_reranking(
         "kind": "rerank",
         **environment(),
         "data": _data_facts(files, first_stage),
-        "rerankers": {choice.label: choice.recorded_parameters for choice in rerankers},
+        "rerankers": {choice.label: dict(choice.parameters) for choice in rerankers},
         "settings": used,
         "counts": {**collection.counts, **topic_counts},
         "summary": summarize_runs(runs, stage.name, len(topics)),

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.method_spec import Parametrised, RenamedAttribute
+from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.registry import Registry
 
 IGNORED = -100
@@ -55,7 +55,6 @@ class Task(Parametrised, ABC):
         measured_by_place: Whether the measure is also given by ``Batch.places``.
     """
 
-    source = RenamedAttribute("paper")
     metric: ClassVar[Literal["error", "perplexity"]] = "error"
     measured_by_place: ClassVar[bool] = False
 

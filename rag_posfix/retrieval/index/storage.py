@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FORMAT: Final = "rag-posfix-index"
 _VERSION = 2
-_READABLE = (1, 2)
-"""Version 1 had neither byte offsets of documents ("table") nor vectors of removed documents in a graph."""
 _MANIFEST = "manifest.json"
 _WAIT_SECONDS = 60.0
 _ATTEMPTS = 5
@@ -185,10 +183,9 @@ def read_manifest(folder: Path) -> IndexManifest:
         raise _damaged(folder, f"{_MANIFEST} is not JSON") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise RetrievalError(f"{str(folder)!r} is not an index of rag-posfix; give the folder of one, or {_REBUILD}")
-    if data.get("version") not in _READABLE:
-        readable = " and ".join(map(str, _READABLE))
+    if data.get("version") != _VERSION:
         raise RetrievalError(
-            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {readable}; "
+            f"index {str(folder)!r} has format version {data.get('version')!r}, this release reads {_VERSION}; "
             f"install the release that wrote it, or {_REBUILD}"
         )
     try:
@@ -234,8 +231,7 @@ def read_index(folder: Path, embedding: str, *, mmap: bool = False, verify: bool
     """Read vectors and documents after checking that they are complete and were built with the model ``embedding``.
 
     Args:
-        mmap: Memory-map vectors and documents instead of reading them; the entries are then no dict. An index of
-            version 1 is always read into memory.
+        mmap: Memory-map vectors and documents instead of reading them; the entries are then no dict.
         verify: Compare the hashes of all files, not only their sizes.
 
     Raises:
@@ -392,7 +388,7 @@ def _checked_file(folder: Path, manifest: IndexManifest, role: str, verify: bool
 def _read_documents(folder: Path, manifest: IndexManifest, mapped: bool, verify: bool) -> Mapping[int, IndexEntry]:
     path = _checked_file(folder, manifest, "documents", verify)
     with _reported_as_damage(folder):
-        if mapped and "table" in manifest.files:
+        if mapped:
             return MappedDocuments(path, read_offsets(_checked_file(folder, manifest, "table", verify)))
         return read_document_lines(path)
 

@@ -24,11 +24,11 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import IndexBusyError, OverloadedError, RetrievalError
 from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.embeddings import matches_identity
+from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.documents import IndexEntry, deep_copy, stored_copy
 from rag_posfix.retrieval.ingest.passages import PassageSize
-from rag_posfix_api.collections.conversion import collection_file
+from rag_posfix_api.collections.collection_files import collection_file
 from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
 from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, split_documents
 from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError, UnreadableError
@@ -385,7 +385,7 @@ class Collection:
                         f"collection {str(self.folder)!r} is in the store {facts.get('store')}, not in {store_name} "
                         "(None is the service); set RAG_POSFIX_SERVICE_COLLECTION_STORE as it was, or create it again"
                     )
-                if not matches_identity(self._embeddings, embedding):
+                if embedding != embedding_identity(self._embeddings):
                     raise RetrievalError(
                         f"collection {str(self.folder)!r} was made with embedding model {embedding!r}; serve that "
                         "model, or create the collection again"

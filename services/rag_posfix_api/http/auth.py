@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import re
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,9 +20,8 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from rag_posfix.errors import ConfigError, OverloadedError
 from rag_posfix_api.http.errors import ForbiddenError, KeysUnavailableError, UnauthorizedError
-from rag_posfix_api.keys.store import SCOPES, ApiKey, KeyStore, digest, matches_scrypt, split_key
+from rag_posfix_api.keys.store import SCOPES, KeyStore, digest, split_key
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ _SEARCH = re.compile(r"/v1/collections/[^/]*/search")
 
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 """What proxies add to the requests of others."""
-_MAX_WAITING_PER_KEY = 256
 _REJECTIONS_PER_SECOND = 50
 _MAX_PAUSE_SECONDS = 5.0
 _MAX_SOURCES = 4096
@@ -103,24 +101,19 @@ class KeyChecker:
         self._always, self._open_to_proxies = always, open_to_proxies
         self._one_reader = anyio.Lock()
         self._single = None if single is None else _hash(single.get_secret_value().encode())
-        # Digests that replace scrypt hashes, also where the key file cannot be written.
-        self._renewed: dict[str, str] = {}
-        self._one_per_key: defaultdict[tuple[str, str], anyio.Lock] = defaultdict(anyio.Lock)
-        self._one_of_all = anyio.Lock()
 
     @property
     def required(self) -> bool:
         """Whether requests need a key: one is in the settings or was ever created, or the operator says so."""
         return self._always or self._single is not None or self._store.has_keys
 
-    async def allowed(self, method: str, path: str, headers: Headers, source: str = "") -> Caller:
-        """Return the caller of a request that its key allows; ``source`` is as for ``caller``.
+    async def allowed(self, method: str, path: str, headers: Headers) -> Caller:
+        """Return the caller of a request that its key allows.
 
         Raises:
             UnauthorizedError: the key is missing or wrong.
             ForbiddenError: the key lacks the scope of the request.
             KeysUnavailableError: the key file cannot be read, and the key is not the one of the settings.
-            OverloadedError: too many secrets are presented for the key.
         """
         scope = required_scope(method, path)
         await self.refresh()
@@ -134,7 +127,7 @@ class KeyChecker:
                 return ANONYMOUS
             raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
         presented = _read_key(headers)
-        caller = None if presented is None else await self.caller(presented, source)
+        caller = None if presented is None else self.caller(presented)
         if caller is None:
             if presented is not None and self._store.describe_failing() is not None:
                 raise KeysUnavailableError("the API keys cannot be read now; try again later")
@@ -148,26 +141,15 @@ class KeyChecker:
             )
         return caller
 
-    async def caller(self, presented: bytes, source: str = "") -> Caller | None:
-        """Return who presents a key, or None for a wrong or revoked one.
-
-        Args:
-            source: Where the request comes from. Secrets from one source do not keep those from another waiting.
-
-        Raises:
-            OverloadedError: too many secrets from this source are presented for one key with a scrypt hash.
-        """
+    def caller(self, presented: bytes) -> Caller | None:
+        """Return who presents a key, or None for a wrong or revoked one."""
         if self._single is not None and hmac.compare_digest(_hash(presented), self._single):
             return OPERATOR
         identity, secret = split_key(presented.decode("latin-1")) or ("", "")
-        key = self._valid(identity)
-        if key is None:
+        key = self._store.table().keys.get(identity)
+        if key is None or key.revoked_at is not None:
             return None
-        stored = self._stored(key)
-        if stored.startswith("scrypt$"):
-            stored = await self._renew(identity, secret, source)
-            key = self._valid(identity)  # it may have been revoked meanwhile
-        if key is None or not hmac.compare_digest(stored.encode(), digest(identity, secret).encode()):
+        if not hmac.compare_digest(key.hash.encode(), digest(identity, secret).encode()):
             return None
         salt = self._store.table().salts.get(key.tenant, "")
         return Caller(
@@ -186,47 +168,6 @@ class KeyChecker:
             async with self._one_reader:
                 if self._store.is_stale:
                     await anyio.to_thread.run_sync(self._store.table)
-
-    def _valid(self, identity: str) -> ApiKey | None:
-        key = self._store.table().keys.get(identity)
-        return key if key is not None and key.revoked_at is None else None
-
-    def _stored(self, key: ApiKey) -> str:
-        return self._renewed.get(key.hash, key.hash)
-
-    async def _renew(self, identity: str, secret: str, source: str) -> str:
-        """Return the digest that replaces the scrypt hash of a key, or the hash if the secret is wrong.
-
-        Scrypt takes 16 MiB and a core. One hash at a time is computed, and of the secrets for one key from one source
-        only the first waits for it: wrong secrets hold up neither the first use of another key, nor that of the same
-        key from elsewhere. After a wrong secret no hash is computed for three times as long as this one took.
-        """
-        of_this_key = self._one_per_key[source, identity]
-        if of_this_key.statistics().tasks_waiting >= _MAX_WAITING_PER_KEY:
-            raise OverloadedError(f"{_MAX_WAITING_PER_KEY} secrets for the key {identity} wait; try again later")
-        try:
-            async with of_this_key:
-                return await self._renew_first(identity, secret)
-        finally:
-            if not (of_this_key.locked() or of_this_key.statistics().tasks_waiting):
-                self._one_per_key.pop((source, identity), None)
-
-    async def _renew_first(self, identity: str, secret: str) -> str:
-        async with self._one_of_all:
-            key = self._valid(identity)  # it may have been renewed or revoked meanwhile
-            if key is None or not (stored := self._stored(key)).startswith("scrypt$"):
-                return "" if key is None else stored
-            started = time.monotonic()
-            matched = await anyio.to_thread.run_sync(matches_scrypt, secret, key.hash)
-            if not matched:
-                await anyio.sleep(3 * (time.monotonic() - started))
-                return stored
-        self._renewed[key.hash] = digest(identity, secret)
-        try:
-            await anyio.to_thread.run_sync(self._store.renew, key, secret)
-        except ConfigError as error:
-            _log.warning("the scrypt hash of key %s stays in the key file: %s", identity, error)
-        return self._renewed[key.hash]
 
 
 def _read_key(headers: Headers) -> bytes | None:

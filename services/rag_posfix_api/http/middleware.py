@@ -235,7 +235,7 @@ class ApiKeyAuth:
             return
         source = source_of(scope)
         try:
-            caller = await self._checker.allowed(scope["method"], path, Headers(scope=scope), source)
+            caller = await self._checker.allowed(scope["method"], path, Headers(scope=scope))
         except UnauthorizedError:
             await anyio.sleep(self._rejections.pause(source))
             raise

@@ -2,7 +2,6 @@
 
 A key is ``rpk_ID_SECRET``: 16 hexadecimal digits that name it, and 256 random bits. Of the secret part the file has a
 digest: BLAKE2b (RFC 7693) with the id as its key. 256 random bits cannot be guessed, so the digest may be fast.
-Earlier releases kept a scrypt hash, which is replaced at the next use of the key.
 
 The file is replaced atomically. Readers notice a replaced file by its inode, time and size, at every look, and read a
 file again that could not be read. Writers, of several processes too, hold a lock file next to it.
@@ -10,10 +9,7 @@ file again that could not be read. Writers, of several processes too, hold a loc
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import hmac
 import json
 import logging
 import re
@@ -42,10 +38,7 @@ _KEY = re.compile(r"rpk_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 
 _FORMAT: Final = "rag-posfix-keys"
 _VERSION: Final = 1
-_VERSION_WITH_FILTERS: Final = 2
-"""Releases that know no filters do not read this version: they would let the key read everything."""
 _WAIT_SECONDS = 10.0
-_SCRYPT_MEMORY_BYTES = 64 * 1024**2
 _UNREAD: Final = (-1, -1, -1)
 """The identity of no file: what could not be read is read again at the next look."""
 
@@ -65,26 +58,6 @@ def digest(identity: str, secret: str) -> str:
     return "blake2b$" + hashlib.blake2b(secret.encode(), key=identity.encode(), digest_size=32).hexdigest()
 
 
-def matches_scrypt(secret: str, stored: str) -> bool:
-    """Return whether ``stored`` is the scrypt hash (RFC 7914) of ``secret``: 16 MiB and tens of milliseconds."""
-    try:
-        name, log_n, r, p, salt, expected = stored.split("$")
-        if name != "scrypt" or not 1 <= int(log_n) <= 20:
-            return False
-        hashed = hashlib.scrypt(
-            secret.encode(),
-            salt=base64.b64decode(salt, validate=True),
-            n=1 << int(log_n),
-            r=int(r),
-            p=int(p),
-            maxmem=_SCRYPT_MEMORY_BYTES,
-            dklen=32,
-        )
-        return hmac.compare_digest(hashed, base64.b64decode(expected, validate=True))
-    except (ValueError, binascii.Error, MemoryError):
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """A key as the key file has it; the key itself is not in it.
@@ -98,7 +71,7 @@ class ApiKey:
         max_concurrent: How many requests of the key may run at the same time; None for no limit.
         created_at: Seconds since 1970.
         revoked_at: Seconds since 1970, or None while the key is valid.
-        hash: ``digest`` of the secret part, or the scrypt hash of an earlier release.
+        hash: ``digest`` of the secret part.
         filter: Passages that the key may read, by their metadata (``rag_posfix.contracts.filters``); None for all.
             No request widens it.
     """
@@ -303,14 +276,6 @@ class KeyStore:
                 self._write(KeyTable(valid, table.salts))
         return len(table.keys) - len(valid)
 
-    def renew(self, key: ApiKey, secret: str) -> None:
-        """Replace the scrypt hash of a key by ``digest``, unless another process did."""
-        with self._writing() as table:
-            current = table.keys.get(key.id)
-            if current is not None and current.hash == key.hash:
-                current = replace(current, hash=digest(key.id, secret))
-                self._write(KeyTable({**table.keys, key.id: current}, table.salts))
-
     @contextmanager
     def _writing(self) -> Iterator[KeyTable]:
         """Lock the file for writing, and yield its table."""
@@ -331,7 +296,7 @@ class KeyStore:
     def _write(self, table: KeyTable) -> None:
         data = {
             "format": _FORMAT,
-            "version": _VERSION_WITH_FILTERS if any(key.filter for key in table.keys.values()) else _VERSION,
+            "version": _VERSION,
             "tenants": {tenant: {"salt": salt} for tenant, salt in table.salts.items()},
             "keys": [key.to_dict() | {"hash": key.hash} for key in table.keys.values()],
         }
@@ -352,7 +317,7 @@ def _signature(file: Path) -> tuple[int, int, int] | None:
 def _read(file: Path) -> KeyTable:
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT or data["version"] not in (_VERSION, _VERSION_WITH_FILTERS):
+        if data["format"] != _FORMAT or data["version"] != _VERSION:
             raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
         keys = [ApiKey.from_dict(entry) for entry in data["keys"]]
         salts = {str(tenant): str(entry["salt"]) for tenant, entry in data["tenants"].items()}

@@ -158,22 +158,6 @@ class TestUsage:
             assert command in result.out.split()
         assert run("--version").out == "0.1.0\n"
 
-    @pytest.mark.parametrize(
-        ("command", "former", "name"),
-        [
-            (["bench"], "--together", "--concurrent"),
-            (["train", "in2"], "--places", "--positions"),
-            (["train", "data"], "--against-limit", "--decontaminate-limit"),
-            (["train", "data", "--limit", "many"], "--against", "--decontaminate"),
-        ],
-    )
-    def test_former_names_of_options_work_and_warn(self, run, command, former, name):
-        results = [run(*command, *option) for option in ((f"{former}=many",), (former, "many"), (name, "many"))]
-        warning = f"warning: {former} is deprecated; use {name}\n"
-        assert [result.code for result in results] == [2, 2, 2]  # "many" is no number: the option was read
-        assert "Invalid value for" in results[2].err
-        assert [result.err for result in results] == [f"{warning}{results[2].err}"] * 2 + [results[2].err]
-
     def test_json_and_stream_exclude_each_other(self, run):
         assert run("ask", "x", "--index", "y", "--stream", "--json").error["type"] == "ConfigError"
 

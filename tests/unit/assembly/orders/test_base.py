@@ -1,4 +1,3 @@
-import importlib
 import itertools
 
 import pytest
@@ -69,17 +68,6 @@ def test_an_order_that_is_no_permutation_is_refused():
 
     with pytest.raises(ConfigError, match="order 'broken' returned 2 indices"):
         apply_order(Broken(), OrderInputs((None, None)))
-
-
-@pytest.mark.parametrize(
-    "module", ["rag_posfix.assembly", "rag_posfix.assembly.orders", "rag_posfix.assembly.orders.base"]
-)
-def test_the_former_name_of_the_inputs_works_with_a_warning(module):
-    with pytest.warns(DeprecationWarning, match="OrderFacts is now OrderInputs") as caught:
-        assert importlib.import_module(module).OrderFacts is OrderInputs
-    assert caught[0].filename == __file__
-    with pytest.raises(AttributeError, match="no attribute 'OrderFact'"):
-        _ = importlib.import_module(module).OrderFact
 
 
 def test_parameters_of_an_order_are_checked_and_suggested():

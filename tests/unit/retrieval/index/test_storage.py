@@ -140,8 +140,8 @@ def test_a_missing_index_says_how_to_build_one(tmp_path):
         (b"\xff\xfe", "is not text"),
         (b'{"name": "web app"}', "is not an index of rag-posfix"),
         (b"[]", "is not an index of rag-posfix"),
-        (b'{"format": "rag-posfix-index", "version": 3}', "format version 3, this release reads 1 and 2"),
-        (b'{"format": "rag-posfix-index", "version": 1}', "wrong fields: embedding, dimension, count, files"),
+        (b'{"format": "rag-posfix-index", "version": 3}', "format version 3, this release reads 2"),
+        (b'{"format": "rag-posfix-index", "version": 2}', "wrong fields: embedding, dimension, count, files"),
     ],
 )
 def test_a_damaged_or_foreign_manifest_is_explained(folder, content, problem):

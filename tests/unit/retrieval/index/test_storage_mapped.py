@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 from langchain_core.documents import Document
@@ -12,8 +10,6 @@ from rag_posfix.retrieval.index import vector_index
 from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
 from rag_posfix.retrieval.index.storage import read_manifest
-from tests.support.letter_embeddings import LetterEmbeddings
-from tests.unit.retrieval.index_files import data_file
 
 EMBEDDINGS = DeterministicFakeEmbedding(size=16)
 
@@ -122,20 +118,3 @@ def test_word_statistics_of_other_documents_are_counted_anew(folder):
 def test_word_statistics_of_another_number_of_documents_are_refused(store, tmp_path):
     with pytest.raises(ConfigError, match="word statistics of 1 documents do not fit a store of 3"):
         store.save(tmp_path / "index", bm25=BM25Index.build(["x"]))
-
-
-def test_an_index_of_the_first_version_is_read_mapped_or_not(store, embeddings, tmp_path):
-    folder = tmp_path / "index"
-    store.save(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    data_file(folder, "table").unlink()
-    del manifest["files"]["table"], manifest["removed"]
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    for mmap in (False, True):
-        loaded = FaissVectorStore.load(folder, LetterEmbeddings(), mmap=mmap)
-        assert loaded.similarity_search_with_score("aab", 3) == store.similarity_search_with_score("aab", 3)
-        loaded.add_texts(["ccc"])
-        assert len(loaded) == 4
-    loaded = FaissVectorStore.load(folder, LetterEmbeddings())
-    assert [found.id for found in BM25Retriever.load(folder).retrieve("aab", 3)] == ["two"]
-    assert loaded.save(folder).version == 2
