@@ -188,8 +188,6 @@ def _update(
     )
     manifest = read_manifest(folder) if existing else None
     old = {str(entry.document.id): entry for entry in store.table.entries.values()}
-    if manifest is not None and manifest.version == 1:  # has no files per document; their only file is "source"
-        old = {n: IndexEntry(e.document, (str(e.document.metadata.get("source", "")),)) for n, e in old.items()}
     unreadable = {skipped.file for skipped in read.skipped if skipped.kind == "unreadable"}
     changes = _compare(old, {str(entry.document.id): entry for entry in read.entries}, sources, unreadable)
     if len(old) + changes.added == len(changes.remove):

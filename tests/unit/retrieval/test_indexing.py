@@ -1,7 +1,6 @@
 """An index is built from files and brought up to date: only new texts are embedded, and searches find what they find
 in an index that is built from the same files."""
 
-import json
 import os
 import shutil
 
@@ -211,21 +210,6 @@ def test_a_rebuild_does_not_mind_a_damaged_index(corpus, embeddings, tmp_path):
     with pytest.raises(RetrievalError, match="damaged"):
         update_index([corpus], tmp_path / "index", embeddings)
     assert update_index([corpus], tmp_path / "index", embeddings, rebuild=True).added == 4
-
-
-def test_an_index_of_the_first_version_is_updated_by_the_source_of_its_documents(corpus, embeddings, tmp_path):
-    store = FaissVectorStore(embeddings)
-    store.add_documents(read_documents([corpus]))
-    store.save(tmp_path / "index")
-    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    del manifest["files"]["table"], manifest["removed"]
-    (tmp_path / "index" / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
-    (corpus / "b.md").unlink()
-    embeddings.texts.clear()
-    update = update_index([corpus], tmp_path / "index", embeddings)
-    assert counts(update) == (0, 0, 3, 1, 0)
-    build_index([corpus], tmp_path / "fresh", embeddings)
-    assert everything(tmp_path / "index") == everything(tmp_path / "fresh")
 
 
 file_texts = st.text(alphabet="abcd \n", min_size=1, max_size=12).filter(str.strip)
