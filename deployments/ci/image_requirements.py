@@ -29,16 +29,18 @@ SERVICE = (
     "local", "server", "telemetry", "remote", "structured", "redis", "pdf", "docx",
     "qdrant", "pgvector", "elasticsearch", "milvus",
 )  # fmt: skip
-EXTRAS = {"cpu": SERVICE, "cuda": SERVICE, "ray": (*SERVICE, "ray"), "build": ()}
-"""Extras of each target. The target ``build`` is what builds the package and its SBOM; it is in no image."""
-OTHER_PACKAGES = {"build": ("hatchling", "cyclonedx-bom==7.5.0")}
+EXTRAS = {"cpu": SERVICE, "cuda": SERVICE, "ray": (*SERVICE, "ray"), "build": (), "uv": (), "torch": ()}
+"""Extras of each target. ``build`` and ``uv`` make the package, its SBOM and /app, and are in no image; ``torch`` is
+torch's CPU build, of torch's own index, for ``cpu``."""
+OTHER_PACKAGES = {"build": ("hatchling", "cyclonedx-bom==7.5.0"), "uv": ("uv",), "torch": ("torch",)}
 """Packages beyond the extras; without an entry pip, which ``rag-posfix models fetch`` runs."""
+TORCH_INDEX = {"torch": ("--torch-backend", "cpu")}
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 MACHINES = ("x86_64", "aarch64")
 GLIBC = 36
 """Minor version of glibc 2 of the base image."""
 NOT_ON_CPU = ("torch", "triton", "nvidia-", "cuda-")
-"""Left out of ``cpu``: torch's CPU build is in torch's own index, by its version alone."""
+"""Left out of ``cpu``: torch's CPU build is in torch's own index, in the list ``torch``."""
 
 
 @cache
@@ -83,9 +85,8 @@ def line_of(package: dict[str, Any]) -> str:
     if not needed:
         return ""
     condition = f" ; {marker}" if len(needed) < len(targets) else ""
-    return " ".join(
-        [f"{name}=={package['version']}{condition}", *(f"--hash=sha256:{each}" for each in sorted(hashes))]
-    )
+    version = package["version"].partition("+")[0]  # torch's index names its builds behind the plus
+    return " ".join([f"{name}=={version}{condition}", *(f"--hash=sha256:{each}" for each in sorted(hashes))])
 
 
 def requirements_of(target: str) -> str:
@@ -97,12 +98,14 @@ def requirements_of(target: str) -> str:
         command = [
             "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "{}.{}".format(*PYTHONS[0]),
             "--constraints", "constraints.txt", "--format", "pylock.toml", "--output-file", str(lock), str(others),
-            *(["pyproject.toml", *extras] if extras else []),
+            *(["pyproject.toml", *extras] if extras else []), *TORCH_INDEX.get(target, ()),
         ]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         packages = tomllib.loads(lock.read_text("utf-8"))["packages"]
     if target == "cpu":
         packages = [package for package in packages if not package["name"].startswith(NOT_ON_CPU)]
+    if target == "torch":
+        packages = [package for package in packages if package["name"] == "torch"]
     lines = [f"{line}\n" for line in map(line_of, packages) if line]
     shared = requirements_of("cuda") if target == "ray" else ""
     return "".join(line for line in lines if line not in shared)
@@ -114,6 +117,7 @@ def check(target: str, python: tuple[int, int], machine: str) -> str:
         "uv", "pip", "install", "--dry-run", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target",
         tempfile.gettempdir() + "/never", "--python-version", "{}.{}".format(*python), "--python-platform",
         f"{machine}-manylinux_2_{GLIBC}", "--requirements", str(FOLDER / f"requirements-{target}.txt"),
+        *TORCH_INDEX.get(target, ()),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     return done.stderr if done.returncode else ""

@@ -4,8 +4,8 @@
     python deployments/ci/image_steps.py cpu --run DIR   # run them in DIR, which must be empty
 
 COPY copies into the folder. ENV and RUN run as written, with /app and /build below DIR, without cache mounts. Steps of
-the final image change the system (users, folders of the root); they are not run. ``uv`` must be on the PATH, in the
-version that the Dockerfile pins.
+the final image change the system (users, folders of the root); they are not run. ``python`` on the PATH makes the
+environments.
 
 ``UV_TORCH_BACKEND`` is not set if the environment has UV_FIND_LINKS: then torch comes from there.
 """
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deployments" / "docker" / "Dockerfile"
@@ -112,7 +113,8 @@ def run(steps: Sequence[Step], folder: Path) -> None:
     environment = dict(os.environ)
     for step in steps:
         if step.instruction == "ENV":
-            environment |= {name: below(folder, value) for name, value in variables_of(step)}
+            values = {name: below(folder, value) for name, value in variables_of(step)}
+            environment |= {name: Template(value).safe_substitute(environment) for name, value in values.items()}
             if "UV_FIND_LINKS" in environment:
                 environment.pop("UV_TORCH_BACKEND", None)
         elif step.instruction == "COPY" and not step.text.startswith("--from="):

@@ -28,6 +28,9 @@ SHOWN = {
 }
 """Files that show the version, and where."""
 UNRELEASED = "## [Unreleased]"
+DOCKERFILE = Path("deployments/docker/Dockerfile")
+_BASE_IMAGE = re.compile(r"(?m)^(?:ARG \w+_IMAGE=|FROM (?!\$))(\S+)")
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
 
 
 class ReleaseError(Exception):
@@ -93,6 +96,13 @@ def problems(root: Path = ROOT) -> list[str]:
         shown = re.findall(pattern, (root / path).read_text("utf-8"))
         if set(shown) != {current}:
             missing.append(f"{path} shows {', '.join(sorted(set(shown))) or 'no version'} and not {current}")
+    text = (root / DOCKERFILE).read_text("utf-8")
+    stages = set(re.findall(r"(?m)^FROM \S+ AS (\S+)", text))
+    missing += [
+        f"{DOCKERFILE} names the image {image} without its digest; add @sha256:..."
+        for image in sorted(set(_BASE_IMAGE.findall(text)) - stages)
+        if not _DIGEST.search(image)
+    ]
     try:
         notes(root)
     except ReleaseError as error:

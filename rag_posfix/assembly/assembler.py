@@ -126,6 +126,12 @@ class Assembler:
         assembler.template = template
         return assembler
 
+    def with_encoder(self, encoder: TokenEncoder) -> Assembler:
+        """Return an assembler whose chats have the tools of ``encoder``; this one does not change."""
+        assembler = copy.copy(self)
+        assembler.encoder = encoder
+        return assembler
+
     def assemble(
         self,
         question: str,

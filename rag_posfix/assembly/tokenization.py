@@ -21,6 +21,7 @@ from rag_posfix.assembly.templates import BLANK_LINE, PromptTemplate, merge_mess
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, takes_tool_messages
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import shown
 from rag_posfix.plan.layout import Layout, Span, Turn
 from rag_posfix.text import clean_text, content_hash
 
@@ -33,6 +34,9 @@ RELEVANCE_FLOOR = 0.01
 # No chat template writes these characters; U+001F is white space, which one that trims messages removes. Contents are
 # never rendered, so they cannot contain a placeholder.
 _PLACEHOLDER = re.compile("(\x1f?)\ue000([0-9]+)\ue001(\x1f?)")
+
+# Characters of control tokens, placeholders and JSON strings: names and ids are written with the template's text.
+_NO_NAME = re.compile('[<>\\[\\]{}"\\\\\x00-\x1f\ue000\ue001]')
 
 _CONTEXTS = ("\n", "x", "0")
 """Contexts before a segment where the separator merges with its first character; at most one of them does."""
@@ -450,6 +454,7 @@ def _placeholders(messages: Sequence[_Message]) -> tuple[list[ChatMessage], list
         margin = "" if message.role == "tool" else "\x1f"  # JSON would escape it
         content = f"{margin}\ue000{index}\ue001{margin}"
         fields = dict(message.fields)
+        _check_names(fields, index)
         if "tool_calls" in fields:
             content = content if any(message.pieces) else ""
             calls = json.loads(fields["tool_calls"])
@@ -459,6 +464,19 @@ def _placeholders(messages: Sequence[_Message]) -> tuple[list[ChatMessage], list
             fields["tool_calls"] = json.dumps(calls)
         written.append({"role": message.role, "content": content, **fields})
     return written, contents
+
+
+def _check_names(fields: Mapping[str, str], index: int) -> None:
+    """Raise for a name or an id of a call that the chat template might not write as text."""
+    calls = json.loads(fields.get("tool_calls", "[]"))
+    names = [fields.get("name"), fields.get("tool_call_id")]
+    names += [name for call in calls for name in (call.get("id"), call["function"]["name"])]
+    for name in names:
+        if isinstance(name, str) and _NO_NAME.search(name):
+            raise ConfigError(
+                f"message {index}: the name or id of a call is {shown(name)}; take out brackets, quotes, backslashes "
+                "and control characters"
+            )
 
 
 def _format_roles(roles: Sequence[str]) -> str:

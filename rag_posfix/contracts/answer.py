@@ -15,6 +15,7 @@ from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, PromptTemplate, Sampling, ScoredToken, Usage
 from rag_posfix.contracts.spent_usage import Collected
+from rag_posfix.contracts.tools import ToolCall, ToolUse
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import checked_question
 
@@ -110,6 +111,8 @@ class Question:
             ``off`` (all), or the lowest similarity, 0 to 1, with the judge.
         filter: Only passages whose metadata matches are retrieved (see ``contracts.filters``); part of the cache key.
             Cannot be given with ``documents``.
+        tools: The tools that the answer may call, and their results so far. The chat template of the model must take
+            tools; a server's model takes none here.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range, or a method is unknown.
@@ -133,6 +136,7 @@ class Question:
     query: str | None = None
     filter: Mapping[str, Any] | None = None
     floor: FloorChoice | None = None
+    tools: ToolUse | None = None
 
     def __post_init__(self) -> None:
         checked_question(self.text)
@@ -165,6 +169,7 @@ class Question:
             ("template", PromptTemplate | None, "a PromptTemplate, or None"),
             ("query", str | None, "last, history or rewrite, or None"),
             ("sampling", Sampling | None, "a Sampling, or None"),
+            ("tools", ToolUse | None, "a ToolUse, or None"),
         ):
             check_type(name, getattr(self, name), kind_of_value, allowed)
 
@@ -265,6 +270,8 @@ class Answer:
             that no passage was found.
         truncated: Ids of documents whose text was cut to fit into the prompt.
         stop_string: The stop string that ended the answer, or None.
+        tool_calls: The calls of tools, which ``text`` does not have. Malformed calls, and calls that ``max_tokens``
+            cut, stay in ``text``.
     """
 
     text: str
@@ -283,10 +290,13 @@ class Answer:
     grounded: bool = True
     truncated: tuple[str, ...] = ()
     stop_string: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def form_fault(self) -> FormFault | None:
         """What is wrong with the form of the text: ``empty``, ``repetition``, ``fragment``, ``endless``, or None."""
+        if self.tool_calls:  # the text only introduces them
+            return None
         return find_form_fault(self.text, is_cut=self.finish_reason == "length")
 
     @property
@@ -301,6 +311,8 @@ class Answer:
         data["form_fault"] = self.form_fault
         data["well_formed"] = data["form_fault"] is None
         del data["log_probs"]  # bytes, which JSON cannot hold
+        if not self.tool_calls:
+            del data["tool_calls"]
         for citation in data["citations"]:
             citation["from"] = citation.pop("origin")
         data["dropped"] = [{"id": identity, "reason": reason} for identity, reason in self.dropped]

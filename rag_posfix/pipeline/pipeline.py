@@ -17,6 +17,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.assembly.templates import read_template
+from rag_posfix.assembly.tools import resolve_tools
 from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
@@ -274,18 +275,21 @@ class Pipeline(AskedInBatches):
 
     def _stream(self, prepared: PreparedQuestion, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
         run, prompt_tokens = prepared.run, len(prepared.prompt.assembled.layout.token_ids)
+        reader = None if prepared.tools is None else prepared.tools.reader()
         with stack, run.watcher.stage("generator", run.question.text) as stage:
             for chunk in chunks:
-                if chunk.text:
-                    stage.piece(chunk.text)
+                text = chunk.text if reader is None else reader.feed(chunk.text)
+                if text:
+                    stage.piece(text)
                 if chunk.generation is None:
-                    yield AnswerChunk(chunk.text, log_probs=chunk.log_probs, prompt_tokens=prompt_tokens)
+                    yield AnswerChunk(text, log_probs=chunk.log_probs, prompt_tokens=prompt_tokens)
                     continue
                 stage.done(chunk.generation)
                 run.timings.update(chunk.generation.timings)
                 stored = to_store(prepared.prompt.assembled, chunk.generation)
                 answer = self._store(prepared, stored, chunk.generation.is_known_end)
-                yield AnswerChunk(chunk.text, answer, chunk.log_probs, prompt_tokens)
+                text += "" if reader is None else reader.finish()[0]
+                yield AnswerChunk(text, answer, chunk.log_probs, prompt_tokens)
 
     def _prepare(self, question: Question, watcher: StageWatcher | None, trace: QuestionTrace) -> PreparedQuestion:
         if self.defaults.measured is not None:
@@ -296,7 +300,11 @@ class Pipeline(AskedInBatches):
             raise UnsupportedModelError(
                 f"{shown_model(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
             )
-        if sampling.json_schema is not None:
+        use = question.tools
+        tools = None if use is None else resolve_tools(self.generator, use.definitions, use.choice)
+        if tools is not None and tools.schema is not None:
+            sampling = replace(sampling, json_schema=tools.schema)
+        elif sampling.json_schema is not None:
             check_json_schema(self.generator, sampling.json_schema)
         info = self.generator.describe(mitigation)
         salt = tenant_salt(self.defaults.tenant, question.tenant)
@@ -305,7 +313,11 @@ class Pipeline(AskedInBatches):
         if choice == "rewrite" and question.documents is not None:  # nothing is retrieved
             choice = "history"
         assembler = self._assembler_of(question)
-        assembler.check_length(question.text, question.history)  # before it is embedded and searched for
+        # Before it is embedded and searched for; tools are text of the prompt, too.
+        of_tools = [] if use is None else [{"content": use.text}]
+        assembler.check_length(question.text, [*question.history, *of_tools])
+        if tools is not None:
+            assembler = assembler.with_encoder(tools.encoder)
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
         position = 0 if self.cache is None else self.cache.position
         kv_position = None if self.passages is None else self.passages.position
@@ -324,7 +336,7 @@ class Pipeline(AskedInBatches):
         )  # fmt: skip
         if not prompt.assembled.documents and (refusal := run.refusal()):
             warnings.append(refusal)
-        return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))
+        return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent), tools)
 
     def _prompt(
         self, run: QuestionRun, assembler: Assembler, documents: Sequence[Document], info: MitigationInfo,
@@ -343,7 +355,8 @@ class Pipeline(AskedInBatches):
             return prompt
         assembled = assembler.assemble(
             question.text, documents, order=order, seed=question.seed, max_new_tokens=sampling.max_tokens,
-            history=question.history, recent=self.recent.recent(scope), order_free=info.order_invariant,
+            history=question.history, tool_turns=() if question.tools is None else question.tools.turns,
+            recent=self.recent.recent(scope), order_free=info.order_invariant,
         )  # fmt: skip
         key = answer_key(run, assembled, info, sampling, model, template, traced) if caches else None
         prompt = RememberedPrompt(assembled, key, scope)
@@ -411,7 +424,7 @@ class Pipeline(AskedInBatches):
     def _lacks_passage(self, prepared: PreparedQuestion) -> bool:
         asked = prepared.run.question.allow_ungrounded
         allowed = self.defaults.allow_ungrounded if asked is None else asked
-        return not prepared.prompt.assembled.documents and not allowed
+        return prepared.needs_passage and not prepared.prompt.assembled.documents and not allowed
 
     def _finish_without_passage(self, prepared: PreparedQuestion) -> Answer:
         run, text = prepared.run, self.defaults.no_passage_text
@@ -443,7 +456,7 @@ class Pipeline(AskedInBatches):
             )
 
         answer = prompt.answer(stored, make) if cached else make()
-        return self._traced(prepared, answer)
+        return self._traced(prepared, prepared.with_calls(answer))
 
     def _traced(self, prepared: PreparedQuestion, answer: Answer) -> Answer:
         run, dropped = prepared.run, (*answer.dropped, *prepared.run.left_out)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.assembly.documents import document_id
+from rag_posfix.assembly.tools import BoundTools
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.request import GenerationRequest, MitigationInfo, Usage
 from rag_posfix.contracts.retrieval import SearchQuery
+from rag_posfix.contracts.tools import ToolCall
 from rag_posfix.pipeline.tracing import QuestionTrace, Stage, StageWatcher
 
 REMEMBERED_CHARACTERS = 1_000_000
@@ -200,3 +203,22 @@ class PreparedQuestion:
     info: MitigationInfo
     warnings: tuple[str, ...]
     spent: Usage
+    tools: BoundTools | None = None
+
+    @property
+    def needs_passage(self) -> bool:
+        """Whether the model needs a passage: not for a call that must be made, nor where tools have answered."""
+        use = self.run.question.tools
+        return self.tools is None or use is None or (self.tools.schema is None and not use.turns)
+
+    def with_calls(self, answer: Answer) -> Answer:
+        """Return the answer with the calls of tools in its text; quotes of a text next to calls are no citations."""
+        use = self.run.question.tools
+        if self.tools is None or use is None:
+            return answer
+        text, calls = self.tools.read(answer.text)
+        if not calls:
+            return answer
+        calls = calls if use.parallel else calls[:1]
+        made = tuple(ToolCall(uuid.uuid4().hex[:9], name, arguments) for name, arguments in calls)
+        return replace(answer, text=text, citations=(), tool_calls=made)

@@ -101,7 +101,10 @@ def _passage_names(layout: Layout) -> tuple[str, ...]:
 
 def conversation_text(question: Question) -> str:
     """Return the conversation so far as text that is different for different conversations."""
-    return repr([(message.get("role"), message.get("content")) for message in question.history])
+    history = [(message.get("role"), message.get("content")) for message in question.history]
+    if question.tools is None:
+        return repr(history)
+    return repr((history, [message.get("tool_calls") for message in question.history], question.tools.text))
 
 
 def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -58,10 +59,12 @@ def test_the_linter_would_find_a_shell_form_command_and_an_unpinned_package(hado
     assert "DL3008" in lint(hadolint, text.replace("RUN groupadd", "RUN apt-get install -y curl && groupadd")).stdout
 
 
-def test_base_images_are_pinned_and_uv_is_not_in_the_final_image(steps):
+def test_the_one_base_image_is_pinned_by_its_digest_and_uv_is_not_in_the_final_image(steps):
     images = dict(step.text.split("=") for step in steps if step.instruction == "ARG")
-    assert re.fullmatch(r"\S+/uv:\d+\.\d+\.\d+", images["UV_IMAGE"])
-    assert re.fullmatch(r"\S+/python:3\.\d+-slim-\w+", images["PYTHON_IMAGE"])
+    assert list(images) == ["PYTHON_IMAGE"]
+    assert re.fullmatch(r"\S+/python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", images["PYTHON_IMAGE"])
+    parents = {step.text.split()[0] for step in steps if step.instruction == "FROM"}
+    assert parents - {step.stage for step in steps} == {"${PYTHON_IMAGE}"}
     builder, runtime = (
         next(step.text for step in steps if step.instruction == "FROM" and step.stage == stage)
         for stage in ("builder", "runtime")
@@ -118,7 +121,7 @@ def test_every_package_of_a_target_has_the_version_that_the_tests_ran_with(targe
     versions = {name: version for name, (version, *_) in packages_of(target).items()}
     assert {name: version for name, version in versions.items() if tested.get(name, version) != version} == {}
     unknown = set(versions) - set(tested)
-    if target != "build":  # whose tools the tests do not run
+    if target not in ("build", "uv"):  # whose tools the tests do not run
         assert {name for name in unknown if not name.startswith(("nvidia-", "cuda-"))} <= {"pip", "triton"}
 
 
@@ -130,9 +133,9 @@ def test_the_list_of_a_target_has_what_its_extras_require_on_both_machines(targe
         required += project["optional-dependencies"][extra]
     packages = packages_of(target)
     for requirement in map(Requirement, required):
-        if (target, requirement.name) == ("cpu", "torch"):
-            continue  # by torch's own index
-        version, marker, _ = packages[requirement.name]
+        # torch's CPU build is of torch's own index
+        listed = packages_of("torch") if (target, requirement.name) == ("cpu", "torch") else packages
+        version, marker, _ = listed[requirement.name]
         assert requirement.specifier.contains(version), requirement
         assert all(applies(marker, python, machine) for python in PYTHONS for machine in MACHINES), requirement
 
@@ -155,10 +158,18 @@ def test_every_step_that_installs_takes_hashes_or_what_was_built_here(steps):
         listed = [text for text in installs if "--require-hashes" in text]
         assert all("--no-deps" in text for text in installs)
         assert f"--requirements requirements-{target}.txt" in listed[-1]
-        others = [text for text in installs if text not in listed and "/build/dist/*.whl" not in text]
-        assert len(others) == (1 if target == "cpu" else 0)
-        assert all("^torch==" in text for text in others)
+        assert ("--requirements requirements-torch.txt" in listed[1]) == (target == "cpu")
+        assert [text for text in installs if text not in listed and "/build/dist/*.whl" not in text] == []
         assert "cyclonedx-py environment" in installs[-1]
+        (of_uv,) = [step.text for step in steps_of(target, steps) if "-m pip install" in step.text]
+        assert "--require-hashes --only-binary=:all: --requirement requirements-uv.txt" in of_uv
+
+
+def test_torchs_cpu_build_has_a_hash_for_each_python_and_machine():
+    version, marker, hashes = packages_of("torch")["torch"]
+    assert (marker, len(hashes)) == ("", len(PYTHONS) * len(MACHINES))
+    wheel = next(Path("/opt/wheels").glob(f"torch-{version}+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"), None)
+    assert wheel is None or hashlib.sha256(wheel.read_bytes()).hexdigest() in hashes
 
 
 def test_a_package_without_a_wheel_for_a_machine_ends_the_run_unless_it_is_not_installed_there():
@@ -217,7 +228,10 @@ def test_the_steps_run_in_a_folder_instead_of_a_container(tmp_path, monkeypatch)
         'test "$1" != venv && exit\nmkdir -p "$2/bin"\n'
         'for name in python cyclonedx-py; do ln -s /bin/true "$2/bin/$name"; done\n'
     )
-    uv.chmod(0o755)
+    python = tools / "python"
+    python.write_text('#!/bin/sh\ntest "$2" = venv || exit 0\nmkdir -p "$3/bin"\ncp "$0" "$3/bin/python"\n')
+    for tool in (uv, python):
+        tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     folder = tmp_path / "image"
     assert image_steps.main(["cpu", "--run", str(folder)]) == 0
@@ -225,25 +239,28 @@ def test_the_steps_run_in_a_folder_instead_of_a_container(tmp_path, monkeypatch)
     calls = [line.removeprefix(f"{folder}/app copy ") for line in log if line.startswith(str(folder))]
     assert calls[0] == f"venv {folder}/app"
     assert calls[1] == f"venv {folder}/build/tools"
+    assert calls[3] == "pip install --no-deps --require-hashes --requirements requirements-torch.txt"
     assert calls[4] == "pip install --no-deps --require-hashes --requirements requirements-cpu.txt"
     assert calls[5] == f"pip install --no-deps {folder}/build/dist/*.whl"
-    assert {"LICENSE", "constraints.txt", "requirements-build.txt", "requirements-cpu.txt", "services"} <= set(log)
+    assert {"LICENSE", "requirements-build.txt", "requirements-cpu.txt", "requirements-torch.txt", "services"} <= set(
+        log
+    )
     assert not list((folder / "build").rglob("__pycache__"))
 
 
 def test_a_step_that_fails_ends_the_run(tmp_path, monkeypatch):
-    uv = tmp_path / "uv"
-    uv.write_text("#!/bin/sh\nexit 3\n")
-    uv.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(SystemExit, match="exit code 3 of: uv venv"):
+    with pytest.raises(SystemExit, match="exit code 3 of: python -m venv"):
         image_steps.main(["cpu", "--run", str(tmp_path / "image")])
     with pytest.raises(SystemExit, match="must be empty"):
         image_steps.main(["cpu", "--run", str(tmp_path)])
 
 
 def test_an_unknown_target_is_refused_with_the_targets_there_are(steps):
-    with pytest.raises(SystemExit, match="no target 'gpu'; it has uv, builder"):
+    with pytest.raises(SystemExit, match="no target 'gpu'; it has builder, build-cpu"):
         steps_of("gpu", steps)
     with pytest.raises(SystemExit, match="'builder' must copy /app from one stage"):
         steps_of("builder", steps)

@@ -357,7 +357,7 @@ REFUSED = [
     ("laptop", {"weights": {"source": "hub"}}, "weights.source=hub needs weights.hub"),
     ("laptop", {"weights": {"source": "hub", "hub": [{"repository": "Qwen/a"}]}}, "revision"),
     ("laptop", {"weights": {"source": "s3", "s3": {"uri": "s3://a"}}}, "and weights.s3.image"),
-    ("laptop", {"weights": {"s3": {"image": "aws-cli:latest"}}}, "image"),
+    ("laptop", {"weights": {"s3": {"image": "aws-cli:2.31.0"}}}, "image"),
     ("laptop", {"indexJob": {"enabled": True}}, "indexJob.enabled needs index.existingClaim or index.size"),
     ("laptop", {"ingress": {"enabled": True}}, "ingress.enabled needs ingress.hosts"),
     ("laptop", {"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),

@@ -19,6 +19,7 @@ CUSTOM_KINDS = {"HTTPRoute", "PrometheusRule", "RayService"}
 TOKEN = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
 KEY = {"name": "RAG_POSFIX_REMOTE_API_KEY", "valueFrom": {"secretKeyRef": {"name": "engine", "key": "api-key"}}}
 FOLDERS = {"name": "/weights/Qwen2.5-7B-Instruct", "embeddingModel": "/weights/all-MiniLM-L6-v2"}
+AWS_CLI = "docker.io/amazon/aws-cli:2.31.0@sha256:" + "0" * 64
 DOCUMENTS = {
     "extraVolumes": [{"name": "documents", "persistentVolumeClaim": {"claimName": "documents", "readOnly": True}}],
     "extraVolumeMounts": [{"name": "documents", "mountPath": "/documents", "readOnly": True}],
@@ -110,7 +111,7 @@ def test_init_containers_have_the_settings_and_their_own_variables_and_may_reach
 @pytest.mark.parametrize("source", ["fetch", "s3"])
 def test_init_containers_have_no_secret_of_the_service(source):
     named = rendered_with(
-        {"weights": {"source": source, "s3": {"uri": "s3://bucket/models", "image": "aws-cli:2.31.0"}}},
+        {"weights": {"source": source, "s3": {"uri": "s3://bucket/models", "image": AWS_CLI}}},
         {
             "model": (FOLDERS if source == "s3" else {}) | {"dtype": "float32"},
             "auth": {"existingSecret": "key", "allowAnonymous": False},
@@ -123,10 +124,10 @@ def test_init_containers_have_no_secret_of_the_service(source):
 
 
 def test_weights_come_from_a_bucket_by_an_image_that_is_named():
-    source = {"source": "s3", "s3": {"uri": "s3://bucket/models", "image": "aws-cli:2.31.0"}}
+    source = {"source": "s3", "s3": {"uri": "s3://bucket/models", "image": AWS_CLI}}
     pod = one_of("Deployment", rendered_with({"model": FOLDERS, "weights": source}))["spec"]["template"]["spec"]
     (fetch,) = pod["initContainers"]
-    assert (fetch["image"], fetch["command"][-2:]) == ("aws-cli:2.31.0", ["s3://bucket/models", "/weights"])
+    assert (fetch["image"], fetch["command"][-2:]) == (AWS_CLI, ["s3://bucket/models", "/weights"])
     (volume,) = [each for each in pod["volumes"] if each["name"] == "weights"]
     assert volume == {"name": "weights", "emptyDir": {}}
 

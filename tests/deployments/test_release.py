@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -46,6 +47,18 @@ def commit(root):
 def test_every_file_that_shows_the_version_shows_the_one_of_the_package():
     shown = [missing for missing in problems(ROOT) if " shows " in missing]
     assert shown == []
+
+
+def test_an_image_without_its_digest_keeps_the_tree_from_being_released(copy):
+    set_version("0.2.0", copy, DAY)
+    dockerfile = copy / release.DOCKERFILE
+    text = dockerfile.read_text("utf-8")
+    digest = re.search("@sha256:[0-9a-f]{64}", text)
+    assert digest is not None
+    dockerfile.write_text(text.replace(digest[0], "") + "\nFROM ghcr.io/astral-sh/uv:0.13.9 AS uv\n", "utf-8")
+    commit(copy)
+    images = [missing.split()[4] for missing in problems(copy) if "without its digest" in missing]
+    assert images == ["docker.io/library/python:3.12.15-slim-bookworm", "ghcr.io/astral-sh/uv:0.13.9"]
 
 
 def test_a_new_version_is_written_everywhere_and_dates_the_unreleased_changes(copy):

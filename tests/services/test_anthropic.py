@@ -267,7 +267,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
         ({"messages": asked({"type": "image", "source": {"type": "url"}})}, 400, "'image'"),
         ({"system": [{"type": "document", "text": "x"}]}, 400, "system: a block of type 'document'"),
         ({"messages": asked({"type": "text", "text": "a", "citations": 5})}, 422, "citations"),
-        ({"stop_sequences": ["a"] * 5}, 400, "stop_sequences has 5"),
+        ({"stop_sequences": ["a"] * 17}, 400, "stop_sequences has 17"),
         ({"posfix": {"mitigation": "nothing_like_it"}}, 400, "nothing_like_it"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "thinking"),
     ],

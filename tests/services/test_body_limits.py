@@ -143,7 +143,7 @@ def test_inline_parameters_of_methods_are_bounded_and_never_status_500(method: s
 
 def test_the_schema_tells_the_roles_and_that_a_query_is_not_blank():
     schemas = client().get("/openapi.json").json()["components"]["schemas"]
-    assert schemas["Message"]["properties"]["role"]["enum"] == ["system", "developer", "user", "assistant"]
+    assert schemas["Message"]["properties"]["role"]["enum"] == ["system", "developer", "user", "assistant", "tool"]
     assert schemas["RerankRequest"]["properties"]["query"]["pattern"] == r"\S"
     number = next(
         one for one in schemas["ChatRequest"]["properties"]["temperature"]["anyOf"] if one["type"] == "number"

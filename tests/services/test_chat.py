@@ -136,8 +136,11 @@ SAMPLING = Sampling(3, 0.7, 0.9, 5, -3, (" was", "x"))
     [
         (CHAT, {**FIELDS, "max_tokens": 3}, SAMPLING),
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 2, "stop": "x"}, Sampling(2, stop=("x",))),
+        (CHAT, {"max_tokens": 3, "temperature": 0.7, "top_p": 0, "stop": ["", "x"]}, Sampling(3, stop=("x",))),
+        ("/v1/completions", {"max_tokens": 3, "top_p": 0, "stop": "", "prompt": "Who?"}, Sampling(3)),
         ("/v1/completions", {**FIELDS, "max_tokens": 3, "prompt": "Who?"}, SAMPLING),
         ("/v1/responses", {**SHARED, "max_output_tokens": 3}, Sampling(3, 0.7, 0.9)),
+        ("/v1/messages", {"max_tokens": 3, "top_p": 0, "thinking": {"type": "adaptive"}}, Sampling(3)),
         (
             "/v1/messages",
             {**SHARED, "max_tokens": 3, "top_k": 5, "stop_sequences": [" was", "x"]},
@@ -190,7 +193,6 @@ def test_fields_that_change_nothing_are_read_over():
     [
         ("n", 2),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"1": 5}),
         ("modalities", ["text", "audio"]),
@@ -228,7 +230,8 @@ def test_every_api_format_refuses_fields_of_engines_by_name_and_takes_their_neut
     ],
 )
 def test_tools_that_no_answer_may_call_are_taken_and_others_are_refused(path: str, choice: Any):
-    body = {**CHAT_BODIES[path], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    tool = {"name": "f"} if path == "/v1/messages" else {"type": "function", "name": "f", "function": {"name": "f"}}
+    body = {**CHAT_BODIES[path], "tools": [tool]}
     client = client_for()
     assert client.post(path, json={**body, "tool_choice": choice}).status_code == 200
     refused = client.post(path, json=body)
@@ -269,7 +272,7 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ({"order": "profile:file=/etc/passwd"}, 400, "invalid_value", "has no parameter 'file'"),
         ({"order": "profile:slots=[1"}, 400, "invalid_value", "lacks a closing ]"),
         ({"temperature": 9}, 400, "invalid_value", "temperature=9.0 must be between"),
-        ({"stop": list("abcde")}, 400, "invalid_value", "stop has 5 entries, at most 4"),
+        ({"stop": list("abcdefghijklmnopq")}, 400, "invalid_value", "stop has 17 entries, at most 16"),
         ({"stop": 5}, 422, "invalid_request", "stop: input should be of type string or array"),
         ({"k": 0}, 422, "invalid_request", "k: input should be greater than or equal to 1, got 0"),
         ({"seed": "1"}, 422, "invalid_request", "seed"),
@@ -280,7 +283,7 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ({"messages": [{"role": "user", "content": " \n"}]}, 400, "invalid_value", "empty"),
         ({"messages": [{"role": "user", "content": 3}]}, 422, "invalid_request", "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, 400, "invalid_value", "last message"),
-        ({"messages": [{"role": "tool", "content": "Hi"}]}, 400, "unsupported", "role 'tool'"),
+        ({"messages": [{"role": "function", "content": "Hi"}]}, 400, "unsupported", "role 'function'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             400,

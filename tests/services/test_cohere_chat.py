@@ -176,7 +176,7 @@ def test_a_failure_in_the_stream_is_its_last_event():
         ({"documents": ["a"] * 4}, 413, "documents has 4"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
         ({"logprobs": True}, 400, "logprobs"),
-        ({"p": 0}, 400, "top_p=0"),
+        ({"p": -0.1}, 400, "top_p=-0.1"),
         ({"posfix": {"order": "nothing_like_it"}}, 400, "nothing_like_it"),
         ({"posfix": {"orders": "reverse"}}, 422, "posfix.orders"),
     ],

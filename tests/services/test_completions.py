@@ -133,7 +133,7 @@ def test_the_harness_reads_its_log_likelihoods(url: str):
         ({"prompt": []}, 422, "prompt"),
         ({"prompt": ["a", 5]}, 422, "prompt[1]"),
         ({"prompt": [-1]}, 422, "prompt[0]"),
-        ({"stop": ["a"] * 5}, 400, "stop"),
+        ({"stop": ["a"] * 17}, 400, "stop"),
         ({"model": "gpt-9"}, 404, "model"),
         ({"max_tokens": 1000}, 400, None),
     ],

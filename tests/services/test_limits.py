@@ -92,7 +92,7 @@ LIMITS = {
     "documents": Limit(
         asked(documents=[BRIDGE] * 4), 413, "too_many_documents", ("4 entries", "at most 3"), {"max_documents": 3}
     ),
-    "stop strings": Limit(asked(stop=["a"] * 5), 400, "invalid_value", ("stop has 5", "at most 4")),
+    "stop strings": Limit(asked(stop=["a"] * 17), 400, "invalid_value", ("stop has 17", "at most 16")),
     "length of a stop string": Limit(asked(stop="s" * 300), 400, "invalid_value", ("300", "at most 256")),
     "context window": Limit(asked(max_tokens=9000), 400, "context_length_exceeded", ("max_tokens=9000", "8192")),
     "tokens of a request": Limit(

@@ -108,7 +108,7 @@ def test_errors_are_those_of_the_client(client: ollama.Client):
         ({"think": True}, 400),
         ({"messages": [{"role": "user", "content": "Who?", "images": ["aGk="]}]}, 400),
         ({"options": {"temperature": 9}}, 400),
-        ({"options": {"stop": ["x"] * 5}}, 400),
+        ({"options": {"stop": ["x"] * 17}}, 400),
         ({"messages": "hello"}, 422),
     ],
 )

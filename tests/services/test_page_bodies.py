@@ -58,7 +58,7 @@ def test_the_page_finds_the_model(client: TestClient):
     ("fields", "param"),
     [
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages"),
-        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "function", "content": "4", "name": "add"}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "search"}}]}, "tools"),
         ({"n": 2}, "n"),
         ({"presence_penalty": 0.5}, "presence_penalty"),

@@ -11,7 +11,7 @@ import pytest
 from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
 from rag_posfix.contracts.request import Sampling, Usage
 from rag_posfix.errors import GenerationError
-from rag_posfix_api.dialects.responses import ResponseRenderer, TextOptions
+from rag_posfix_api.dialects.responses import ResponseRenderer, ResponsesRequest, TextOptions
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
@@ -99,7 +99,7 @@ def test_each_file_is_cited_once_where_its_sentence_ends():
         Citation(5, 9, "Two.", ("c",), "attention"),
     )
     answer = Answer("One. Two.", documents, citations, Usage(1, 1), False, "none", "relevance", "stop")
-    response = ResponseRenderer("x", "fake", Sampling(), None, TextOptions()).whole(answer)
+    response = ResponseRenderer("x", "fake", Sampling(), ResponsesRequest(input="?"), TextOptions()).whole(answer)
     annotations = response["output"][0]["content"][0]["annotations"]
     assert [(each["index"], each["file_id"], each["filename"]) for each in annotations] == [
         (4, "a", "a.txt"), (4, "b", "B"), (9, "c", "c"), (9, "a", "a.txt"),

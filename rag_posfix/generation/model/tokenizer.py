@@ -16,6 +16,7 @@ from typing import Any
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.json_grammar import JsonGrammars
+from rag_posfix.generation.model.written_tools import chat_with_written_tools
 from rag_posfix.plan.layout import Span
 from rag_posfix.text import clean_text
 
@@ -62,6 +63,7 @@ class Tokenizer:
         self._chat = tokenizer
         self._tools: Sequence[Mapping[str, Any]] | None = None
         self._opening = ""
+        self._writes_tools = "tools" in str(getattr(tokenizer, "chat_template", None) or "")
         # Copies of the backend: truncation, padding and whether control tokens are recognised are state of a backend,
         # so that other users of a shared one would change the encoding.
         self._template, self._text, controls, self.control_ids = _backends(backend, _is_control(tokenizer, eos_ids))
@@ -194,12 +196,15 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
         """Return the chat template filled with ``messages``; ``open_answer`` opens the assistant's turn.
 
-        Without a chat template the contents are joined by blank lines, after the token that begins a text.
+        Without a chat template the contents are joined by blank lines, after the token that begins a text. Tools are
+        text of the messages where the template has no place for them.
 
         Raises:
             ConfigError: the chat template rejects the messages.
 
         """
+        if self._tools is not None and not self._writes_tools:
+            messages = chat_with_written_tools(messages, self._tools)
         if not self.has_chat_template:
             return (self._chat.bos_token or "") + "\n\n".join(message["content"] for message in messages)
         chat: list[dict[str, Any]] = [dict(message) for message in messages]  # templates may change them

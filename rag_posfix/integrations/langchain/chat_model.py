@@ -18,6 +18,7 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
+from rag_posfix.assembly.tools import BoundTools, resolve_tools
 from rag_posfix.cancellation import check_cancelled, run_until_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.generator import Generator, check_json_schema
@@ -28,14 +29,7 @@ from rag_posfix.generation.model.json_grammar import compile_schema
 from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.integrations.document_ordering import OrderName, checked_method
 from rag_posfix.integrations.langchain.content_blocks import TemplateField, read_conversation
-from rag_posfix.integrations.langchain.tools import (
-    BoundTools,
-    openai_tools,
-    read_schema,
-    resolve_tools,
-    tool_calls,
-    typed_answers,
-)
+from rag_posfix.integrations.langchain.tools import openai_tools, read_schema, tool_calls, typed_answers
 from rag_posfix.registry import check_names
 from rag_posfix.text import NO_PASSAGE_TEXT
 

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question
-from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import MOST_ALTERNATIVES
+from rag_posfix.contracts.generator import ChatMessage, ToolEncoder
+from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling
+from rag_posfix.contracts.tools import ToolUse
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.errors import ANSWERING
@@ -174,9 +175,10 @@ def build_question(
     system: str | None = None,
     use_cache: bool = True,
     param: str = "messages",
+    tools: ToolUse | None = None,
     **sampling: Any,
 ) -> Question:
-    """Return the question that the last message asks.
+    """Return the question that the last message asks, or the last of the user before results of tools.
 
     Args:
         documents: The passages; None retrieves them.
@@ -185,6 +187,7 @@ def build_question(
         system: Instructions before the conversation.
         use_cache: Whether the answer cache may be used.
         param: The field of the messages in this dialect.
+        tools: The tools that may be called.
         sampling: Sampling parameters; None takes the default. ``seed`` also seeds the order ``random``.
 
     Raises:
@@ -193,9 +196,8 @@ def build_question(
         NotAllowedError: it asks for an answer without passages, and the operator does not allow that.
         ConfigError: a sampling parameter is out of range.
     """
-    chosen = {name: value for name, value in sampling.items() if value is not None}
-    parameters = replace(service.pipeline.defaults.sampling, **chosen)
-    *history, last = messages
+    parameters = chosen_sampling(service.pipeline.defaults.sampling, sampling)
+    (*history, last), turns = _split_tool_turns(messages)
     if last["role"] != "user":
         raise InvalidRequestError(
             f"the last message has the role {shown(role)}; it must be 'user': the question", param=param
@@ -205,17 +207,51 @@ def build_question(
     if system is not None:
         history.insert(0, {"role": "system", "content": system})
     posfix = posfix or PosfixInput()
+    if tools is None and any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        tools = ToolUse(choice="none")
+    if tools is not None and not isinstance(service.pipeline.generator.encoder, ToolEncoder):
+        raise UnsupportedFeatureError(
+            f"tools is not supported by the served model {service.model_id}, which is remote or has no chat template; "
+            "leave out tools, calls and their results, or set tool_choice to 'none'",
+            param="tools" if tools.definitions else param,
+        )
     return Question(
         text=last["content"],
         documents=documents,
         history=history,
-        seed=chosen.get("seed", 0),
+        seed=sampling.get("seed") or 0,
         sampling=parameters,
         use_cache=use_cache,
         allow_ungrounded=_allow_ungrounded(service, documents, posfix),
         template=prompt_template(posfix.template, service.limits.request_templates),
+        tools=None if tools is None else replace(tools, turns=turns),
         **chosen_methods(posfix),
     )
+
+
+def chosen_sampling(defaults: Sampling, fields: Mapping[str, Any]) -> Sampling:
+    """Return the sampling parameters of a request. ``top_p`` of 0 keeps the likeliest token alone.
+
+    Args:
+        fields: Those of the request; None takes the default.
+    """
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    if chosen.get("top_p") == 0:
+        chosen |= {"top_p": 1.0, "temperature": 0.0}
+    return replace(defaults, **chosen)
+
+
+def _split_tool_turns(messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage], list[ChatMessage]]:
+    """Return the messages up to the user's last one, and what follows it if that ends with results of tools.
+
+    Instructions among what follows are moved before the user's message: chat templates take none behind it.
+    """
+    stop = len(messages)
+    if messages[-1]["role"] == "tool":
+        stop = max((n for n, message in enumerate(messages, 1) if message["role"] == "user"), default=stop)
+    system = [message for message in messages[stop:] if message["role"] == "system"]
+    turns = [message for message in messages[stop:] if message["role"] != "system"]
+    return [*messages[: stop - 1], *system, messages[stop - 1]], turns
 
 
 def _allow_ungrounded(service: Service, documents: Sequence[Document] | None, posfix: PosfixInput) -> bool | None:
@@ -281,10 +317,13 @@ def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[
 
 
 def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ...] | None:
-    """Return the stop strings of a request, in its field ``param``; raise for too many and for a long one."""
+    """Return the stop strings of a request, in its field ``param``; raise for too many and for a long one.
+
+    Empty strings, which some clients send for none, stop nothing.
+    """
     if stops is None:
         return None
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    stops = tuple(filter(None, (stops,) if isinstance(stops, str) else stops))
     if len(stops) > MAX_STOPS:
         raise InvalidRequestError(f"{param} has {len(stops)} entries, at most {MAX_STOPS} are allowed", param=param)
     longest = max(map(len, stops), default=0)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.tools import ToolCall, ToolUse
 from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
@@ -46,6 +47,7 @@ from rag_posfix_api.dialects.requests import (
     check_count,
     needs,
 )
+from rag_posfix_api.dialects.tools import ToolTurns, definition, tool_use, unsupported_tool
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, event, typed_event
 from rag_posfix_api.runtime.service import ReadyService, Service
@@ -95,7 +97,7 @@ _PASSAGES = ("document", "search_result")
 
 
 class AnthropicBlock(RequestModel):
-    """A part of a message: text, or a document or search result to answer from."""
+    """A part of a message: text, a document or search result to answer from, a call of a tool, or its result."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -104,17 +106,21 @@ class AnthropicBlock(RequestModel):
                 _kind("text", "text", {"type": "string"}),
                 _kind("document", "source", {"type": "object"}),
                 _kind("search_result", "content", {"type": "array"}),
+                _kind("tool_use", "id", {"type": "string"}),
+                _kind("tool_result", "tool_use_id", {"type": "string"}),
             ]
         },
     )
 
-    type: str = Field(json_schema_extra={"enum": ["text", *_PASSAGES]})
+    type: str = Field(json_schema_extra={"enum": ["text", *_PASSAGES, "tool_use", "tool_result"]})
     text: str | None = None
     source: (
         Annotated[Annotated[DocumentSource, Tag("object")] | Annotated[str, Tag("string")], Forms("object", "string")]
         | None
     ) = Field(default=None, description="Of a document: its text. Of a search result: its address.")
-    content: TextOr[SourceText] | None = Field(default=None, description="The text of a search result.")
+    content: TextOr[SourceText] | None = Field(
+        default=None, description="The text of a search result, or of the result of a tool."
+    )
     title: str | None = None
     context: str | None = Field(default=None, description="Stands before the document's text, and is not cited.")
     citations: (
@@ -123,6 +129,11 @@ class AnthropicBlock(RequestModel):
         ]
         | None
     ) = Field(default=None, description="Of a document: whether it may be cited. Of a text block: read over.")
+    id: str | None = Field(default=None, description="Of a call.")
+    name: str | None = Field(default=None, description="The tool that is called.")
+    input: dict[str, Any] | None = Field(default=None, description="The arguments of a call.")
+    tool_use_id: str | None = Field(default=None, description="The call whose result it is.")
+    is_error: bool | None = Field(default=None, description="Whether the call failed.")
 
 
 class AnthropicMessage(RequestModel):
@@ -132,6 +143,25 @@ class AnthropicMessage(RequestModel):
 
     role: str = Field(json_schema_extra={"enum": ["user", "assistant"]})
     content: TextOr[AnthropicBlock]
+
+
+class AnthropicTool(RequestModel):
+    """A tool of the client; tools that a server runs are refused."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["name", "input_schema"]})
+
+    type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
+
+
+class AnthropicToolChoice(RequestModel):
+    """Whether a tool is called: ``auto``, ``any``, ``tool`` (that of this name), or ``none``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 def _texts_only(schema: dict[str, Any]) -> None:
@@ -158,6 +188,10 @@ class AnthropicRequest(RequestModel):
     top_p: TopP = None
     top_k: TopK = None
     stop_sequences: StopList | None = None
+    tools: list[AnthropicTool] | None = Field(
+        default=None, description="Tools that may be called, where the chat template of the model takes tools."
+    )
+    tool_choice: AnthropicToolChoice | None = None
     stream: bool | None = None
     posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
 
@@ -171,6 +205,18 @@ class AnthropicUsage(BaseModel):
     output_tokens: int
 
 
+class ToolUseBlock(BaseModel):
+    """A call of a tool."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
 class AnthropicResponse(BaseModel):
     """A complete answer."""
 
@@ -178,8 +224,8 @@ class AnthropicResponse(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"]
+    content: list[TextBlock | ToolUseBlock]
+    stop_reason: StopReason
     stop_sequence: str | None = None
     usage: AnthropicUsage
     posfix: Provenance = Field(description="What this service adds to Anthropic's API.")
@@ -187,21 +233,59 @@ class AnthropicResponse(BaseModel):
 
 # Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, {"type": "none"}, {"type": "auto"}),
-    "thinking": (None, {"type": "disabled"}),
+    "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
     "mcp_servers": (None, []),
     "container": (None,),
     "output_format": (None,),
 }
 
 
-def _chat_message(message: AnthropicMessage, index: int) -> ChatMessage:
-    if message.role not in ("user", "assistant", "system"):
-        raise UnsupportedFeatureError(
-            f"messages[{index}]: role {shown(message.role)} is not supported; use user or assistant", param="messages"
-        )
-    return {"role": message.role, "content": _text(message.content, f"messages[{index}]")}
+def _conversation(messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
+    """Return messages for the pipeline: each result of a tool is one, before the text of its message."""
+    turns = ToolTurns()
+    conversation: list[ChatMessage] = []
+    for index, message in enumerate(messages):
+        field, content = f"messages[{index}]", message.content
+        if message.role not in ("user", "assistant", "system"):
+            raise UnsupportedFeatureError(
+                f"{field}: role {shown(message.role)} is not supported; use user or assistant", param="messages"
+            )
+        kind = {"assistant": "tool_use", "user": "tool_result"}.get(message.role)
+        blocks = [] if isinstance(content, str) else [block for block in content if block.type == kind]
+        rest = content if isinstance(content, str) else [block for block in content if block.type != kind]
+        text = _text(rest, field)
+        if blocks and kind == "tool_use":
+            calls = [(block.id, block.name or "", block.input or {}) for block in blocks]
+            conversation.append(turns.called(text, calls, field))
+            continue
+        conversation += [turns.result(_result_text(block, field), block.tool_use_id or "", field) for block in blocks]
+        if not blocks or text:
+            conversation.append({"role": message.role, "content": text})
+    return conversation
+
+
+def _result_text(block: AnthropicBlock, field: str) -> str:
+    content = block.content or ""
+    if not isinstance(content, str):
+        texts = [part.text for part in content if part.type == "text" and part.text is not None]
+        if len(texts) < len(content):
+            raise UnsupportedFeatureError(f"{field}: the result of a tool must be text", param="messages")
+        content = "\n".join(texts)
+    return f"Error: {content}" if block.is_error else content
+
+
+def _definitions(tools: Sequence[AnthropicTool]) -> Iterator[dict[str, Any]]:
+    for index, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            raise unsupported_tool(f"tools[{index}]", tool.type)
+        yield definition(tool.name, tool.description, tool.input_schema)
+
+
+def _tools(body: AnthropicRequest) -> ToolUse | None:
+    choice = body.tool_choice or AnthropicToolChoice(type="auto")
+    name = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
+    parallel = not choice.disable_parallel_tool_use
+    return tool_use(lambda: list(_definitions(body.tools or ())), name, parallel=parallel)
 
 
 def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
@@ -257,19 +341,21 @@ class MessageRenderer(AnswerRenderer):
     """Renders one message.
 
     A stream has one text block: which parts of an answer are quotes is known at its end. Its citations come after its
-    text, each with the characters of the answer that it supports.
+    text, each with the characters of the answer that it supports. Calls of tools follow, a block each. An answer that
+    only calls tools has no text block.
     """
 
     def __init__(self, identity: str, model: str, documents: Sequence[CitableDocument]) -> None:
         self._id = f"msg_{identity}"
         self._model = model
         self._documents = documents
+        self._has_text = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return AnthropicResponse(
             id=self._id,
             model=self._model,
-            content=cited_blocks(answer, self._documents),
+            content=_blocks(answer, self._documents),
             stop_reason=_stop_reason(answer),
             stop_sequence=answer.stop_string,
             usage=_usage(answer),
@@ -289,9 +375,12 @@ class MessageRenderer(AnswerRenderer):
             "usage": {"input_tokens": 0 if first is None else first.prompt_tokens, "output_tokens": 0},
         }
         yield typed_event("message_start", message=message)
-        yield typed_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        is_empty = chunk.answer is not None and not chunk.answer.tool_calls  # it has one block all the same
+        if (chunk.text or is_empty) and not self._has_text:
+            self._has_text = True
+            yield typed_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         if chunk.text:
             yield typed_event("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
         if chunk.answer is None:
@@ -299,7 +388,10 @@ class MessageRenderer(AnswerRenderer):
         for location in [location for _, cited in find_citations(chunk.answer, self._documents) for location in cited]:
             delta = {"type": "citations_delta", "citation": location.model_dump()}
             yield typed_event("content_block_delta", index=0, delta=delta)
-        yield typed_event("content_block_stop", index=0)
+        if self._has_text:
+            yield typed_event("content_block_stop", index=0)
+        for index, call in enumerate(chunk.answer.tool_calls, start=int(self._has_text)):
+            yield from _call_events(index, call)
         yield typed_event(
             "message_delta",
             delta={"stop_reason": _stop_reason(chunk.answer), "stop_sequence": chunk.answer.stop_string},
@@ -314,7 +406,23 @@ class MessageRenderer(AnswerRenderer):
         yield event(ANTHROPIC(problem), "error")
 
 
-def _stop_reason(answer: Answer) -> Literal["end_turn", "max_tokens", "stop_sequence"]:
+def _blocks(answer: Answer, documents: Sequence[CitableDocument]) -> list[TextBlock | ToolUseBlock]:
+    calls = [ToolUseBlock(id=call.id, name=call.name, input=dict(call.arguments)) for call in answer.tool_calls]
+    texts = [] if calls and not answer.text else cited_blocks(answer, documents)
+    return [*texts, *calls]
+
+
+def _call_events(index: int, call: ToolCall) -> Iterator[bytes]:
+    block = ToolUseBlock(id=call.id, name=call.name, input={})  # the arguments follow, as text
+    yield typed_event("content_block_start", index=index, content_block=block.model_dump())
+    delta = {"type": "input_json_delta", "partial_json": call.arguments_text}
+    yield typed_event("content_block_delta", index=index, delta=delta)
+    yield typed_event("content_block_stop", index=index)
+
+
+def _stop_reason(answer: Answer) -> StopReason:
+    if answer.tool_calls:
+        return "tool_use"
     if answer.stop_string is not None:
         return "stop_sequence"
     return "max_tokens" if answer.finish_reason == "length" else "end_turn"
@@ -383,7 +491,7 @@ def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[
     ]
     question = build_question(
         service,
-        [_chat_message(message, index) for index, message in enumerate(body.messages)],
+        _conversation(body.messages),
         documents or None,  # without any, they are retrieved
         body.posfix,
         role=body.messages[-1].role,
@@ -393,5 +501,6 @@ def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[
         top_p=body.top_p,
         top_k=body.top_k,
         stop=stop_strings(body.stop_sequences, "stop_sequences"),
+        tools=_tools(body),
     )
     return question, citable

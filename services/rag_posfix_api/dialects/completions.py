@@ -31,6 +31,7 @@ from rag_posfix.text import text_beginning
 from rag_posfix_api.dialects.answering import (
     STREAMED,
     check_top_logprobs,
+    chosen_sampling,
     reject_fields,
     respond_with_stream,
     stop_strings,
@@ -183,7 +184,7 @@ def _sampling(body: CompletionRequest, defaults: Sampling) -> Sampling:
         "stop": stop_strings(body.stop, "stop"),
         "top_logprobs": body.logprobs,
     }
-    return replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
+    return chosen_sampling(defaults, chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from rag_posfix_api.dialects.requests import (
     Temperature,
     TopK,
     TopP,
-    chat_message,
     to_documents,
 )
+from rag_posfix_api.dialects.tools import ToolInput, check_free_answer, conversation, definitions, tool_use
 from rag_posfix_api.http.errors import Problem
 from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
 from rag_posfix_api.http.logs import RequestLogFields
@@ -86,6 +86,9 @@ class OllamaChatRequest(_OllamaRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, examples=[EXAMPLE])] = Field(
         default=[], description="The last one must be the user's: it is the question. Empty: the model is loaded."
     )
+    tools: list[ToolInput] | None = Field(
+        default=None, description="Functions that may be called, where the chat template of the model takes tools."
+    )
     keep_alive: KeepAlive = None
 
 
@@ -97,11 +100,25 @@ class OllamaGenerateRequest(_OllamaRequest):
     keep_alive: KeepAlive = None
 
 
+class OllamaCalledFunction(BaseModel):
+    """A function that the model calls."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaToolCall(BaseModel):
+    """A call that the model wrote."""
+
+    function: OllamaCalledFunction
+
+
 class OllamaMessage(BaseModel):
     """The answer, or a piece of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
+    tool_calls: list[OllamaToolCall] | None = Field(default=None, exclude_if=lambda calls: calls is None)
 
 
 class OllamaChatResponse(BaseModel):
@@ -224,8 +241,13 @@ class OllamaRenderer(AnswerRenderer):
 
     def _last(self, answer: Answer, text: str) -> dict[str, Any]:
         times = {stage: int(seconds * 1e9) for stage, seconds in answer.timings.items()}
+        calls = [
+            OllamaToolCall(function=OllamaCalledFunction(name=call.name, arguments=dict(call.arguments)))
+            for call in answer.tool_calls
+        ]
         return self._body(
             text,
+            calls or None,
             done=True,
             done_reason=answer.finish_reason,
             total_duration=sum(times.values()),
@@ -237,9 +259,11 @@ class OllamaRenderer(AnswerRenderer):
             posfix=provenance(answer),
         )
 
-    def _body(self, text: str, **fields: Any) -> dict[str, Any]:
+    def _body(self, text: str, calls: list[OllamaToolCall] | None = None, **fields: Any) -> dict[str, Any]:
         time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        piece: dict[str, Any] = {"message": OllamaMessage(content=text)} if self._chat else {"response": text}
+        piece: dict[str, Any] = {"response": text}
+        if self._chat:
+            piece = {"message": OllamaMessage(content=text, tool_calls=calls)}
         body = OllamaChatResponse(model=self._model, created_at=time, **piece, **fields)
         return {name: value for name, value in body.model_dump().items() if value is not None}
 
@@ -272,7 +296,6 @@ router = APIRouter(route_class=OllamaRoute)
 
 # Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
     "think": (None, False),
     "logprobs": (None, False),
     "images": (None, []),
@@ -289,9 +312,10 @@ def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRen
     if not body.messages:
         return _loaded(body, service, {"message": OllamaMessage(content="")})
     for message in body.messages:
-        reject_fields(message.model_extra, {"images": (None, []), "tool_calls": (None, [])})
-    messages = [chat_message(message, index) for index, message in enumerate(body.messages)]
-    question = _question(body, service, messages, role=body.messages[-1].role)
+        reject_fields(message.model_extra, {"images": (None, [])})
+    tools = tool_use(lambda: definitions(body.tools), "auto")
+    check_free_answer(tools, {"format": bool(body.format)})
+    question = _question(body, service, conversation(body.messages), role=body.messages[-1].role, tools=tools)
     return question, OllamaRenderer(body.model, chat=True)
 
 

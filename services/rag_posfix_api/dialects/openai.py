@@ -39,9 +39,19 @@ from rag_posfix_api.dialects.requests import (
     Temperature,
     TopK,
     TopP,
-    chat_message,
     to_documents,
     within,
+)
+from rag_posfix_api.dialects.tools import (
+    ToolCallOutput,
+    ToolChoice,
+    ToolInput,
+    check_free_answer,
+    choice_name,
+    conversation,
+    definitions,
+    tool_call_output,
+    tool_use,
 )
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import CleanRoute, event
@@ -100,6 +110,11 @@ class ChatRequest(RequestModel):
         description="Likeliest tokens in the place of each token; needs ``logprobs``.",
     )
     response_format: ResponseFormat | None = None
+    tools: list[ToolInput] | None = Field(
+        default=None, description="Functions that may be called, where the chat template of the model takes tools."
+    )
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: Documents | None = Field(
@@ -118,8 +133,9 @@ class MessageOutput(BaseModel):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCallOutput] | None = Field(default=None, exclude_if=lambda calls: calls is None)
 
 
 class TokenLogProb(BaseModel):
@@ -206,8 +222,6 @@ class ModelList(BaseModel):
 
 # Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "logit_bias": (None, {}),
@@ -287,9 +301,9 @@ class Completion(AnswerRenderer):
             **self._shared,
             choices=[
                 Choice(
-                    message=MessageOutput(content=answer.text),
+                    message=_message(answer),
                     logprobs=chat_log_probs(answer.log_probs, len(answer.text)) if self._log_probs else None,
-                    finish_reason=answer.finish_reason,
+                    finish_reason=_finish_reason(answer),
                 )
             ],
             usage=usage_output(answer.usage),
@@ -306,8 +320,11 @@ class Completion(AnswerRenderer):
             yield event(self._chunk({"content": chunk.text}, log_probs=tokens))
         if chunk.answer is None:
             return
+        if chunk.answer.tool_calls:
+            calls = enumerate(map(tool_call_output, chunk.answer.tool_calls))
+            yield event(self._chunk({"tool_calls": [{"index": index} | call.model_dump() for index, call in calls]}))
         sources = provenance(chunk.answer).model_dump()
-        yield event(self._chunk({}, chunk.answer.finish_reason) | sources)
+        yield event(self._chunk({}, _finish_reason(chunk.answer)) | sources)
         if self._include_usage:
             yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
 
@@ -333,6 +350,15 @@ class Completion(AnswerRenderer):
         # OpenAI's clients expect the field in every chunk where they asked for it.
         usage = {"usage": None} if self._include_usage else {}
         return self._head() | {"choices": [choice]} | usage
+
+
+def _message(answer: Answer) -> MessageOutput:
+    calls = [tool_call_output(call) for call in answer.tool_calls]
+    return MessageOutput(content=answer.text or None if calls else answer.text, tool_calls=calls or None)
+
+
+def _finish_reason(answer: Answer) -> str:
+    return "tool_calls" if answer.tool_calls else answer.finish_reason
 
 
 def chat_log_probs(scored: Sequence[ScoredToken], end: int | None = None) -> ChoiceLogProbs:
@@ -385,9 +411,12 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
     """
     service.check_model(body.model or "")
     _check(body)
+    tools = tool_use(lambda: definitions(body.tools), choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
+    json_schema = _json_schema(body.response_format)
+    check_free_answer(tools, {"response_format": json_schema is not None, "logprobs": bool(body.logprobs)})
     question = build_question(
         service,
-        [chat_message(message, index) for index, message in enumerate(body.messages)],
+        conversation(body.messages),
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
         _posfix(body),
         role=body.messages[-1].role,
@@ -399,7 +428,8 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
         seed=body.seed,
         stop=stop_strings(body.stop, "stop"),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=_json_schema(body.response_format),
+        json_schema=json_schema,
+        tools=tools,
     )
     usage = bool(body.stream_options and body.stream_options.include_usage)
     identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint

@@ -31,7 +31,7 @@ from rag_posfix.parameters import shown
 from rag_posfix_api.collections.store import NAME_PATTERN
 from rag_posfix_api.http.errors import InvalidRequestError, TooManyDocumentsError, UnsupportedFeatureError
 
-MAX_STOPS = 4
+MAX_STOPS = 16  # OpenAI allows 4; clients of other servers send more
 MAX_STOP_CHARACTERS = 256
 
 VISIBLE: Final = {"pattern": r"\S"}
@@ -126,10 +126,10 @@ Seed = Annotated[int, BeforeValidator(_drop_point), AfterValidator(_in_64_bits)]
 # Ranges that the pipeline checks, with status 400: `json_schema_extra` documents them without a check.
 MaxTokens = Annotated[Integer | None, Field(json_schema_extra=within(minimum=1))]
 Temperature = Annotated[FiniteFloat | None, Field(json_schema_extra=within(minimum=0, maximum=5))]
-TopP = Annotated[FiniteFloat | None, Field(json_schema_extra=within(exclusiveMinimum=0, maximum=1))]
+TopP = Annotated[FiniteFloat | None, Field(json_schema_extra=within(minimum=0, maximum=1))]
 TopK = Annotated[Integer | None, Field(json_schema_extra=within(minimum=0))]
 
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_STOP = {"type": "string", "maxLength": MAX_STOP_CHARACTERS}
 _STOPS = {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}
 
 StopList = Annotated[list[str], Field(fail_fast=True), WithJsonSchema(_STOPS)]
@@ -266,13 +266,35 @@ class Part(RequestModel):
     text: str | None = None
 
 
+class FunctionCallInput(RequestModel):
+    """The function of a call, and its arguments: an object, or its JSON text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: Annotated[
+        Annotated[str, Tag("string")] | Annotated[dict[str, Any], Tag("object")], Forms("string", "object")
+    ]
+
+
+class ToolCallInput(RequestModel):
+    """A call of a tool in an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str | None = None
+    function: FunctionCallInput
+
+
 class Message(RequestModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]})
+    role: str = Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]})
     content: TextOr[Part] | None = None
+    tool_calls: list[ToolCallInput] | None = Field(default=None, description="Of an answer: the tools it called.")
+    tool_call_id: str | None = Field(default=None, description="Of the role 'tool': the call whose result it is.")
 
 
 Messages = Annotated[
@@ -281,7 +303,7 @@ Messages = Annotated[
         fail_fast=True,
         min_length=1,
         examples=[EXAMPLE],
-        description="The last one must be the user's: it is the question.",
+        description="The last one must be the user's: it is the question. Results of tools may follow it.",
     ),
 ]
 
@@ -290,8 +312,10 @@ def chat_message(message: Message, index: int, param: str = "messages") -> ChatM
     """Return a message for the pipeline. Errors name its index and ``param``, the field of the messages.
 
     Raises:
-        UnsupportedFeatureError: it has another role, or a part that is no text.
+        UnsupportedFeatureError: it has another role, a part that is no text, or calls of tools, for formats without.
     """
+    if message.tool_calls:
+        raise UnsupportedFeatureError(f"{param}[{index}]: tool_calls is not supported here; leave it out", param=param)
     role = _ROLES.get(message.role)
     if role is None:
         raise UnsupportedFeatureError(

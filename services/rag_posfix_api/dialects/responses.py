@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.tools import ToolCall
 from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
@@ -41,6 +42,16 @@ from rag_posfix_api.dialects.requests import (
     needs,
     to_documents,
 )
+from rag_posfix_api.dialects.tools import (
+    NamedTool,
+    ToolChoice,
+    ToolTurns,
+    check_free_answer,
+    choice_name,
+    definition,
+    tool_use,
+    unsupported_tool,
+)
 from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
 from rag_posfix_api.http.json_bodies import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
@@ -55,17 +66,38 @@ class InputPart(RequestModel):
     text: str | None = None
 
 
+_ROLE = {"type": "string", "enum": ["system", "developer", "user", "assistant"]}
+_MESSAGE_OR_CALL: dict[str, Any] = {
+    "anyOf": [{"required": ["role"], "properties": {"role": _ROLE}}, {"required": ["type", "call_id"]}]
+}
+
+
 class InputItem(RequestModel):
-    """A message of the conversation."""
+    """A message of the conversation, a call of a tool, or its result."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra=needs("role", {"type": "string", "enum": ["system", "developer", "user", "assistant"]}),
+    model_config = ConfigDict(extra="allow", json_schema_extra=_MESSAGE_OR_CALL)
+
+    type: str = Field(
+        default="message", json_schema_extra={"enum": ["message", "function_call", "function_call_output"]}
     )
-
-    type: str = Field(default="message", json_schema_extra={"enum": ["message"]})
     role: str | None = None
     content: TextOr[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = Field(default=None, description="The tool that is called.")
+    arguments: str | None = Field(default=None, description="The arguments of a call, as JSON.")
+    output: TextOr[InputPart] | None = Field(default=None, description="The result of a call.")
+
+
+class FunctionTool(RequestModel):
+    """A function that may be called; other tools are refused."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["type", "name"]})
+
+    type: str = Field(default="function", json_schema_extra={"enum": ["function"]})
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
+    strict: bool | None = None
 
 
 class TextFormat(RequestModel):
@@ -110,6 +142,11 @@ class ResponsesRequest(RequestModel):
     top_p: TopP = None
     stream: bool | None = None
     text: TextOptions | None = None
+    tools: list[FunctionTool] | None = Field(
+        default=None, description="Functions that may be called, where the chat template of the model takes tools."
+    )
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     documents: Documents | None = Field(
         default=None, description="The passages to answer from. Without the field they are retrieved."
     )
@@ -142,6 +179,17 @@ class OutputMessage(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+
+
+class FunctionCall(BaseModel):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Literal["in_progress", "completed"]
+    call_id: str
+    name: str
+    arguments: str
 
 
 class InputTokensDetails(BaseModel):
@@ -192,14 +240,14 @@ class ResponseObject(BaseModel):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = False
+    output: list[OutputMessage | FunctionCall]
+    parallel_tool_calls: bool = True
     previous_response_id: None = None
     store: Literal[False] = False
     temperature: float
     text: TextOptions = Field(default_factory=TextOptions)
-    tool_choice: Literal["none"] = "none"
-    tools: list[Any] = Field(default_factory=list)
+    tool_choice: str | NamedTool = "auto"
+    tools: list[FunctionTool] = Field(default_factory=list)
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
@@ -209,8 +257,6 @@ class ResponseObject(BaseModel):
 
 # Unsupported fields that would change the answer, with the values that leave it unchanged.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "previous_response_id": (None,),
     "conversation": (None,),
     "prompt": (None,),
@@ -218,6 +264,24 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
 }
 _TEXTS = ("input_text", "output_text", "text")
+
+
+def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
+    """Return messages for the pipeline; calls in succession are those of one answer."""
+    turns = ToolTurns()
+    conversation: list[ChatMessage] = []
+    for kind, group in itertools.groupby(enumerate(items), key=lambda entry: entry[1].type):
+        entries = list(group)
+        if kind == "function_call":
+            calls = [(item.call_id, item.name or "", item.arguments or "{}") for _, item in entries]
+            conversation.append(turns.called("", calls, f"input[{entries[0][0]}]"))
+        elif kind == "function_call_output":
+            for index, item in entries:
+                text = _chat_message(InputItem(role="user", content=item.output), index)["content"]
+                conversation.append(turns.result(text, item.call_id or "", f"input[{index}]"))
+        else:
+            conversation += [_chat_message(item, index) for index, item in entries]
+    return conversation
 
 
 def _chat_message(item: InputItem, index: int) -> ChatMessage:
@@ -235,57 +299,73 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
     return chat_message(Message(role=item.role, content=content_parts), index, "input")
 
 
+def _definitions(tools: Sequence[FunctionTool]) -> Iterator[dict[str, Any]]:
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise unsupported_tool(f"tools[{index}]", tool.type)
+        yield definition(tool.name, tool.description, tool.parameters)
+
+
 class ResponseRenderer(AnswerRenderer):
     """Renders one response, which repeats the sampling parameters of the question."""
 
     def __init__(
-        self, identity: str, model: str, sampling: Sampling, instructions: str | None, text: TextOptions
+        self, identity: str, model: str, sampling: Sampling, body: ResponsesRequest, text: TextOptions
     ) -> None:
         self._item_id = f"msg_{identity}"
+        self._has_text = False
         self._numbers = itertools.count()
         self._shared: dict[str, Any] = {
             "id": f"resp_{identity}",
             "created_at": int(time.time()),
             "model": model,
-            "instructions": instructions,
+            "instructions": body.instructions,
             "max_output_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "text": text,
+            "tools": body.tools or [],
+            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
         }
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         status = _status(answer)
+        output: list[OutputMessage | FunctionCall] = [_function_call(call) for call in answer.tool_calls]
+        if answer.text or not output:
+            text = OutputText(text=answer.text, annotations=_annotations(answer))
+            output.insert(0, OutputMessage(id=self._item_id, status=status, content=[text]))
         return ResponseObject(
             **self._shared,
             status=status,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
-            output=[
-                OutputMessage(
-                    id=self._item_id,
-                    status=status,
-                    content=[OutputText(text=answer.text, annotations=_annotations(answer))],
-                )
-            ],
+            output=output,
             usage=_usage(answer),
             posfix=provenance(answer),
         ).model_dump()
 
     def opening(self, first: AnswerChunk | None) -> Iterator[bytes]:
         response = ResponseObject(**self._shared, status="in_progress", output=[]).model_dump()
-        item = OutputMessage(id=self._item_id, status="in_progress", content=[])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
-        yield self._event("response.output_item.added", output_index=0, item=item.model_dump())
-        yield self._part_event("response.content_part.added", part=OutputText(text="").model_dump())
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
+        is_empty = chunk.answer is not None and not chunk.answer.tool_calls  # it has a message all the same
+        if (chunk.text or is_empty) and not self._has_text:
+            self._has_text = True
+            message = OutputMessage(id=self._item_id, status="in_progress", content=[])
+            yield self._event("response.output_item.added", output_index=0, item=message.model_dump())
+            yield self._part_event("response.content_part.added", part=OutputText(text="").model_dump())
         if chunk.text:
             yield self._part_event("response.output_text.delta", delta=chunk.text, logprobs=[])
         if chunk.answer is None:
             return
         response = self.whole(chunk.answer)
-        (item,) = response["output"]
+        for index, item in enumerate(response["output"]):
+            yield from self._message_end(item) if item["type"] == "message" else self._call_events(index, item)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _message_end(self, item: dict[str, Any]) -> Iterator[bytes]:
         (content_part,) = item["content"]
         for index, annotation in enumerate(content_part["annotations"]):
             yield self._part_event(
@@ -294,14 +374,21 @@ class ResponseRenderer(AnswerRenderer):
         yield self._part_event("response.output_text.done", text=content_part["text"], logprobs=[])
         yield self._part_event("response.content_part.done", part=content_part)
         yield self._event("response.output_item.done", output_index=0, item=item)
-        yield self._event(f"response.{response['status']}", response=response)
+
+    def _call_events(self, index: int, item: dict[str, Any]) -> Iterator[bytes]:
+        place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+        begun = item | {"status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
+        yield self._event("response.output_item.done", output_index=index, item=item)
 
     def failure(self, problem: Problem) -> Iterator[bytes]:
         error = ResponseError(code=problem.code, message=problem.message)
         failed = ResponseObject(**self._shared, status="failed", error=error, output=[])
         yield self._event("response.failed", response=failed.model_dump())
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
     def _part_event(self, name: str, **fields: Any) -> bytes:
@@ -316,6 +403,12 @@ def _annotations(answer: Answer) -> list[FileCitation]:
         for end, name in cited
         if name in documents
     ]
+
+
+def _function_call(call: ToolCall) -> FunctionCall:
+    return FunctionCall(
+        id=f"fc_{call.id}", status="completed", call_id=call.id, name=call.name, arguments=call.arguments_text
+    )
 
 
 def _status(answer: Answer) -> Literal["completed", "incomplete"]:
@@ -342,18 +435,24 @@ def create_response(body: ResponsesRequest, service: Service) -> tuple[Question,
     reject_fields(body.model_extra, _UNSUPPORTED)
     text = body.text or TextOptions()
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    json_schema = text.format.json_schema()
+    tools = tool_use(
+        lambda: list(_definitions(body.tools or ())), choice_name(body.tool_choice), parallel=body.parallel_tool_calls
+    )
+    check_free_answer(tools, {"text.format": json_schema is not None})
     question = build_question(
         service,
-        [_chat_message(item, index) for index, item in enumerate(items)],
+        _conversation(items),
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
         body.posfix,
-        role=items[-1].role or "",
+        role=items[-1].role or items[-1].type,
         system=body.instructions,
         param="input",
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        json_schema=text.format.json_schema(),
+        json_schema=json_schema,
+        tools=tools,
     )
     sampling = question.sampling or service.pipeline.defaults.sampling
-    return question, ResponseRenderer(service.identifiers.new(), service.model_id, sampling, body.instructions, text)
+    return question, ResponseRenderer(service.identifiers.new(), service.model_id, sampling, body, text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -263,10 +264,12 @@ class AnswerStream(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         opened = False
         timeout: float | None = PULSE_SECONDS
+        written = time.monotonic()
         try:
             while True:
                 while not (await asyncio.wait({self._next}, timeout=timeout))[0]:
                     yield self._pulse
+                    written = time.monotonic()
                 chunk = self._next.result()
                 if not opened:
                     opened = True
@@ -276,6 +279,10 @@ class AnswerStream(Response):
                     break
                 for event in self._renderer.piece(chunk):
                     yield event
+                    written = time.monotonic()
+                if chunk.answer is None and time.monotonic() - written >= PULSE_SECONDS:  # such as a call of a tool
+                    yield self._pulse
+                    written = time.monotonic()
                 if chunk.answer is not None:
                     self._record(chunk.answer)
                     timeout = None  # a blank after the last line would be a line

@@ -90,7 +90,7 @@ capabilities:
 {{- fail "weights.source=hub needs weights.hub: repositories with a revision" -}}
 {{- end -}}
 {{- if and (eq $v.weights.source "s3") (not (and $v.weights.s3.uri $v.weights.s3.image)) -}}
-{{- fail "weights.source=s3 needs weights.s3.uri, and weights.s3.image: an image with the AWS command line" -}}
+{{- fail "weights.source=s3 needs weights.s3.uri, and weights.s3.image: an image with the AWS command line, by its digest" -}}
 {{- end -}}
 {{- range $key := list "name" "embeddingModel" -}}
 {{- $model := index $v.model $key -}}

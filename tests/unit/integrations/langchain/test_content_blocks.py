@@ -6,6 +6,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.tools import ToolUse
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.langchain.content_blocks import document_block, question_fields, read_conversation
 
@@ -141,7 +142,7 @@ def test_a_question_object_keeps_every_field():
         "documents": None, "history": [{"role": "user", "content": "Hello"}], "mitigation": "none", "order": "reverse",
         "seed": 3, "k": 2, "sampling": Sampling(max_tokens=5), "tenant": "bolt", "use_cache": False,
         "index": "archive", "reranker": "embedding:top_n=2", "allow_ungrounded": True, "template": None,
-        "query": "last", "filter": {"year": 1}, "floor": 0.5,
+        "query": "last", "filter": {"year": 1}, "floor": 0.5, "tools": ToolUse(choice="none"),
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Question)} == {"text", *values}
     question = Question("Which city?", **values)

@@ -1,4 +1,4 @@
-"""Calls of tools as a chat template writes them: found by rendering a call, and read from what the model writes."""
+"""Tools as a chat template writes them: found by rendering a call; calls are read from what the model writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rag_posfix.contracts.generator import ChatMessage, ToolEncoder
+from rag_posfix.contracts.generator import ChatMessage, Generator, ToolEncoder, check_json_schema, shown_model
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 
 _TOOL, _ARGUMENTS, _RESULT = "probe_of_tools", "\ue000", "result_of_tools"
@@ -107,6 +107,63 @@ class ToolCallReader:
         return self._form.read(self._waiting, self._names)
 
 
+@dataclass(frozen=True, slots=True)
+class BoundTools:
+    """The tools of a question, for one generator.
+
+    Attributes:
+        encoder: The generator's tokenizer, which renders the tools.
+        form: How its chat template writes calls.
+        names: The tools that may be called.
+        schema: The JSON schema of a call that must be made; None where the model decides.
+    """
+
+    encoder: ToolEncoder
+    form: ToolFormat
+    names: tuple[str, ...]
+    schema: str | None
+
+    def read(self, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        """Return the text of an answer without its calls, and the calls as (name, arguments)."""
+        return self.form.read(text, self.names)
+
+    def reader(self) -> ToolCallReader:
+        return ToolCallReader(self.form, self.names, inside=self.schema is not None)
+
+
+def resolve_tools(generator: Generator, tools: Sequence[Mapping[str, Any]], choice: Any) -> BoundTools:
+    """Return tools as a generator's chat template writes them.
+
+    Args:
+        tools: The tools in OpenAI's form.
+        choice: ``auto`` or None, ``none``, ``any`` (``required``, True), the name of a tool, or OpenAI's object of it.
+
+    Raises:
+        ConfigError: no tool has the name.
+        UnsupportedModelError: the chat template takes no tools, or a required call cannot be enforced.
+    """
+    encoder = generator.encoder
+    if not isinstance(encoder, ToolEncoder):
+        raise UnsupportedModelError(
+            f"{shown_model(generator.model_id)} takes no tools here; give PosfixRAG.as_tool() to a model that does"
+        )
+    form = find_tool_format(encoder)
+    if isinstance(choice, Mapping):
+        choice = choice.get("function", choice).get("name")
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice in (None, "auto", False):
+        return BoundTools(encoder.with_tools(tools), form, names, None)
+    if choice == "none":
+        return BoundTools(encoder.with_tools(()), form, (), None)
+    callable_names = names if choice in ("any", "required", True) else (choice,)
+    required = [tool for tool in tools if tool["function"]["name"] in callable_names]
+    if not required:
+        raise ConfigError(f"tool_choice={choice!r} must be auto, none, any or the name of a tool: {', '.join(names)}")
+    schema = form.schema(required)
+    check_json_schema(generator, schema)
+    return BoundTools(encoder.with_tools(tools, form.opening), form, callable_names, schema)
+
+
 def find_tool_format(encoder: ToolEncoder) -> ToolFormat:
     """Return how the chat template of a model writes calls of tools.
 
@@ -120,13 +177,14 @@ def find_tool_format(encoder: ToolEncoder) -> ToolFormat:
     result: ChatMessage = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": _TOOL}
     try:
         opened = encoder.with_tools([tool]).render_chat([question])
-        written = encoder.render_chat([question, called], open_answer=False)
-        answered = encoder.render_chat([question, called, result])
+        bare = encoder.with_tools(())
+        written = bare.render_chat([question, called], open_answer=False)
+        answered = bare.render_chat([question, called, result])
     except ConfigError as error:
         raise _unsupported("refuses them") from error
     if _TOOL not in opened or _TOOL not in written or _RESULT not in answered:
         raise _unsupported("writes no tools, no calls or no results")
-    pairs = zip(encoder.render_chat([question]), written, strict=False)
+    pairs = zip(bare.render_chat([question]), written, strict=False)
     turn = written[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
     turn = re.sub(f'"?{_ARGUMENTS}"?', "{}", turn)
     for start in (match.start() for match in re.finditer("{", turn)):
