@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -66,7 +67,7 @@ class Committee(Mitigation):
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage, the row without passages, and the all-passages row."""
         cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
-        layout = cut or layout
+        layout = cut.layout if cut else layout
         ranked = layout.ranked()[: self.experts]
         if not ranked:
             return Plan()
@@ -78,15 +79,15 @@ class Committee(Mitigation):
                 RowPlan(passages=()),
                 RowPlan(passages=order, reusable=layout.select(order).boundaries, all_passages=True),
             ),
-            combine=self._combine(log_relevance(layout, experts)),
+            combine=self._combine(log_relevance(layout, experts), cut.of_rows(experts) if cut else ()),
             independent_passages=True,
             score_question=self.relevance != "score",
-            layout=cut,
+            layout=layout if cut else None,
         )
 
-    def _combine(self, score: Tensor) -> Combine:
+    def _combine(self, score: Tensor, copies: Sequence[bool]) -> Combine:
         """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
-        n, relevance = len(score), relevance_rule(self.relevance, score)
+        n, relevance = len(score), relevance_rule(self.relevance, score, copies)
 
         def members(rows: Tensor) -> Tensor:
             """Return the experts and the all-passages row, without the row without passages."""

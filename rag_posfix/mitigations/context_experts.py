@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -121,17 +122,17 @@ class ContextExperts(Mitigation):
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
         cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
-        layout = cut or layout
+        layout = cut.layout if cut else layout
         chosen = self._chosen(layout)
         if not chosen:
             return Plan()
         rows = (*(RowPlan(passages=(index,)) for index in chosen), RowPlan(passages=()))
         return Plan(
             rows=rows,
-            combine=self._combine(log_relevance(layout, chosen)),
+            combine=self._combine(log_relevance(layout, chosen), cut.of_rows(chosen) if cut else ()),
             independent_passages=True,
             score_question=self.relevance != "score",
-            layout=cut,
+            layout=layout if cut else None,
             tracks_sentence=bool(self.contrast) and self.contrast_until == "sentence",
         )
 
@@ -149,9 +150,9 @@ class ContextExperts(Mitigation):
         best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
         return tuple(i for i in order if i in best)
 
-    def _combine(self, score: Tensor) -> Combine:
+    def _combine(self, score: Tensor, copies: Sequence[bool]) -> Combine:
         """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
-        relevance = relevance_rule(self.relevance, score)
+        relevance = relevance_rule(self.relevance, score, copies)
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, no_context = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -74,22 +75,23 @@ class PassageAnswers(Mitigation):
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
         cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
-        layout = cut or layout
+        layout = cut.layout if cut else layout
         order = layout.canonical_order()
         if not order:
             return Plan()
+        copies = cut.of_rows(order) if cut else ()
         return Plan(
             rows=(*(RowPlan(passages=(index,)) for index in order), RowPlan(passages=())),
             combine=_posterior,
             independent_passages=True,
             score_question=self.relevance != "score",
-            layout=cut,
-            draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order))),
+            layout=layout if cut else None,
+            draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order), copies)),
         )
 
-    def _choose(self, score: Tensor) -> Choose:
+    def _choose(self, score: Tensor, copies: Sequence[bool]) -> Choose:
         """Return the rule that weighs the rows. Shape of ``score``: (N,), log relevance."""
-        relevance = relevance_rule(self.relevance, score)
+        relevance = relevance_rule(self.relevance, score, copies)
 
         def choose(candidates: CandidateAnswers) -> Tensor:
             log_probs = candidates.log_probs[:-1]  # (N, N + 1), of the passages' answers

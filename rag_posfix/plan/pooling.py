@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +28,27 @@ def log_relevance(layout: Layout, passages: Sequence[int]) -> Tensor:
     return relevance.clamp(min=RELEVANCE_FLOOR).log()
 
 
-def relevance_rule(source: Relevance, score: Tensor) -> Callable[[Tensor], Tensor]:
+def relevance_rule(source: Relevance, score: Tensor, copies: Sequence[bool] = ()) -> Callable[[Tensor], Tensor]:
     """Return a function from the rows' log-probability of the question to the log relevance of their passages.
+
+    A passage that copied the question counts with the median of those that did not, where its own is lower: without
+    the copy it says too little to make the question likely, as the answer of an FAQ does.
+
+    Args:
+        copies: For each row whether its passage copied the question; empty if none did.
 
     Shapes:
         score: (N,), ``log_relevance``. The function: (N,) -> (N,).
     """
     score_on = per_device(score)
+    has_both = any(copies) and not all(copies)
+    copied_on = per_device(torch.tensor(copies, dtype=torch.bool))
+    others_on = per_device(torch.tensor([row for row, copied in enumerate(copies) if not copied], dtype=torch.long))
 
     def relevance(question: Tensor) -> Tensor:
+        if has_both:
+            median = question.index_select(0, others_on(question.device)).median()
+            question = torch.where(copied_on(question.device), question.clamp(min=median), question)
         if source == "question":
             return question
         return score_on(question.device) + (question if source == "both" else 0.0)
@@ -66,26 +78,37 @@ COPIED_SHARE = 0.6
 LEAST_NGRAMS = 4
 
 
-def without_copies(layout: Layout) -> Layout | None:
+class CutCopies(NamedTuple):
+    """A layout without the copies of the question, and the passages that held one."""
+
+    layout: Layout
+    passages: frozenset[int]
+
+    def of_rows(self, passages: Sequence[int]) -> tuple[bool, ...]:
+        """Return for each row, which reads one of ``passages``, whether its passage held a copy."""
+        return tuple(index in self.passages for index in passages)
+
+
+def without_copies(layout: Layout) -> CutCopies | None:
     """Return the layout in which a copy of the question is no evidence for a passage; None without copies.
 
     A passage is a copy if |G(question) & G(passage)| > ``COPIED_SHARE`` |G(question)|, where G is the set of runs of
     ``NGRAM_TOKENS`` tokens; of ``LETTER_NGRAM_TOKENS`` if less than ``DISTINCT_SHARE`` of the question's tokens are
     distinct, because then tokens are letters or bytes, and passages share three of them by chance. The tokens of the
-    shared runs are cut out of it, so that the likelihood of the question after it is that of what else it says. Its
-    score stays: an entry of an FAQ is retrieved by its question, and an echo has nothing else to say. A question with
-    fewer than ``LEAST_NGRAMS`` runs has no copies: passages share the words of a short query because they are about
-    it. The heading belongs to the passage: the title of a forum thread is the question.
+    shared runs are cut out of it, so that the likelihood of the question after it is that of what else it says
+    (``relevance_rule`` says how it counts). Its score stays: an entry of an FAQ is retrieved by its question. A
+    question with fewer than ``LEAST_NGRAMS`` runs has no copies: passages share the words of a short query because
+    they are about it. The heading belongs to the passage: the title of a forum thread is the question.
     """
     question = layout.tokens(layout.question)
     size = NGRAM_TOKENS if len(set(question)) >= DISTINCT_SHARE * len(question) else LETTER_NGRAM_TOKENS
     wanted = set(_ngrams(question, size))
     if len(wanted) < LEAST_NGRAMS:
         return None
-    copied = [spans for passage in layout.passages if (spans := _copied(layout, passage, wanted, size))]
+    copied = {i: spans for i, text in enumerate(layout.passages) if (spans := _copied(layout, text, wanted, size))}
     if not copied:
         return None
-    return layout.cut([span for spans in copied for span in spans])
+    return CutCopies(layout.cut([span for spans in copied.values() for span in spans]), frozenset(copied))
 
 
 def _copied(layout: Layout, passage: Span, wanted: set[tuple[int, ...]], size: int) -> list[Span]:

@@ -13,7 +13,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.pooling import without_copies
+from rag_posfix.plan.pooling import relevance_rule, without_copies
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model
 
@@ -58,10 +58,11 @@ def test_runs_that_a_passage_shares_with_the_question_are_cut(text, remainder):
     if remainder is None:
         assert cut is None
         return
-    assert texts_of(cut) == [FIRST, remainder, LAST]
-    assert [cut.tokens(span)[0] for span in cut.passages] == [5, 5, 5]
-    assert cut.tokens(cut.question) == QUESTION
-    assert cut.keys == layout.keys
+    assert cut.passages == {1}
+    assert texts_of(cut.layout) == [FIRST, remainder, LAST]
+    assert [cut.layout.tokens(span)[0] for span in cut.layout.passages] == [5, 5, 5]
+    assert cut.layout.tokens(cut.layout.question) == QUESTION
+    assert cut.layout.keys == layout.keys
 
 
 def test_a_short_query_has_no_copies():
@@ -71,14 +72,14 @@ def test_a_short_query_has_no_copies():
 
 def test_the_score_of_a_copy_stays_for_an_entry_of_an_faq_is_found_by_its_question():
     for relevance in ((0.4, 0.9, 0.6), (0.4, 0.1, 0.6), None):
-        assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).relevance == relevance
+        assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).layout.relevance == relevance
 
 
 def test_a_title_that_is_the_question_is_cut_too():
     layout = layout_of((*QUESTION, *FIRST), LAST)
     start = layout.texts[0].start
     titled = replace(layout, texts=(Span(start + len(QUESTION), layout.texts[0].stop), layout.texts[1]))
-    cut = without_copies(titled)
+    cut = without_copies(titled).layout
     assert texts_of(cut) == [FIRST, LAST]
     assert cut.tokens(cut.passages[0]) == (5, *FIRST, 6)
 
@@ -100,9 +101,11 @@ METHODS = ["context_experts", "committee", "passage_answers"]
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
-    # The order of the passages differs too: the answer follows the content alone.
-    texts, relevance = (FIRST, (50, *QUESTION, 51), LAST), (0.4, 0.9, 0.6)
-    plain = layout_of(FIRST, (50, 51), LAST, relevance=relevance)
+    # The order of the passages differs too: the answer follows the content alone. Every passage is a copy here, so
+    # there is no other one to weigh a copy by.
+    texts = [(number, *QUESTION, number + 1) for number in (50, 52, 54)]
+    relevance = (0.4, 0.9, 0.6)
+    plain = layout_of(*((number, number + 1) for number in (50, 52, 54)), relevance=relevance)
     expected = scores(engine, plain, name)
     for order in itertools.permutations(range(3)):
         layout = layout_of(*texts, relevance=relevance).select(order)
@@ -110,6 +113,17 @@ def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
     assert not torch.equal(
         scores(engine, layout_of(*texts, relevance=relevance), name, question_copies=True), expected
     )
+
+
+def test_a_copy_counts_with_the_median_of_the_other_passages_where_its_own_likelihood_is_lower():
+    score, question = torch.tensor([-1.0, -0.5, -2.0, -2.0]), torch.tensor([-3.0, -6.0, -2.0, -4.0])
+    relevance = relevance_rule("both", score, (False, True, False, False))
+    # The others have -3, -2 and -4, the median is -3: -1 - 3, -0.5 - 3, -2 - 2, -2 - 4.
+    assert relevance(question).tolist() == [-4.0, -3.5, -4.0, -6.0]
+    above = torch.tensor([-3.0, -1.0, -2.0, -4.0])  # what the copy says besides is likelier than that
+    assert relevance(above).tolist() == [-4.0, -1.5, -4.0, -6.0]
+    for copies in ((), (True,) * 4):
+        assert torch.equal(relevance_rule("both", score, copies)(question), score + question)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -131,4 +145,4 @@ def test_tokens_of_letters_are_compared_in_longer_runs():
     assert without_copies(layout_of(tuple(map(ord, "the hall and the town")), related, question=question)) is None
     cut = without_copies(layout_of(related, copy, question=question))
     assert cut is not None
-    assert texts_of(cut)[1] == tuple(map(ord, "ilse korvanth"))  # the space is in a run of the question
+    assert texts_of(cut.layout)[1] == tuple(map(ord, "ilse korvanth"))  # the space is in a run of the question
