@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -15,7 +14,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Combine, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
+from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
 
 
 @MITIGATIONS.register("committee")
@@ -79,15 +78,14 @@ class Committee(Mitigation):
                 RowPlan(passages=()),
                 RowPlan(passages=order, reusable=layout.select(order).boundaries, all_passages=True),
             ),
-            combine=self._combine(log_relevance(layout, experts), cut.of_rows(experts) if cut else ()),
+            combine=self._combine(relevance_rule(self.relevance, layout, experts, cut), len(experts)),
             independent_passages=True,
             score_question=self.relevance != "score",
             layout=layout if cut else None,
         )
 
-    def _combine(self, score: Tensor, copies: Sequence[bool]) -> Combine:
-        """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
-        n, relevance = len(score), relevance_rule(self.relevance, score, copies)
+    def _combine(self, relevance: Rule, n: int) -> Combine:
+        """Return the pooling rule."""
 
         def members(rows: Tensor) -> Tensor:
             """Return the experts and the all-passages row, without the row without passages."""

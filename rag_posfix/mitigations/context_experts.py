@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -16,7 +15,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Combine, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
+from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
 
 
 def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
@@ -129,7 +128,7 @@ class ContextExperts(Mitigation):
         rows = (*(RowPlan(passages=(index,)) for index in chosen), RowPlan(passages=()))
         return Plan(
             rows=rows,
-            combine=self._combine(log_relevance(layout, chosen), cut.of_rows(chosen) if cut else ()),
+            combine=self._combine(relevance_rule(self.relevance, layout, chosen, cut)),
             independent_passages=True,
             score_question=self.relevance != "score",
             layout=layout if cut else None,
@@ -150,9 +149,8 @@ class ContextExperts(Mitigation):
         best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
         return tuple(i for i in order if i in best)
 
-    def _combine(self, score: Tensor, copies: Sequence[bool]) -> Combine:
-        """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
-        relevance = relevance_rule(self.relevance, score, copies)
+    def _combine(self, relevance: Rule) -> Combine:
+        """Return the pooling rule."""
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, no_context = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -14,7 +13,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import CandidateAnswers, Choose, Draft, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
+from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
 
 
 @MITIGATIONS.register("passage_answers")
@@ -79,19 +78,17 @@ class PassageAnswers(Mitigation):
         order = layout.canonical_order()
         if not order:
             return Plan()
-        copies = cut.of_rows(order) if cut else ()
         return Plan(
             rows=(*(RowPlan(passages=(index,)) for index in order), RowPlan(passages=())),
             combine=_posterior,
             independent_passages=True,
             score_question=self.relevance != "score",
             layout=layout if cut else None,
-            draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order), copies)),
+            draft=Draft(self.answer_tokens, self._choose(relevance_rule(self.relevance, layout, order, cut))),
         )
 
-    def _choose(self, score: Tensor, copies: Sequence[bool]) -> Choose:
-        """Return the rule that weighs the rows. Shape of ``score``: (N,), log relevance."""
-        relevance = relevance_rule(self.relevance, score, copies)
+    def _choose(self, relevance: Rule) -> Choose:
+        """Return the rule that weighs the rows."""
 
         def choose(candidates: CandidateAnswers) -> Tensor:
             log_probs = candidates.log_probs[:-1]  # (N, N + 1), of the passages' answers

@@ -58,7 +58,7 @@ def test_runs_that_a_passage_shares_with_the_question_are_cut(text, remainder):
     if remainder is None:
         assert cut is None
         return
-    assert cut.passages == {1}
+    assert (cut.copies, cut.siblings) == ({1}, frozenset())
     assert texts_of(cut.layout) == [FIRST, remainder, LAST]
     assert [cut.layout.tokens(span)[0] for span in cut.layout.passages] == [5, 5, 5]
     assert cut.layout.tokens(cut.layout.question) == QUESTION
@@ -115,15 +115,39 @@ def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
     )
 
 
+def rule_of(*texts: tuple[int, ...]):
+    """Return the rule of ``both`` for passages whose scores are 1, .5, .5, ...: log 1 = 0 and log .5 = -.69."""
+    layout = layout_of(*texts, relevance=(1.0, *[0.5] * (len(texts) - 1)))
+    cut = without_copies(layout)
+    return relevance_rule("both", layout if cut is None else cut.layout, range(len(texts)), cut)
+
+
+def relevance_of(rule, *question: float) -> list[float]:
+    return [round(value, 2) for value in rule(torch.tensor(question)).tolist()]
+
+
 def test_a_copy_counts_with_the_median_of_the_other_passages_where_its_own_likelihood_is_lower():
-    score, question = torch.tensor([-1.0, -0.5, -2.0, -2.0]), torch.tensor([-3.0, -6.0, -2.0, -4.0])
-    relevance = relevance_rule("both", score, (False, True, False, False))
-    # The others have -3, -2 and -4, the median is -3: -1 - 3, -0.5 - 3, -2 - 2, -2 - 4.
-    assert relevance(question).tolist() == [-4.0, -3.5, -4.0, -6.0]
-    above = torch.tensor([-3.0, -1.0, -2.0, -4.0])  # what the copy says besides is likelier than that
-    assert relevance(above).tolist() == [-4.0, -1.5, -4.0, -6.0]
-    for copies in ((), (True,) * 4):
-        assert torch.equal(relevance_rule("both", score, copies)(question), score + question)
+    rule = rule_of(QUESTION, FIRST, LAST, (50, 51))
+    # The others have -3, -2 and -4, the median is -3: 0 - 3, -.69 - 3, -.69 - 2, -.69 - 4.
+    assert relevance_of(rule, -6.0, -3.0, -2.0, -4.0) == [-3.0, -3.69, -2.69, -4.69]
+    # What the copy says besides is likelier than that.
+    assert relevance_of(rule, -1.0, -3.0, -2.0, -4.0) == [-1.0, -3.69, -2.69, -4.69]
+    for texts in ((FIRST, LAST), ((*QUESTION, 50), (*QUESTION, 51))):
+        assert relevance_of(rule_of(*texts), -6.0, -3.0) == [-6.0, -3.69]
+
+
+def test_a_passage_that_asks_in_the_same_words_about_something_else_counts_no_more_than_the_copy():
+    sibling = (*QUESTION[:5], 60, 61)  # 3 of the 6 runs, the first among them
+    rule = rule_of((*QUESTION, 50), sibling, FIRST, LAST)
+    # Median of -1, -5 and -4: -4. The copy counts with -4, the sibling with -4 too, and the scores decide.
+    assert relevance_of(rule, -6.0, -1.0, -5.0, -4.0) == [-4.0, -4.69, -5.69, -4.69]
+    assert relevance_of(rule, -6.0, -5.5, -5.0, -4.0) == [-5.0, -6.19, -5.69, -4.69]  # median -5; its own is lower
+    answer = (60, *QUESTION[1:6], 61)  # as many runs, without the interrogative: an answer in the question's words
+    assert relevance_of(rule_of((*QUESTION, 50), answer, FIRST, LAST), -6.0, -1.0, -5.0, -4.0)[1] == -1.69
+    cut = without_copies(layout_of((*QUESTION, 50), sibling, answer))
+    assert (cut.copies, cut.siblings) == ({0}, {1})
+    assert texts_of(cut.layout) == [(50,), (60, 61), answer]
+    assert without_copies(layout_of(sibling, FIRST)) is None, "without a copy a passage that asks is as others"
 
 
 @pytest.mark.parametrize("name", METHODS)
