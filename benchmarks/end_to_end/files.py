@@ -14,9 +14,13 @@ from tests.support.pdf_files import assemble_pdf, shown_lines
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
+OWN_FILES = "own_files"
+"""Questions about files as people have them, by kind of question; their files are in a folder of this name."""
+
+Half = Literal["choose", "report"]
 Kind = Literal[
     "headings", "tables", "lists", "faq", "forum", "pdf", "docx", "html", "manual", "tickets", "records", "languages",
-    "filters", "follow-ups", "denied", "off-topic",
+    "filters", "follow-ups", "denied", "off-topic", "titled", "short",
 ]  # fmt: skip
 _PAGE_END = "\n\\f\n"
 
@@ -30,6 +34,9 @@ class GateQuestion:
         gold: The file with the answer; the forbidden file of a ``denied`` question; empty off topic.
         evidence: A text of the passage with the answer; without it a passage of the gold file with an answer is one.
         near: Whether an off-topic question asks for what the files tell about others.
+        unwanted: Names that an answer of the kind ``lists`` of ``OWN_FILES`` must not hold. There each of ``answers``
+            is wanted, as one of the forms that ``|`` separates.
+        whole_words: Whether an answer holds whole words of an accepted form: 23 is no part of 123.
     """
 
     id: str
@@ -41,19 +48,34 @@ class GateQuestion:
     filter: Mapping[str, Any] | None = None
     history: tuple[Mapping[str, str], ...] = ()
     near: bool = False
+    unwanted: tuple[str, ...] = ()
+    whole_words: bool = False
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is graded by the names that it holds."""
+        return self.whole_words and self.kind == "lists"
 
 
 def load_questions(name: str = "questions") -> list[GateQuestion]:
-    """Return committed questions: ``questions``, or ``unseen``, on which nothing was ever chosen."""
-    rows = map(json.loads, (HERE / f"{name}.jsonl").read_text("utf-8").splitlines())
+    """Return committed questions: ``questions``, ``unseen``, on which nothing was ever chosen, or ``OWN_FILES``."""
+    lists = ("answers", "history", "unwanted")
     return [
-        GateQuestion(**{**row, "answers": tuple(row["answers"]), "history": tuple(row.get("history", ()))})
-        for row in rows
+        GateQuestion(**{**row, **{field: tuple(row.get(field, ())) for field in lists}}, whole_words=name == OWN_FILES)
+        for row in map(json.loads, (HERE / f"{name}.jsonl").read_text("utf-8").splitlines())
     ]
 
 
-def write_files(folder: Path) -> list[Path]:
-    """Write all files of the corpus into an empty folder and return them."""
+def half_of(questions: Sequence[GateQuestion], half: Half) -> list[GateQuestion]:
+    """Return the questions with odd numbers, which settings are chosen on, or those with even ones, for reporting."""
+    return [question for question in questions if (int(question.id[1:]) % 2 == 1) == (half == "choose")]
+
+
+def write_files(folder: Path, name: str = "questions") -> list[Path]:
+    """Write the files that questions are about into an empty folder and return them."""
+    if name == OWN_FILES:
+        shutil.copytree(HERE / OWN_FILES, folder)
+        return sorted(path for path in folder.rglob("*") if path.is_file())
     shutil.copytree(CORPUS, folder, ignore=shutil.ignore_patterns("made"))
     made = folder / "made"
     made.mkdir()

@@ -16,11 +16,13 @@ from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.contracts.retrieval import retrieve_query
+from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.grading import best_subspan_em, normalize
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.query import search_query
 
 GOLD_ALONE = "gold alone"
+SHIPPED = "shipped"
 ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
     "none": {"mitigation": "none", "order": "relevance"},
     "/reverse/none": {"mitigation": "none", "order": "reverse"},
@@ -28,7 +30,25 @@ ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
 }
 """Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
 
-_MAX_TOKENS = 32
+_MAX_TOKENS, _MAX_LIST_TOKENS = 32, 64
+
+
+def arrangement_of(name: str) -> Mapping[str, str]:
+    """Return what a question names: of ``ARRANGEMENTS``, of ``reranker/order/method``, nothing if it is ``SHIPPED``.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if name == SHIPPED:
+        return {}
+    if name in ARRANGEMENTS:
+        return ARRANGEMENTS[name]
+    parts = name.split("/")
+    if len(parts) != 3:
+        raise ConfigError(
+            f"arrangement {name!r} must be one of {', '.join(ARRANGEMENTS)}, {SHIPPED}, or RERANKER/ORDER/METHOD"
+        )
+    return {key: part for key, part in zip(("reranker", "order", "mitigation"), parts, strict=True) if part}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +60,9 @@ class GateRow:
         gold_read: Whether the model read a right passage.
         cited: Documents that citations name, over all citations; ``cited_right`` are passages with the answer.
         leaked: Passages that the model read although the filter of the question leaves them out.
+        names: Share of the wanted names that the answer of a list holds; for other questions 1 if it is right.
+        unwanted: Share of the unwanted names that it holds.
+        heading_only: Whether a wrong answer has no word that is not in the title of a passage that was read.
     """
 
     arrangement: str
@@ -57,6 +80,9 @@ class GateRow:
     answer: str
     seconds: float
     judge_seconds: float
+    names: float = 0.0
+    unwanted: float = 0.0
+    heading_only: bool = False
 
 
 class Gate:
@@ -124,6 +150,7 @@ class Gate:
         seconds = time.perf_counter() - started
         gold_ids = {document.id for document in self.gold_passages(question)}
         cited = [identity for citation in answer.citations for identity in citation.document_ids]
+        right, names, unwanted = grade(answer.text, question)
         return GateRow(
             arrangement=arrangement,
             id=question.id,
@@ -133,22 +160,26 @@ class Gate:
             gold_read=any(document.id in gold_ids for document in answer.documents),
             best_score=max((float(hit.metadata["relevance_score"]) for hit in hits), default=0.0),
             grounded=answer.grounded,
-            right=answer.grounded and best_subspan_em(answer.text, question.answers) > 0,
+            right=answer.grounded and right,
             cited=len(cited),
             cited_right=sum(identity in gold_ids for identity in cited),
             leaked=self._leaks(question, answer),
             answer=answer.text,
             seconds=round(seconds, 3),
             judge_seconds=round(answer.timings.get("judge", 0.0), 3),
+            names=names,
+            unwanted=unwanted,
+            heading_only=answer.grounded and not right and _is_heading(answer),
         )
 
     def _request(self, question: GateQuestion, arrangement: str) -> Question:
         options: dict[str, Any] = {
-            "history": question.history, "sampling": Sampling(max_tokens=_MAX_TOKENS), "use_cache": False,
+            "history": question.history, "use_cache": False,
+            "sampling": Sampling(max_tokens=_MAX_LIST_TOKENS if question.is_list else _MAX_TOKENS),
         }  # fmt: skip
         if arrangement == GOLD_ALONE:
             return Question(question.question, self.gold_passages(question), mitigation="none", **options)
-        options |= {"k": self._k, "filter": question.filter, **ARRANGEMENTS[arrangement]}
+        options |= {"k": self._k, "filter": question.filter, **arrangement_of(arrangement)}
         return Question(question.question, **options)
 
     def _leaks(self, question: GateQuestion, answer: Answer) -> int:
@@ -157,6 +188,40 @@ class Gate:
         condition = parse_filter(question.filter)
         allowed = {document.id for document in self._passages if matches(condition, document.metadata)}
         return sum(document.id not in allowed for document in answer.documents)
+
+
+def grade(text: str, question: GateQuestion) -> tuple[bool, float, float]:
+    """Return whether an answer is right, the share of the wanted names that it holds, and that of the unwanted ones.
+
+    The answer of a list is right with all wanted names and no unwanted one; another one with an accepted form, and has
+    a share of 1 or 0 of the wanted names.
+    """
+    unwanted = _share(text, question.unwanted)
+    if question.is_list:
+        names = _share(text, question.answers)
+        return names == 1.0 and not unwanted, names, unwanted
+    if question.whole_words:
+        right = any(_holds_words(text, form) for form in question.answers)
+    else:
+        right = best_subspan_em(text, question.answers) > 0
+    return right, float(right), unwanted
+
+
+def _share(text: str, names: Sequence[str]) -> float:
+    """Return the share of names of which the text holds a form, as words."""
+    return (
+        sum(any(_holds_words(text, form) for form in name.split("|")) for name in names) / len(names) if names else 0.0
+    )
+
+
+def _holds_words(text: str, form: str) -> bool:
+    return f" {normalize(form)} " in f" {normalize(text)} "
+
+
+def _is_heading(answer: Answer) -> bool:
+    words = set(normalize(answer.text).split())
+    titles = (set(normalize(str(document.metadata.get("title", ""))).split()) for document in answer.documents)
+    return bool(words) and any(words <= title for title in titles)
 
 
 def summarize(rows: Sequence[GateRow]) -> dict[str, Any]:
@@ -197,4 +262,11 @@ def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
             kind: [sum(row.right for row in real if row.kind == kind), sum(row.kind == kind for row in real)]
             for kind in kinds
         },
+        "names": _mean([row.names for row in real if row.kind == "lists"]),
+        "unwanted": _mean([row.unwanted for row in real if row.kind == "lists"]),
+        "heading_only": sum(row.heading_only for row in real),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -13,7 +13,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Combine, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
+from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
 
 
 @MITIGATIONS.register("committee")
@@ -64,7 +64,7 @@ class Committee(Mitigation):
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage, the row without passages, and the all-passages row."""
         cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
-        layout = cut or layout
+        layout = cut.layout if cut else layout
         ranked = layout.ranked()[: self.experts]
         if not ranked:
             return Plan()
@@ -76,15 +76,14 @@ class Committee(Mitigation):
                 RowPlan(passages=()),
                 RowPlan(passages=order, reusable=layout.select(order).boundaries, all_passages=True),
             ),
-            combine=self._combine(log_relevance(layout, experts)),
+            combine=self._combine(relevance_rule(self.relevance, layout, experts, cut), len(experts)),
             independent_passages=True,
             score_question=self.relevance != "score",
-            layout=cut,
+            layout=layout if cut else None,
         )
 
-    def _combine(self, score: Tensor) -> Combine:
-        """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
-        n, relevance = len(score), relevance_rule(self.relevance, score)
+    def _combine(self, relevance: Rule, n: int) -> Combine:
+        """Return the pooling rule."""
 
         def members(rows: Tensor) -> Tensor:
             """Return the experts and the all-passages row, without the row without passages."""

@@ -14,7 +14,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Combine, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
+from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
 
 
 def jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
@@ -119,17 +119,17 @@ class ContextExperts(Mitigation):
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
         cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
-        layout = cut or layout
+        layout = cut.layout if cut else layout
         chosen = self._chosen(layout)
         if not chosen:
             return Plan()
         rows = (*(RowPlan(passages=(index,)) for index in chosen), RowPlan(passages=()))
         return Plan(
             rows=rows,
-            combine=self._combine(log_relevance(layout, chosen)),
+            combine=self._combine(relevance_rule(self.relevance, layout, chosen, cut)),
             independent_passages=True,
             score_question=self.relevance != "score",
-            layout=cut,
+            layout=layout if cut else None,
             tracks_sentence=bool(self.contrast) and self.contrast_until == "sentence",
         )
 
@@ -147,9 +147,8 @@ class ContextExperts(Mitigation):
         best = sorted(order, key=lambda i: -relevance[i])[: self.experts]  # stable: ties stay in canonical order
         return tuple(i for i in order if i in best)
 
-    def _combine(self, score: Tensor) -> Combine:
-        """Return the pooling rule. Shape of ``score``: (N,), log relevance."""
-        relevance = relevance_rule(self.relevance, score)
+    def _combine(self, relevance: Rule) -> Combine:
+        """Return the pooling rule."""
 
         def combine(scores: RowScores) -> tuple[Tensor, Tensor]:
             experts, no_context = scores.log_probs[:-1], scores.log_probs[-1]  # (N, V), (V,)

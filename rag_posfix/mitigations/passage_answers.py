@@ -12,7 +12,7 @@ from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import CandidateAnswers, Choose, Draft, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, log_relevance, mixture, relevance_rule, without_copies
+from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
 
 
 @MITIGATIONS.register("passage_answers")
@@ -72,7 +72,7 @@ class PassageAnswers(Mitigation):
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
         cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
-        layout = cut or layout
+        layout = cut.layout if cut else layout
         order = layout.canonical_order()
         if not order:
             return Plan()
@@ -81,13 +81,12 @@ class PassageAnswers(Mitigation):
             combine=_posterior,
             independent_passages=True,
             score_question=self.relevance != "score",
-            layout=cut,
-            draft=Draft(self.answer_tokens, self._choose(log_relevance(layout, order))),
+            layout=layout if cut else None,
+            draft=Draft(self.answer_tokens, self._choose(relevance_rule(self.relevance, layout, order, cut))),
         )
 
-    def _choose(self, score: Tensor) -> Choose:
-        """Return the rule that weighs the rows. Shape of ``score``: (N,), log relevance."""
-        relevance = relevance_rule(self.relevance, score)
+    def _choose(self, relevance: Rule) -> Choose:
+        """Return the rule that weighs the rows."""
 
         def choose(candidates: CandidateAnswers) -> Tensor:
             log_probs = candidates.log_probs[:-1]  # (N, N + 1), of the passages' answers

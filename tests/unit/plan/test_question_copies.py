@@ -13,7 +13,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.pooling import without_copies
+from rag_posfix.plan.pooling import relevance_rule, without_copies
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model
 
@@ -58,10 +58,11 @@ def test_runs_that_a_passage_shares_with_the_question_are_cut(text, remainder):
     if remainder is None:
         assert cut is None
         return
-    assert texts_of(cut) == [FIRST, remainder, LAST]
-    assert [cut.tokens(span)[0] for span in cut.passages] == [5, 5, 5]
-    assert cut.tokens(cut.question) == QUESTION
-    assert cut.keys == layout.keys
+    assert (cut.copies, cut.siblings) == ({1}, frozenset())
+    assert texts_of(cut.layout) == [FIRST, remainder, LAST]
+    assert [cut.layout.tokens(span)[0] for span in cut.layout.passages] == [5, 5, 5]
+    assert cut.layout.tokens(cut.layout.question) == QUESTION
+    assert cut.layout.keys == layout.keys
 
 
 def test_a_short_query_has_no_copies():
@@ -71,14 +72,14 @@ def test_a_short_query_has_no_copies():
 
 def test_the_score_of_a_copy_stays_for_an_entry_of_an_faq_is_found_by_its_question():
     for relevance in ((0.4, 0.9, 0.6), (0.4, 0.1, 0.6), None):
-        assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).relevance == relevance
+        assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).layout.relevance == relevance
 
 
 def test_a_title_that_is_the_question_is_cut_too():
     layout = layout_of((*QUESTION, *FIRST), LAST)
     start = layout.texts[0].start
     titled = replace(layout, texts=(Span(start + len(QUESTION), layout.texts[0].stop), layout.texts[1]))
-    cut = without_copies(titled)
+    cut = without_copies(titled).layout
     assert texts_of(cut) == [FIRST, LAST]
     assert cut.tokens(cut.passages[0]) == (5, *FIRST, 6)
 
@@ -101,9 +102,11 @@ METHODS = ["context_experts", "committee", "passage_answers"]
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.slow
 def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
-    # The order of the passages differs too: the answer follows the content alone.
-    texts, relevance = (FIRST, (50, *QUESTION, 51), LAST), (0.4, 0.9, 0.6)
-    plain = layout_of(FIRST, (50, 51), LAST, relevance=relevance)
+    # The order of the passages differs too: the answer follows the content alone. Every passage is a copy here, so
+    # there is no other one to weigh a copy by.
+    texts = [(number, *QUESTION, number + 1) for number in (50, 52, 54)]
+    relevance = (0.4, 0.9, 0.6)
+    plain = layout_of(*((number, number + 1) for number in (50, 52, 54)), relevance=relevance)
     expected = scores(engine, plain, name)
     for order in itertools.permutations(range(3)):
         layout = layout_of(*texts, relevance=relevance).select(order)
@@ -111,6 +114,41 @@ def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
     assert not torch.equal(
         scores(engine, layout_of(*texts, relevance=relevance), name, question_copies=True), expected
     )
+
+
+def rule_of(*texts: tuple[int, ...]):
+    """Return the rule of ``both`` for passages whose scores are 1, .5, .5, ...: log 1 = 0 and log .5 = -.69."""
+    layout = layout_of(*texts, relevance=(1.0, *[0.5] * (len(texts) - 1)))
+    cut = without_copies(layout)
+    return relevance_rule("both", layout if cut is None else cut.layout, range(len(texts)), cut)
+
+
+def relevance_of(rule, *question: float) -> list[float]:
+    return [round(value, 2) for value in rule(torch.tensor(question)).tolist()]
+
+
+def test_a_copy_counts_with_the_median_of_the_other_passages_where_its_own_likelihood_is_lower():
+    rule = rule_of(QUESTION, FIRST, LAST, (50, 51))
+    # The others have -3, -2 and -4, the median is -3: 0 - 3, -.69 - 3, -.69 - 2, -.69 - 4.
+    assert relevance_of(rule, -6.0, -3.0, -2.0, -4.0) == [-3.0, -3.69, -2.69, -4.69]
+    # What the copy says besides is likelier than that.
+    assert relevance_of(rule, -1.0, -3.0, -2.0, -4.0) == [-1.0, -3.69, -2.69, -4.69]
+    for texts in ((FIRST, LAST), ((*QUESTION, 50), (*QUESTION, 51))):
+        assert relevance_of(rule_of(*texts), -6.0, -3.0) == [-6.0, -3.69]
+
+
+def test_a_passage_that_asks_in_the_same_words_about_something_else_counts_no_more_than_the_copy():
+    sibling = (*QUESTION[:5], 60, 61)  # 3 of the 6 runs, the first among them
+    rule = rule_of((*QUESTION, 50), sibling, FIRST, LAST)
+    # Median of -1, -5 and -4: -4. The copy counts with -4, the sibling with -4 too, and the scores decide.
+    assert relevance_of(rule, -6.0, -1.0, -5.0, -4.0) == [-4.0, -4.69, -5.69, -4.69]
+    assert relevance_of(rule, -6.0, -5.5, -5.0, -4.0) == [-5.0, -6.19, -5.69, -4.69]  # median -5; its own is lower
+    answer = (60, *QUESTION[1:6], 61)  # as many runs, without the interrogative: an answer in the question's words
+    assert relevance_of(rule_of((*QUESTION, 50), answer, FIRST, LAST), -6.0, -1.0, -5.0, -4.0)[1] == -1.69
+    cut = without_copies(layout_of((*QUESTION, 50), sibling, answer))
+    assert (cut.copies, cut.siblings) == ({0}, {1})
+    assert texts_of(cut.layout) == [(50,), (60, 61), answer]
+    assert without_copies(layout_of(sibling, FIRST)) is None, "without a copy a passage that asks is as others"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -132,4 +170,4 @@ def test_tokens_of_letters_are_compared_in_longer_runs():
     assert without_copies(layout_of(tuple(map(ord, "the hall and the town")), related, question=question)) is None
     cut = without_copies(layout_of(related, copy, question=question))
     assert cut is not None
-    assert texts_of(cut)[1] == tuple(map(ord, "ilse korvanth"))  # the space is in a run of the question
+    assert texts_of(cut.layout)[1] == tuple(map(ord, "ilse korvanth"))  # the space is in a run of the question
