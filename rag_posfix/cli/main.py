@@ -25,10 +25,12 @@ from rag_posfix.cli import (
     train,
 )
 from rag_posfix.cli.help import make_readable
+from rag_posfix.cli.options import Config
 from rag_posfix.cli.output import SafeFormatter, emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.extras import missing_package
 from rag_posfix.process import prepare_process, quiet_libraries
+from rag_posfix.settings import config_file
 from rag_posfix.text import clean_text
 
 _INTERRUPTED = 130
@@ -78,6 +80,8 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
+    config: Config = None,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log messages of level INFO to stderr."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
@@ -88,6 +92,8 @@ def options(
     logging.basicConfig(level=level, handlers=[handler])
     if not verbose:
         quiet_libraries()
+    if config is None and (found := context.with_resource(config_file())) is not None:
+        err().print(f"settings are read from {found}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
