@@ -41,6 +41,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "methods": ("rag-posfix methods", "rag-posfix methods context_experts"),
     "verify": ("rag-posfix verify --model MODEL",),
     "serve": ("rag-posfix serve --index my.index --open", "rag-posfix serve --model MODEL --port 9000"),
+    "mcp": ("rag-posfix mcp --index my.index",),
     "measure": (
         "rag-posfix measure --index my.index --questions log.txt --out report",
         "rag-posfix measure --data q.jsonl --passages p.jsonl --minutes 30 --out report",

@@ -17,6 +17,7 @@ from rag_posfix.cli import (
     evaluate,
     index,
     lab,
+    mcp,
     measure,
     methods,
     probe,
@@ -50,6 +51,7 @@ app.command("prompt")(ask.prompt)
 app.command("methods")(methods.methods)
 app.command("verify")(methods.verify)
 app.command("serve")(serve.serve)
+app.command("mcp")(mcp.mcp)
 app.command("measure")(measure.measure)
 app.command("report")(measure.report)
 app.command("bench")(bench.bench)
