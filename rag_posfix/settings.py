@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -28,6 +28,7 @@ from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
 from rag_posfix.files import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
 from rag_posfix.parameters import shown
+from rag_posfix.plugins import import_modules
 from rag_posfix.text import NO_PASSAGE_TEXT
 
 __all__ = ["Settings"]
@@ -35,8 +36,11 @@ __all__ = ["Settings"]
 
 _PREFIX = "RAG_POSFIX_"
 _CONFIG_VARIABLE = "RAG_POSFIX_CONFIG"
-_OTHER_VARIABLES = frozenset({_CONFIG_VARIABLE, "RAG_POSFIX_KEY", "RAG_POSFIX_TAG", "RAG_POSFIX_TARGET"})
-"""The configuration file, the key in programs that the page shows, and what the Compose files choose images by."""
+_PLUGINS_VARIABLE = "RAG_POSFIX_PLUGINS"
+_OTHER_VARIABLES = frozenset(
+    {_CONFIG_VARIABLE, _PLUGINS_VARIABLE, "RAG_POSFIX_KEY", "RAG_POSFIX_TAG", "RAG_POSFIX_TARGET"}
+)
+"""The file, plug-ins, the key in programs that the page shows, and what the Compose files choose images by."""
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 """What Kubernetes sets in each container for a Service whose name begins with rag-posfix."""
 
@@ -49,6 +53,7 @@ class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
         def __init__(self, **values: Any) -> None:
             if self.group() is not None:
                 _check_variables()
+                _import_plugins()
             try:
                 super().__init__(**values)
             except SettingsError as error:  # its message names the field
@@ -115,6 +120,7 @@ class CacheSettings(CheckedSettings):
         max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
         lease_seconds: How long answers are served while Redis does not say which documents were deleted, and so how
             long a deletion is pending; 0 for no limit: a process that cannot reach Redis then serves its own copies.
+        backend: A further tier, of a plug-in: ``name`` or ``name:parameter=value``; None for none.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_CACHE_", frozen=True, extra="forbid")
@@ -127,6 +133,7 @@ class CacheSettings(CheckedSettings):
     ttl_seconds: float = Field(default=24 * 3600.0, gt=0)
     max_entry_bytes: int = Field(default=1024**2, ge=1)
     lease_seconds: float = Field(default=2.0, ge=0, le=60)
+    backend: str | None = Field(default=None, min_length=1, repr=False)
 
 
 _PASSAGE_DISK_BYTES = 4 * 1024**3
@@ -150,6 +157,7 @@ class PassageStoreSettings(CheckedSettings):
         redis_ttl_seconds: Lifetime of a passage in Redis.
         compress: Whether entries in Redis are compressed. Compressed entries are about a fifth smaller and slower to
             read, which suits slow networks and small servers.
+        backend: A further tier, of a plug-in: ``name`` or ``name:parameter=value``; None for none.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_PASSAGES_", frozen=True, extra="forbid")
@@ -162,6 +170,7 @@ class PassageStoreSettings(CheckedSettings):
     redis_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024)
     redis_ttl_seconds: float = Field(default=7 * 24 * 3600.0, ge=1)
     compress: bool = False
+    backend: str | None = Field(default=None, min_length=1, repr=False)
 
     def disk_bytes_in(self, cache_dir: Path) -> int:
         """Return the size limit of the disk tier in ``cache_dir``, 0 if there is no disk tier."""
@@ -529,6 +538,37 @@ def _check_variables() -> None:
             raise ConfigError(f"{variable} is not a setting{hint}; correct or unset it")
 
 
+def _import_plugins() -> None:
+    """Import the plug-ins of ``RAG_POSFIX_PLUGINS``. No configuration file names any: it would run their code."""
+    import_modules(filter(None, (name.strip() for name in os.environ.get(_PLUGINS_VARIABLE, "").split(","))))
+
+
+@contextmanager
+def plugin_modules(names: Sequence[str]) -> Iterator[None]:
+    """Import plug-ins, in this process and in those that it starts, next to those of ``RAG_POSFIX_PLUGINS``.
+
+    Args:
+        names: Modules by name, or files that end in ``.py``.
+
+    Raises:
+        ConfigError: a module does not exist, or its code fails.
+    """
+    former = os.environ.get(_PLUGINS_VARIABLE)
+    import_modules(names)
+    os.environ[_PLUGINS_VARIABLE] = ",".join(filter(None, (former, *names)))
+    try:
+        yield
+    finally:
+        _restore(_PLUGINS_VARIABLE, former)
+
+
+def _restore(variable: str, former: str | None) -> None:
+    if former is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = former
+
+
 def _in_file(group: str | None) -> dict[str, Any]:
     """Return the settings of a group in the configuration file, which are none without a file."""
     path = os.environ.get(_CONFIG_VARIABLE)
@@ -558,7 +598,4 @@ def config_file(path: Path | None = None) -> Iterator[Path | None]:
     try:
         yield found
     finally:
-        if former is None:
-            os.environ.pop(_CONFIG_VARIABLE, None)
-        else:
-            os.environ[_CONFIG_VARIABLE] = former
+        _restore(_CONFIG_VARIABLE, former)

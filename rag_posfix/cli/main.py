@@ -26,7 +26,7 @@ from rag_posfix.cli import (
     train,
 )
 from rag_posfix.cli.help import make_readable
-from rag_posfix.cli.options import Config
+from rag_posfix.cli.options import Config, Plugin
 from rag_posfix.cli.output import SafeFormatter, emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.extras import missing_package
@@ -84,6 +84,7 @@ def _version(requested: bool) -> None:
 def options(
     context: typer.Context,
     config: Config = None,
+    plugin: Plugin = None,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log messages of level INFO to stderr."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:

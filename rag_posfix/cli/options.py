@@ -22,7 +22,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.devices import check_device_is_here
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Integer, parameters_of
-from rag_posfix.settings import ServiceSettings, Settings, config_file
+from rag_posfix.settings import ServiceSettings, Settings, config_file, plugin_modules
 from rag_posfix.weight_packages import WEIGHTS
 
 if TYPE_CHECKING:
@@ -78,6 +78,25 @@ Config = Annotated[
         is_eager=True,
         help="Read settings from this TOML file.",
         show_default="RAG_POSFIX_CONFIG, or rag-posfix.toml",
+    ),
+]
+
+
+def _use_plugins(context: typer.Context, names: list[str] | None) -> list[str] | None:
+    """Import plug-ins before other options are checked, until the command is done."""
+    if names and not context.resilient_parsing:
+        context.with_resource(plugin_modules(names))
+    return names
+
+
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        callback=_use_plugins,
+        is_eager=True,
+        help="Import methods of this module or .py file.",
+        show_default="RAG_POSFIX_PLUGINS",
     ),
 ]
 
@@ -139,7 +158,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         limits: dict[str, Any] = {"min": 1} if kind is int else {}
         option = setting_option(f"--{name.replace('_', '-')}", text, **limits)
         options.append(_keyword(name, Annotated[kind | None, option], None))
-    return _replace_parameter("settings", [*options, _keyword("config", Config, None)], settings_from)
+    shared = [_keyword("config", Config, None), _keyword("plugin", Plugin, None)]
+    return _replace_parameter("settings", [*options, *shared], settings_from)
 
 
 def with_options_of(cls: type[Any], name: str, flags: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
@@ -335,11 +355,12 @@ def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:
     return [position[0] if len(position) == 1 else position for position in positions]
 
 
-def settings_from(config: Path | None = None, **changes: Any) -> Settings:
+def settings_from(config: Path | None = None, plugin: Sequence[str] | None = None, **changes: Any) -> Settings:
     """Return the settings of environment and configuration file, overridden by the options that are not None.
 
     Args:
         config: The file, which its option has made known already.
+        plugin: Plug-ins, which their option has imported already.
         changes: The options by the names of their settings.
 
     Raises:
