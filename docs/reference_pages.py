@@ -58,8 +58,18 @@ def reference_pages(openapi: Path) -> dict[str, str]:
 def configuration() -> str:
     lines = [
         "# Configuration", "", NOTE, "",
-        "Every setting is an environment variable and a field of a class in `rag_posfix.settings`. Options of the "
-        "command line and arguments of functions come before the environment.", "",
+        "Every setting is an environment variable, a key of a configuration file, and a field of a class in "
+        "`rag_posfix.settings`. Options of the command line and arguments of functions come before the environment, "
+        "and the environment before the file.", "",
+        "The file is in TOML. It is the one that `--config` or `RAG_POSFIX_CONFIG` names; commands otherwise read "
+        "`rag-posfix.toml` in the working folder and say so. Its keys are the variables in lower case, without the "
+        "prefix; the groups below are tables:", "",
+        "```toml", 'model = "smollm2"', "k = 5", 'indexes = {manuals = "manuals.index"}', "",
+        "[cache]", "ttl_seconds = 3600", "", "[service]", "port = 9000",
+        'cors_origins = ["https://app.example"]', "```", "",
+        "A key that is not a setting, and a variable that begins with `RAG_POSFIX_` and is none, are errors that name "
+        "the nearest setting. Relative paths start at the working folder. Prefer variables for keys and passwords: a "
+        "file is copied more easily. In Python, `Settings()` reads the file that `RAG_POSFIX_CONFIG` names.", "",
     ]  # fmt: skip
     for kind in SETTINGS:
         intro, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")

@@ -12,6 +12,7 @@ _EXTRA_PACKAGES = MappingProxyType({
         "bm25s", "filelock", "numpy", "trafilatura",
     ),
     "server": ("fastapi", "starlette", "uvicorn", "prometheus_client", "fastapi_offline"),
+    "mcp": ("mcp", "mcp_types"),
     "remote": ("httpx2",),
     "telemetry": ("opentelemetry",),
     "redis": ("redis",),

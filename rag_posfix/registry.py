@@ -1,8 +1,9 @@
-"""Registry: entries by name: mitigations, orders, rerankers, first stages and cache backends."""
+"""Registry: entries by name: mitigations, orders, rerankers, ... of this package and of plug-ins (``plugins``)."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,8 +15,11 @@ from rag_posfix.parameters import (
     parameters_of,
     shown,
 )
+from rag_posfix.plugins import LOCK, entry_points_of, load_entry_point, package_of, package_of_module
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Spec(Protocol):
@@ -35,18 +39,25 @@ class Spec(Protocol):
 class Registry(Generic[T]):
     """Entries of one kind by name.
 
+    Plug-ins of other packages are imported when entries are listed, or when a name is sought that no entry has.
+
     Args:
-        kind: Kind of the entries, for error messages ("mitigation").
+        kind: Kind of the entries, for error messages ("mitigation"), and for plug-ins (``plugins.GROUPS``).
         parts: Names of constructor arguments that the application supplies, such as the served model. They are not
             parameters of a user.
+        has_plugins: Whether other packages add entries.
     """
 
-    def __init__(self, kind: str, *, parts: Sequence[str] = ()) -> None:
+    def __init__(self, kind: str, *, parts: Sequence[str] = (), has_plugins: bool = True) -> None:
         self.kind = kind
         self.parts = tuple(parts)
         self._entries: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self._packages: dict[str, str] = {}
+        self._loading = ""
+        self._has_unread_plugins = has_plugins
+        self._failed: dict[str, str] = {}
 
     def register(
         self, name: str, *, aliases: Sequence[str] = (), presets: Mapping[str, Mapping[str, Any]] | None = None
@@ -65,9 +76,10 @@ class Registry(Generic[T]):
 
         def add(entry: T) -> T:
             for new in (name, *aliases, *(presets or {})):
-                if new in self:
+                if self._is_registered(new):
                     raise ConfigError(f"{self.kind} {new!r} is registered already; choose another name")
             self._entries[name] = entry
+            self._packages[name] = self._loading or package_of_module(getattr(entry, "__module__", __name__))
             self._aliases.update(dict.fromkeys(aliases, name))
             self._presets.update({preset: (name, dict(parameters)) for preset, parameters in (presets or {}).items()})
             return entry
@@ -92,12 +104,16 @@ class Registry(Generic[T]):
         """
         if not isinstance(name, str):
             raise ConfigError(f"the name of a {self.kind} must be a string, got {shown(name)}")
+        if not self._is_registered(name):
+            self._load_plugins()
         if name in self._entries:
             return name
         if name in self._aliases:
             return self._aliases[name]
         if name in self._presets:
             return self._presets[name][0]
+        if name in self._failed:
+            raise ConfigError(self._failed[name])
         registered = [*self._entries, *self._aliases, *self._presets]
         near = difflib.get_close_matches(name[:100].lower(), registered, n=3, cutoff=0.5)
         hint = f" Did you mean {', '.join(map(self._suggestion, near))}?" if near else ""
@@ -153,6 +169,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return all names, sorted, without aliases."""
+        self._load_plugins()
         return tuple(sorted(self._entries))
 
     def aliases(self, name: str) -> tuple[str, ...]:
@@ -164,8 +181,34 @@ class Registry(Generic[T]):
         for name in self.names():
             yield name, self._entries[name]
 
+    def package(self, name: str) -> str:
+        """Return the package that has the entry registered as ``name``; of a file, the name of its module."""
+        return self._packages[self.resolve(name)]
+
     def __contains__(self, name: object) -> bool:
+        if not self._is_registered(name):
+            self._load_plugins()
+        return self._is_registered(name)
+
+    def _is_registered(self, name: object) -> bool:
         return name in self._entries or name in self._aliases or name in self._presets
+
+    def _load_plugins(self) -> None:
+        """Import the plug-ins of this kind, once; one that registers nothing itself is registered by its name."""
+        with LOCK:
+            points = entry_points_of(self.kind) if self._has_unread_plugins else ()
+            self._has_unread_plugins = False
+            for point in points:
+                self._loading = package_of(point)
+                try:
+                    entry = load_entry_point(point)
+                    if callable(entry) and entry not in self._entries.values():
+                        self.register(point.name)(entry)
+                except ConfigError as error:
+                    self._failed[point.name] = str(error)
+                    _log.warning("%s", error)
+                finally:
+                    self._loading = ""
 
     def _suggestion(self, name: str) -> str:
         return repr(name) if name in self._entries else f"{name!r} ({self.resolve(name)})"

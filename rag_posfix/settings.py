@@ -1,31 +1,59 @@
-"""Settings of a process: the only code that reads environment variables (prefix ``RAG_POSFIX_``), never on import."""
+"""Settings of a process, from arguments, environment and configuration file, in this order; never read on import.
+
+The only code that reads environment variables (prefix ``RAG_POSFIX_``).
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever, may_hold_secret
+from rag_posfix.config_file import CONFIG_FILE, nearest_name, read_config_file
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
 from rag_posfix.files import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
 from rag_posfix.parameters import shown
+from rag_posfix.plugins import import_modules
 from rag_posfix.text import NO_PASSAGE_TEXT
 
 __all__ = ["Settings"]
 
 
+_PREFIX = "RAG_POSFIX_"
+_CONFIG_VARIABLE = "RAG_POSFIX_CONFIG"
+_PLUGINS_VARIABLE = "RAG_POSFIX_PLUGINS"
+_OTHER_VARIABLES = frozenset(
+    {_CONFIG_VARIABLE, _PLUGINS_VARIABLE, "RAG_POSFIX_KEY", "RAG_POSFIX_TAG", "RAG_POSFIX_TARGET"}
+)
+"""The file, plug-ins, the key in programs that the page shows, and what the Compose files choose images by."""
+_KUBERNETES_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
+"""What Kubernetes sets in each container for a Service whose name begins with rag-posfix."""
+
+
 class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
-    """Base of all settings: an error names the variable, or the argument, that is wrong, and hides secrets."""
+    """Base of all settings: an error names the argument, variable or key of a file, and hides secrets."""
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
         def __init__(self, **values: Any) -> None:
+            if self.group() is not None:
+                _check_variables()
+                _import_plugins()
             try:
                 super().__init__(**values)
             except SettingsError as error:  # its message names the field
@@ -36,16 +64,44 @@ class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
         __init__.__pydantic_base_init__ = True
 
     @classmethod
+    def group(cls) -> str | None:
+        """Return the table of a configuration file with these settings: "" is none; None if no file has them."""
+        prefix = cls.model_config["env_prefix"]
+        return prefix.removeprefix(_PREFIX).rstrip("_").lower() if prefix else None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return what values are read from, the first one wins."""
+        return init_settings, env_settings, _FileSource(settings_cls, _in_file(cls.group()))
+
+    @classmethod
     def describe_value(cls, values: dict[str, Any]) -> Any:
-        """Name a field by the variable that it was read from, and hide secrets."""
+        """Name a field by the variable, or the key of a file, that it was read from, and hide secrets."""
 
         def describe(path: tuple[int | str, ...], value: str) -> str:
             field, *keys = map(str, path)
-            variable = f"{cls.model_config['env_prefix']}{field}".upper()
-            name = f"setting {field}" if field in values or variable not in os.environ else variable
+            name = variable = f"{cls.model_config['env_prefix']}{field}".upper()
+            if field in values or variable not in os.environ:
+                in_file = field not in values and field in _in_file(cls.group())
+                key = f"{cls.group()}.{field}" if cls.group() else field
+                name = f"{os.environ[_CONFIG_VARIABLE]}: {key}" if in_file else f"setting {field}"
             return ".".join([name, *keys]) + ("" if may_hold_secret(cls, path) else f"={value}")
 
         return describe
+
+
+class _FileSource(InitSettingsSource):
+    """Values of the configuration file. One from the environment replaces a table or list of the file as a whole."""
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__call__().items() if name not in self.current_state}
 
 
 class CacheSettings(CheckedSettings):
@@ -64,6 +120,7 @@ class CacheSettings(CheckedSettings):
         max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
         lease_seconds: How long answers are served while Redis does not say which documents were deleted, and so how
             long a deletion is pending; 0 for no limit: a process that cannot reach Redis then serves its own copies.
+        backend: A further tier, of a plug-in: ``name`` or ``name:parameter=value``; None for none.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_CACHE_", frozen=True, extra="forbid")
@@ -76,6 +133,7 @@ class CacheSettings(CheckedSettings):
     ttl_seconds: float = Field(default=24 * 3600.0, gt=0)
     max_entry_bytes: int = Field(default=1024**2, ge=1)
     lease_seconds: float = Field(default=2.0, ge=0, le=60)
+    backend: str | None = Field(default=None, min_length=1, repr=False)
 
 
 _PASSAGE_DISK_BYTES = 4 * 1024**3
@@ -99,6 +157,7 @@ class PassageStoreSettings(CheckedSettings):
         redis_ttl_seconds: Lifetime of a passage in Redis.
         compress: Whether entries in Redis are compressed. Compressed entries are about a fifth smaller and slower to
             read, which suits slow networks and small servers.
+        backend: A further tier, of a plug-in: ``name`` or ``name:parameter=value``; None for none.
     """
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_PASSAGES_", frozen=True, extra="forbid")
@@ -111,6 +170,7 @@ class PassageStoreSettings(CheckedSettings):
     redis_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024)
     redis_ttl_seconds: float = Field(default=7 * 24 * 3600.0, ge=1)
     compress: bool = False
+    backend: str | None = Field(default=None, min_length=1, repr=False)
 
     def disk_bytes_in(self, cache_dir: Path) -> int:
         """Return the size limit of the disk tier in ``cache_dir``, 0 if there is no disk tier."""
@@ -449,3 +509,93 @@ class OpenTelemetrySettings(CheckedSettings):
         """Whether a variable names an endpoint."""
         of_signals = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_metrics_endpoint
         return bool(self.otel_exporter_otlp_endpoint or of_signals)
+
+
+@functools.cache
+def _names() -> dict[str, tuple[str, ...]]:
+    """Return the names of settings by group, Settings' own first."""
+    kinds = (Settings, CacheSettings, PassageStoreSettings, TelemetrySettings, RemoteSettings, ServiceSettings)
+    groups = {kind.group() or "": kind for kind in kinds}
+    return {group: tuple(name for name in kind.model_fields if name not in groups) for group, kind in groups.items()}
+
+
+@functools.cache
+def _variables() -> dict[str, str]:
+    """Return the variable of each setting, and of each group in JSON, by its part after the prefix."""
+    groups = {group: f"{group}_".upper() if group else "" for group in _names()}
+    names = [f"{prefix}{name}".upper() for group, prefix in groups.items() for name in _names()[group]]
+    names += [group.upper() for group in groups if group in Settings.model_fields]
+    return {name: f"{_PREFIX}{name}" for name in names}
+
+
+def _check_variables() -> None:
+    """Raise for a variable with the prefix of settings that is not one: misspelled, it would be ignored in silence."""
+    known = _OTHER_VARIABLES.union(_variables().values())
+    for variable in os.environ:
+        name = variable.upper()
+        if name.startswith(_PREFIX) and name not in known and not _KUBERNETES_VARIABLE.search(name):
+            hint = nearest_name(name.removeprefix(_PREFIX), _variables())
+            raise ConfigError(f"{variable} is not a setting{hint}; correct or unset it")
+
+
+def _import_plugins() -> None:
+    """Import the plug-ins of ``RAG_POSFIX_PLUGINS``. No configuration file names any: it would run their code."""
+    import_modules(filter(None, (name.strip() for name in os.environ.get(_PLUGINS_VARIABLE, "").split(","))))
+
+
+@contextmanager
+def plugin_modules(names: Sequence[str]) -> Iterator[None]:
+    """Import plug-ins, in this process and in those that it starts, next to those of ``RAG_POSFIX_PLUGINS``.
+
+    Args:
+        names: Modules by name, or files that end in ``.py``.
+
+    Raises:
+        ConfigError: a module does not exist, or its code fails.
+    """
+    former = os.environ.get(_PLUGINS_VARIABLE)
+    import_modules(names)
+    os.environ[_PLUGINS_VARIABLE] = ",".join(filter(None, (former, *names)))
+    try:
+        yield
+    finally:
+        _restore(_PLUGINS_VARIABLE, former)
+
+
+def _restore(variable: str, former: str | None) -> None:
+    if former is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = former
+
+
+def _in_file(group: str | None) -> dict[str, Any]:
+    """Return the settings of a group in the configuration file, which are none without a file."""
+    path = os.environ.get(_CONFIG_VARIABLE)
+    return read_config_file(Path(path), _names())[group] if path and group is not None else {}
+
+
+@contextmanager
+def config_file(path: Path | None = None) -> Iterator[Path | None]:
+    """Read settings from a configuration file too, in this process and in those that it starts.
+
+    The value of the block is the file that was found and not named, or None.
+
+    Args:
+        path: The file; None is the file of ``RAG_POSFIX_CONFIG`` or, if that is not set, ``rag-posfix.toml`` in the
+            working folder, if there is one.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that is not a setting.
+    """
+    former, found = os.environ.get(_CONFIG_VARIABLE), None
+    if path is not None:
+        read_config_file(path, _names())  # now, and not when the first settings are made
+    elif former is None and Path(CONFIG_FILE).is_file():
+        path = found = Path(CONFIG_FILE)
+    if path is not None:
+        os.environ[_CONFIG_VARIABLE] = str(path)
+    try:
+        yield found
+    finally:
+        _restore(_CONFIG_VARIABLE, former)

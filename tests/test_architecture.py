@@ -81,6 +81,8 @@ PLANTED = [
     ("rag_posfix/pipeline/build.py", "import bm25s", "bm25s"),
     ("rag_posfix/pipeline/build.py", "import haystack", "haystack"),
     ("rag_posfix/pipeline/build.py", "import uvicorn", "uvicorn"),
+    ("rag_posfix/pipeline/build.py", "from mcp_types import Tool", "mcp_types"),
+    ("rag_posfix/mcp/forms.py", "from rag_posfix.assembly.budget import x", "rag_posfix.assembly.budget"),
     ("rag_posfix/pipeline/build.py", "import opentelemetry.trace", "opentelemetry"),
     ("rag_posfix/pipeline/build.py", "from rag_posfix import cli", "rag_posfix.cli"),
     ("rag_posfix/telemetry/spans.py", "from rag_posfix.pipeline.pipeline import x", "rag_posfix.pipeline.pipeline"),

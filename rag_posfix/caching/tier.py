@@ -11,7 +11,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rag_posfix.caching.deletions import DeletionLog, DeletionStore
 from rag_posfix.caching.guard import Counters, Guard
+from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import CacheError
+from rag_posfix.registry import Registry
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
@@ -160,6 +162,21 @@ class Tier(Protocol[V]):
     def close(self) -> None:
         """Release files, sockets and threads. Every later read is a miss and every later write does nothing."""
         ...
+
+
+TIERS: Registry[Any] = Registry("cache backend", parts=("codec",))
+"""Tiers of plug-ins by name: dataclasses with a field ``codec`` and their parameters."""
+
+
+def plugin_tier(text: str, codec: Codec[V]) -> Tier[V]:
+    """Return the tier of a plug-in, from ``name`` or ``name:parameter=value``.
+
+    Raises:
+        UnknownNameError: no plug-in has a tier of this name.
+        ConfigError: an unknown parameter, or a value outside of its range.
+    """
+    tier: Tier[V] = TIERS.create(parse_method(text, "cache backend", "seconds=60"), {"codec": lambda: codec})
+    return tier
 
 
 class TieredCache(Generic[V]):

@@ -25,7 +25,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "writer", "judge", "adapter", "embedding_model", "device", "dtype", "tp", "max_tokens"),
     "Service": ("host", "port", "served_model_name", "tls_cert", "tls_key", "open_page"),
     "Output": ("out", "output", "as_json", "stream", "log_format", "fresh"),
-    "Running": ("use_ray", "ray", "actors", "ray_actors", "seed", "seeds", "cache", "reuse", "rebuild", "strict"),
+    "Running": (
+        "config", "plugin", "use_ray", "ray", "actors", "ray_actors", "seed", "seeds", "cache", "reuse", "rebuild",
+        "strict",
+    ),
 }  # fmt: skip
 """Options by group; all others are in the first group, ``Options``."""
 
@@ -38,6 +41,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "methods": ("rag-posfix methods", "rag-posfix methods context_experts"),
     "verify": ("rag-posfix verify --model MODEL",),
     "serve": ("rag-posfix serve --index my.index --open", "rag-posfix serve --model MODEL --port 9000"),
+    "mcp": ("rag-posfix mcp --index my.index",),
     "measure": (
         "rag-posfix measure --index my.index --questions log.txt --out report",
         "rag-posfix measure --data q.jsonl --passages p.jsonl --minutes 30 --out report",

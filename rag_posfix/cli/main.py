@@ -17,6 +17,7 @@ from rag_posfix.cli import (
     evaluate,
     index,
     lab,
+    mcp,
     measure,
     methods,
     probe,
@@ -25,10 +26,12 @@ from rag_posfix.cli import (
     train,
 )
 from rag_posfix.cli.help import make_readable
+from rag_posfix.cli.options import Config, Plugin
 from rag_posfix.cli.output import SafeFormatter, emit_json, err
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.extras import missing_package
 from rag_posfix.process import prepare_process, quiet_libraries
+from rag_posfix.settings import config_file
 from rag_posfix.text import clean_text
 
 _INTERRUPTED = 130
@@ -48,6 +51,7 @@ app.command("prompt")(ask.prompt)
 app.command("methods")(methods.methods)
 app.command("verify")(methods.verify)
 app.command("serve")(serve.serve)
+app.command("mcp")(mcp.mcp)
 app.command("measure")(measure.measure)
 app.command("report")(measure.report)
 app.command("bench")(bench.bench)
@@ -70,6 +74,9 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
+    config: Config = None,
+    plugin: Plugin = None,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log messages of level INFO to stderr."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
@@ -80,6 +87,8 @@ def options(
     logging.basicConfig(level=level, handlers=[handler])
     if not verbose:
         quiet_libraries()
+    if config is None and (found := context.with_resource(config_file())) is not None:
+        err().print(f"settings are read from {found}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, load_engine, with_settings
+from rag_posfix.cli.options import AsJson, Plugin, load_engine, with_settings
 from rag_posfix.cli.output import emit, emit_json, out, say, status, table
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.plugins import GROUPS, plugin_entries
 from rag_posfix.settings import Settings
 
 FIRST_STAGES = {
@@ -30,6 +31,7 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
 
     return {
         "name": cls.name,
+        "package": MITIGATIONS.package(cls.name),
         "aliases": list(MITIGATIONS.aliases(cls.name)),
         "presets": {preset: dict(parameters) for preset, parameters in MITIGATIONS.presets(cls.name).items()},
         "summary": (inspect.getdoc(cls) or "").split("\n", 1)[0],
@@ -48,9 +50,13 @@ def describe_mitigation(cls: Any) -> dict[str, Any]:
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show this method, order, reranker or first stage.")] = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
 ) -> None:
-    """List methods, orders, rerankers and first stages."""
+    """List methods, orders, rerankers and first stages.
+
+    Entries of other packages are listed again, with their package, and so are those of other kinds.
+    """
     from rag_posfix.assembly.orders import ORDERS
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.reranking import RERANKERS
@@ -79,6 +85,7 @@ def methods(
                 "orders": list(ORDERS.names()),
                 "rerankers": list(RERANKERS.names()),
                 "first_stages": list(FIRST_STAGES),
+                "plugins": _plugins(),
             }
         )
     elif name:
@@ -101,6 +108,16 @@ def _show(mitigations: list[dict[str, Any]], registries: Mapping[str, Any]) -> N
         names = (_with_aliases(name, registry.aliases(name), " ") for name in registry.names())
         say(f"{kind}: {', '.join(names)}")
     say(f"first stages: {', '.join(FIRST_STAGES)}")
+    say(*(f"plug-in: {each['kind']} {each['name']} ({each['package']})" for each in _plugins()))
+
+
+def _plugins() -> list[dict[str, str]]:
+    """Return the entries of other packages, of every kind."""
+    return [
+        {"kind": kind, "name": name, "package": package}
+        for kind in GROUPS
+        for name, _, package in plugin_entries(kind)
+    ]
 
 
 def _with_aliases(name: str, aliases: Sequence[str], separator: str) -> str:

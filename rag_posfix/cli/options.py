@@ -22,7 +22,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.devices import check_device_is_here
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Integer, parameters_of
-from rag_posfix.settings import ServiceSettings, Settings
+from rag_posfix.settings import ServiceSettings, Settings, config_file, plugin_modules
 from rag_posfix.weight_packages import WEIGHTS
 
 if TYPE_CHECKING:
@@ -61,6 +61,44 @@ def setting_option(flag: str, help: str, *, of: type[BaseSettings] = Settings, *
     """Return an option that overrides the setting of its name, whose default ``--help`` shows."""
     default = of.model_fields[flag.removeprefix("--").replace("-", "_")].default
     return typer.Option(flag, help=help, show_default="none" if default is None else str(default), **limits)
+
+
+def _use_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Read settings from the file until the command is done."""
+    if path is not None and not context.resilient_parsing:
+        context.with_resource(config_file(path))
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=_use_config,
+        is_eager=True,
+        help="Read settings from this TOML file.",
+        show_default="RAG_POSFIX_CONFIG, or rag-posfix.toml",
+    ),
+]
+
+
+def _use_plugins(context: typer.Context, names: list[str] | None) -> list[str] | None:
+    """Import plug-ins before other options are checked, until the command is done."""
+    if names and not context.resilient_parsing:
+        context.with_resource(plugin_modules(names))
+    return names
+
+
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        callback=_use_plugins,
+        is_eager=True,
+        help="Import methods of this module or .py file.",
+        show_default="RAG_POSFIX_PLUGINS",
+    ),
+]
 
 
 def out_option(help: str, **options: Any) -> Any:
@@ -120,7 +158,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         limits: dict[str, Any] = {"min": 1} if kind is int else {}
         option = setting_option(f"--{name.replace('_', '-')}", text, **limits)
         options.append(_keyword(name, Annotated[kind | None, option], None))
-    return _replace_parameter("settings", options, settings_from)
+    shared = [_keyword("config", Config, None), _keyword("plugin", Plugin, None)]
+    return _replace_parameter("settings", [*options, *shared], settings_from)
 
 
 def with_options_of(cls: type[Any], name: str, flags: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
@@ -330,8 +369,13 @@ def parse_gold_positions(text: str) -> list[int | tuple[int, ...]]:
     return [position[0] if len(position) == 1 else position for position in positions]
 
 
-def settings_from(**changes: Any) -> Settings:
-    """Return the settings of the environment, overridden by the options of the command line that are not None.
+def settings_from(config: Path | None = None, plugin: Sequence[str] | None = None, **changes: Any) -> Settings:
+    """Return the settings of environment and configuration file, overridden by the options that are not None.
+
+    Args:
+        config: The file, which its option has made known already.
+        plugin: Plug-ins, which their option has imported already.
+        changes: The options by the names of their settings.
 
     Raises:
         ConfigError: a value is not allowed, or this machine lacks the device.

@@ -13,6 +13,7 @@ from typing import Any
 
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
+from rag_posfix.plugins import entry_points_of
 from rag_posfix.registry import Registry
 
 _MITIGATIONS = Path(__file__).parents[1] / "mitigations"
@@ -43,11 +44,12 @@ def check_method(kind: str, method: Any) -> None:
 def _check_mitigation(spec: MethodSpec) -> None:
     if "rag_posfix.mitigations" not in sys.modules:
         declared = declared_mitigations()
-        entry = declared.get(spec.name)
-        if not entry.files & spec.parameters.keys():
-            declared.check(spec)
-        if not spec.parameters or find_spec("torch") is None:
-            return
+        if spec.name in declared or not entry_points_of("mitigation"):
+            entry = declared.get(spec.name)
+            if not entry.files & spec.parameters.keys():
+                declared.check(spec)
+            if not spec.parameters or find_spec("torch") is None:
+                return
     from rag_posfix.mitigations import MITIGATIONS
 
     _check_spec(spec, MITIGATIONS)
@@ -67,7 +69,7 @@ def declared_mitigations() -> Registry[Any]:
 
     Importing the methods imports torch, which takes seconds; a misspelt name is reported at once.
     """
-    registry: Registry[Any] = Registry("mitigation")
+    registry: Registry[Any] = Registry("mitigation", has_plugins=False)
     for file in sorted(_MITIGATIONS.glob("*.py")):
         tree = ast.parse(file.read_text("utf-8"))
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -21,7 +21,7 @@ from rag_posfix.checked import Checked
 from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.retrieval import Retriever, SimilarityRange, first_matching
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, stored_id
+from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, deep_copy, stored_id
 from rag_posfix.text import checked_question
 
 PACKAGED_SIMILARITY = SimilarityRange(low=0.2, clear=0.6)
@@ -130,6 +130,24 @@ def check_count(name: str, count: int) -> int:
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"{name}={count!r} must be an integer >= 1")
     return count
+
+
+def passage_by_id(retriever: object, passage_id: str) -> Document | None:
+    """Return a copy of the passage of a retriever with an id; None if it has none or cannot look it up.
+
+    Retrievers have their passages in a ``store`` or a ``table``, or are several ``retrievers``.
+    """
+    store, table = getattr(retriever, "store", None), getattr(retriever, "table", None)
+    if table is not None:
+        entry = table.entry_of(passage_id)
+        return None if entry is None else deep_copy(entry.document)
+    if isinstance(store, VectorStore):
+        try:
+            return next(iter(store.get_by_ids([passage_id])), None)
+        except NotImplementedError:
+            return None
+    inner = (passage_by_id(one, passage_id) for one in getattr(retriever, "retrievers", ()))
+    return next((passage for passage in inner if passage is not None), None)
 
 
 def takes_filters(runnable: object) -> bool:

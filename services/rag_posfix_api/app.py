@@ -21,6 +21,7 @@ from rag_posfix_api.dialects import (
     collections,
     completions,
     embeddings,
+    mcp,
     measurements,
     ollama,
     openai,
@@ -57,6 +58,7 @@ ROUTERS = {
         administration.information,
     ),
     "attention": (measurements.attention,),
+    "mcp": (mcp.router,),
     "none": (administration.operations, page.router),
 }
 """The routes of every dialect; what orchestrators ask, and the page, have none. No router holds another."""
@@ -164,9 +166,11 @@ def _lifespan(service: Service, pipeline: Pipeline | None) -> Callable[[FastAPI]
             loading = asyncio.create_task(service.load())
         else:  # again: an app may be started a second time, after it was stopped
             service.adopt(pipeline)
+        app.state.mcp = sessions = mcp.McpSessions(service, package_version())
         try:
             yield
         finally:
+            await sessions.close()
             for task in filter(None, (loading, following)):
                 task.cancel()
                 with suppress(asyncio.CancelledError):

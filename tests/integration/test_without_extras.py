@@ -27,6 +27,7 @@ ARGUMENTS = {
     "index": "pages --out x.index",
     "ask": "Question? --index .",
     "prompt": "Question? --index .",
+    "mcp": "--index .",
     "eval positions": f"{DATA} --documents 2 --gold-positions 0",
     "eval permutations": DATA,
     "eval rerank": "--corpus c --queries q --qrels r --out out",
@@ -46,6 +47,7 @@ WRONG_USAGE = {"lab maps", "train data", "train block", "train distill", "train 
 OTHER_MESSAGES = {
     "ask": "no index in '.'",
     "prompt": "no index in '.'",
+    "mcp": "no index in '.'",
     "measure": "no index in '.'",
     "report": "record.json cannot be read",
     "data check": "rows.jsonl is not a file",

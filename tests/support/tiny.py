@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import tokenizers
-import torch
 import transformers
 
+from rag_posfix.conformance.models import COMMON, VOCABULARY, random_model, toy_layout
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.install import install
-from rag_posfix.plan.layout import Layout, Span
 
-VOCABULARY = 131
-
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+__all__ = ["COMMON", "FAMILIES", "VOCABULARY", "loaded_model", "save_tiny", "stock_model", "toy_layout"]
 
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -51,42 +37,13 @@ FAMILIES = {
 def stock_model(family: str = "llama", **overrides):
     """Return a small random float32 model without the attention hook; the same numbers for every call."""
     name, settings = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.08) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+    return random_model(name, **{**settings, **overrides})
 
 
 def loaded_model(family: str = "llama", **overrides) -> LoadedModel:
     """Return the same model with the attention hook on it."""
     model = stock_model(family, **overrides)
     return LoadedModel(model, install(model))
-
-
-def toy_layout(lengths=(7, 4, 9, 6), prefix=5, suffix=8, seed=0, relevance=None) -> Layout:
-    """Return a layout of random tokens; passage i holds the same tokens whatever the other lengths are."""
-
-    def draw(count, salt):
-        generator = torch.Generator().manual_seed(1000 * seed + salt)
-        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-    ids = draw(prefix, 1)
-    passages, keys = [], []
-    for i, length in enumerate(lengths):
-        piece = draw(length, 10 + i)
-        passages.append(Span(len(ids), len(ids) + length))
-        keys.append("-".join(map(str, piece)))
-        ids += piece
-    start = len(ids)
-    ids += draw(suffix, 2)
-    return Layout(
-        token_ids=tuple(ids), prefix=Span(0, prefix), passages=tuple(passages), texts=tuple(passages),
-        suffix=Span(start, len(ids)), question=Span(start + suffix // 4, len(ids) - suffix // 4),
-        keys=tuple(keys), relevance=relevance,
-    )  # fmt: skip
 
 
 def save_tiny(folder, family="llama", **overrides):

@@ -23,7 +23,7 @@ from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.guard import Counters
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
-from rag_posfix.caching.tier import Tier, TieredCache
+from rag_posfix.caching.tier import Tier, TieredCache, plugin_tier
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.errors import CacheError
 from rag_posfix.files import ANSWERS_FOLDER
@@ -133,6 +133,8 @@ def build_answer_cache(settings: CacheSettings, cache_dir: Path) -> TieredAnswer
     if settings.redis_url is not None:
         url, timeout = settings.redis_url.get_secret_value(), settings.redis_timeout_seconds
         tiers.append(RedisTier(url, BlobCodec(), timeout_seconds=timeout, ttl_seconds=settings.ttl_seconds))
+    if settings.backend is not None:
+        tiers.append(plugin_tier(settings.backend, BlobCodec()))
     if not tiers:
         return None
     return TieredAnswerCache(

@@ -19,7 +19,7 @@ from rag_posfix.caching.guard import Counters
 from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
-from rag_posfix.caching.tier import Tier, TieredCache
+from rag_posfix.caching.tier import Tier, TieredCache, plugin_tier
 from rag_posfix.files import PASSAGES_FOLDER
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ def build_passage_store(settings: Any, cache_dir: Path, device: torch.device | s
                 ttl_seconds=settings.redis_ttl_seconds,
             )
         )
+    if settings.backend is not None:
+        tiers.append(plugin_tier(settings.backend, KVCodec()))
     return PassageStore(tiers, device=device) if tiers else None
 
 

@@ -20,7 +20,7 @@ from rag_posfix.errors import ConfigError, NotTextError, RetrievalError
 from rag_posfix.retrieval.index.documents import IndexEntry
 from rag_posfix.retrieval.index.storage import holds_index
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_document, split_text
-from rag_posfix.retrieval.ingest.readers import TEXT_SUFFIXES, read_text
+from rag_posfix.retrieval.ingest.readers import READERS, TEXT_SUFFIXES, read_text
 from rag_posfix.retrieval.ingest.records import RECORD_SUFFIXES, FieldRoles, parse_fields, read_records
 from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
 from rag_posfix.text import clean_text, content_hash
@@ -32,8 +32,11 @@ __all__ = ["read_documents"]
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = tuple(sorted((*RECORD_SUFFIXES, *TEXT_SUFFIXES)))
-"""Suffixes of files that can be read, in upper or lower case."""
+
+def readable_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of files that can be read, in lower case, those of plug-ins too."""
+    return tuple(sorted({*RECORD_SUFFIXES, *TEXT_SUFFIXES, *(f".{name}" for name in READERS.names())}))
+
 
 _BEIR_CORPORA = ("corpus.jsonl", "corpus.jsonl.gz")
 _BEIR_QUESTIONS = ("queries.jsonl", "queries.jsonl.gz", "qrels")
@@ -192,7 +195,9 @@ def no_documents(paths: Iterable[Path], skipped: Sequence[SkippedFile] = ()) -> 
     """Return the error for paths without any document; it names the first of the skipped files."""
     names = ", ".join(repr(str(path)) for path in paths) or "no path"
     first = f" ({len(skipped)} skipped, the first: {skipped[0].file!r}: {skipped[0].reason})" if skipped else ""
-    return RetrievalError(f"no documents in {names}{first}; give files with text, ending in {', '.join(SUFFIXES)}")
+    return RetrievalError(
+        f"no documents in {names}{first}; give files with text, ending in {', '.join(readable_suffixes())}"
+    )
 
 
 def _files_of(path: Path, skip: Callable[[SkippedFile], None], *, strict: bool) -> Iterator[Path]:
@@ -203,9 +208,9 @@ def _files_of(path: Path, skip: Callable[[SkippedFile], None], *, strict: bool) 
         raise RetrievalError(f"no such file or folder: {str(path)!r}")
     elif not path.is_file():
         raise RetrievalError(
-            f"{str(path)!r} is neither a file nor a folder; give files ending in {', '.join(SUFFIXES)}"
+            f"{str(path)!r} is neither a file nor a folder; give files ending in {', '.join(readable_suffixes())}"
         )
-    elif path.name.lower().endswith(SUFFIXES):
+    elif path.name.lower().endswith(readable_suffixes()):
         yield path
     elif strict:
         raise RetrievalError(f"cannot read {str(path)!r}: {_unsupported(path)}")
@@ -214,7 +219,7 @@ def _files_of(path: Path, skip: Callable[[SkippedFile], None], *, strict: bool) 
 
 
 def _unsupported(path: Path) -> str:
-    return f"suffix {path.suffix!r} is not one of {', '.join(SUFFIXES)}"
+    return f"suffix {path.suffix!r} is not one of {', '.join(readable_suffixes())}"
 
 
 def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> Iterator[Path]:
@@ -236,7 +241,7 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
             skip(SkippedFile(str(link), "unreadable", "a link to a folder, which is not followed; name it too"))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     for file in sorted(files, key=lambda file: file.relative_to(folder).parts):
-        if not file.name.lower().endswith(SUFFIXES):
+        if not file.name.lower().endswith(readable_suffixes()):
             skip(SkippedFile(str(file), "unsupported", _unsupported(file)))
         elif file.is_file():
             yield file

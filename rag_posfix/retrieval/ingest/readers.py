@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rag_posfix.errors import NotTextError, RetrievalError, missing_extra
+from rag_posfix.registry import Registry
 from rag_posfix.retrieval.ingest.html import read_html, unescaped
 from rag_posfix.retrieval.ingest.structure import (
     Block,
@@ -161,6 +162,9 @@ OFFICE_SUFFIXES = (".epub", ".ipynb", ".pptx", ".xlsx")
 TEXT_SUFFIXES = (".docx", ".htm", ".html", ".md", ".pdf", ".txt", *OFFICE_SUFFIXES)
 """Suffixes of text files, in upper or lower case."""
 
+READERS: Registry[Callable[[Path], str]] = Registry("file reader")
+"""Functions of plug-ins from a file to its text in Markdown, by the suffix of the file without its dot."""
+
 _MARKUP_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _DOCX_RUNS = ".//w:r[not(ancestor::w:del or ancestor::w:moveFrom or ancestor::w:txbxContent)]"
 _HEADING_STYLE = re.compile(r"Heading (\d)")
@@ -192,6 +196,8 @@ def read_text(path: str | Path) -> FileText:
     path = Path(path)
     suffix = path.suffix.lower()
     try:
+        if suffix not in TEXT_SUFFIXES and suffix.removeprefix(".") in READERS:
+            return _read_with_plugin(path, READERS.get(suffix.removeprefix(".")))
         if suffix == ".pdf":
             return _read_pdf(path)
         if suffix == ".docx":
@@ -211,6 +217,16 @@ def read_text(path: str | Path) -> FileText:
         text = _EMBEDDED.sub("", text)
         read = read_markdown(text) if suffix == ".md" else read_plain(text)
     return replace(read, encoding_note=note or read.encoding_note)
+
+
+def _read_with_plugin(path: Path, read: Callable[[Path], str]) -> FileText:
+    with _open_document(path, f"{path.suffix.lower()} file", "with another program") as _:
+        text = read(path)
+    if not isinstance(text, str):
+        raise RetrievalError(
+            f"cannot read {str(path)!r}: its file reader returned {type(text).__name__}, must be text in Markdown"
+        )
+    return read_markdown(clean_text(text))
 
 
 @contextmanager
