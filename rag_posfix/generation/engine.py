@@ -25,6 +25,7 @@ from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, U
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, open_scored
 from rag_posfix.generation.decode.question_scores import (
     AnswerText,
+    check_finite,
     first_token_log_probs,
     question_attention,
     question_likelihood,
@@ -266,7 +267,7 @@ class Engine:
         """
         loaded = self._loaded_for(layouts)
         measured, _ = passage_attention(loaded, layouts, 0, self._lookup(loaded, salt), check)
-        return [tuple(row) for row in measured.tolist()]
+        return [tuple(map(check_finite, row)) for row in measured.tolist()]
 
     def _loaded_for(self, layouts: Sequence[Layout]) -> LoadedModel:
         """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""
