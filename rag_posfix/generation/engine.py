@@ -162,7 +162,8 @@ class Engine:
         plan = method.checked_plan(layout, self.loaded.spec.shape)
         rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.all_passages]
         loaded = self.loaded
-        independent = loaded.kept is not None or (loaded.keeps_all_keys and can_share_batch(rows))
+        whole = loaded.kept is not None or loaded.snapshots is not None  # prefix and passage are stored together
+        independent = whole or (loaded.keeps_all_keys and can_share_batch(rows))
         return rows if plan.independent_passages and independent else []
 
     def _methods_to_precompute(self, layout: Layout) -> Iterator[str]:
