@@ -43,6 +43,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }
 

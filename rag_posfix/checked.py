@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import convert_pydantic_errors, shown
@@ -116,3 +117,28 @@ class Checked:
     def describe_value(cls, values: dict[str, Any]) -> Any:
         """Return how errors name a field and its value (``convert_pydantic_errors``)."""
         return None
+
+
+class Portable:
+    """Base of pydantic models with an engine: copies share the engine, and pickles hold the configuration alone.
+
+    Private attributes are made again where a pickle is read. Attributes named in ``engine_fields`` are not pickled.
+    """
+
+    engine_fields: ClassVar[tuple[str, ...]] = ()
+
+    if not TYPE_CHECKING:  # type checkers see the methods of pydantic
+
+        def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+            copied = self.model_copy()
+            for name, value in self.__dict__.items():
+                copied.__dict__[name] = value if name in self.engine_fields else copy.deepcopy(value, memo)
+            return copied
+
+        def __getstate__(self) -> dict[str, Any]:
+            fields = {name: None if name in self.engine_fields else value for name, value in self.__dict__.items()}
+            return {**super().__getstate__(), "__dict__": fields, "__pydantic_private__": None}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            self.model_post_init(None)

@@ -210,8 +210,8 @@ def _passage_size(tokens: int | None, overlap: int, embeddings: SentenceEmbeddin
         embeddings = _load_embeddings(embeddings)
     if tokens > embeddings.max_tokens:
         err().print(
-            f"--passage-tokens {tokens}: the embedding model reads {embeddings.max_tokens} tokens; what follows in a "
-            "passage is not searched by embeddings",
+            f"--passage-tokens {tokens}: the embedding model reads {embeddings.max_tokens} tokens at a time; the "
+            "vector of a longer passage is the mean of its parts, which finds details less well",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -25,6 +25,7 @@ from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, U
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, open_scored
 from rag_posfix.generation.decode.question_scores import (
     AnswerText,
+    check_finite,
     first_token_log_probs,
     question_attention,
     question_likelihood,
@@ -161,7 +162,8 @@ class Engine:
         plan = method.checked_plan(layout, self.loaded.spec.shape)
         rows = [resolve(row, layout, self.loaded.device) for row in plan.rows if not row.all_passages]
         loaded = self.loaded
-        independent = loaded.kept is not None or (loaded.keeps_all_keys and can_share_batch(rows))
+        whole = loaded.kept is not None or loaded.snapshots is not None  # prefix and passage are stored together
+        independent = whole or (loaded.keeps_all_keys and can_share_batch(rows))
         return rows if plan.independent_passages and independent else []
 
     def _methods_to_precompute(self, layout: Layout) -> Iterator[str]:
@@ -266,7 +268,7 @@ class Engine:
         """
         loaded = self._loaded_for(layouts)
         measured, _ = passage_attention(loaded, layouts, 0, self._lookup(loaded, salt), check)
-        return [tuple(row) for row in measured.tolist()]
+        return [tuple(map(check_finite, row)) for row in measured.tolist()]
 
     def _loaded_for(self, layouts: Sequence[Layout]) -> LoadedModel:
         """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""

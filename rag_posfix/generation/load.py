@@ -26,6 +26,7 @@ from rag_posfix.generation.model.checkpoint import (
     PACKAGED,
     GenerationConfig,
     PackagedModel,
+    adapter_tokenizer,
     check_adapter,
     merge_adapter,
     read_generation_config,
@@ -81,7 +82,8 @@ def load_engine(
             ``~/.cache/rag_posfix``.
         ranks: The processes that the model is split over, each of which calls this; None loads it whole. See
             ``generation.parallel``, which starts them.
-        adapter: Folder of a LoRA adapter, as ``rag-posfix train`` writes it, which is merged into the weights.
+        adapter: Folder of a LoRA adapter, as ``rag-posfix train`` writes it, which is merged into the weights. A
+            tokenizer or a chat template in it takes the place of the model's.
         batch_invariant: Whether decode passes are padded so that an answer has the same bits alone and among others:
             ``on``, ``off``, or ``auto`` for bfloat16 and float16 on CPUs. Not with ``ranks``.
 
@@ -112,7 +114,7 @@ def load_engine(
     else:
         source, (loaded, tokenizer) = model, load_pretrained(model, torch_dtype, model_device, **options)
     if adapter is not None:
-        loaded = merge_adapter(loaded, adapter)
+        loaded, tokenizer = merge_adapter(loaded, adapter), adapter_tokenizer(adapter, tokenizer)
     fingerprint = _fingerprint(source, torch_dtype, cache_dir or default_cache_dir(), adapter)
     generation_config = read_generation_config(folder_of(source))
     with _as_config_error(
@@ -121,11 +123,25 @@ def load_engine(
         spec = prepare(loaded, ranks)
         rows = 1 if ranks is not None or spec.plain is not None else rows_for(batch_invariant, loaded)
         encoder = Tokenizer(tokenizer, eos_ids=generation_config.eos_ids)
+        if ranks is None:
+            _check_vocabulary(model, loaded, encoder)
     name = _name_of(model, adapter)
     _log.info("loaded %s as %s on %s", name, torch_dtype, model_device)
     if generation_config.ignored:
         _log.info("settings of its generation config that are not applied: %s", generation_config.ignored)
     return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
+
+
+def _check_vocabulary(name: str, model: Any, encoder: Tokenizer) -> None:
+    """Raise if a prompt may hold tokens that the model has no embeddings for."""
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if isinstance(rows, int) and (beyond := encoder.writable_from(rows)):
+        shown = ", ".join(f"{token!r} is {number}" for token, number in beyond[:3])
+        raise ConfigError(
+            f"model {name!r} cannot be loaded: its embeddings have {rows} rows, and its tokenizer has ids beyond them "
+            f"({shown}); save the model after resize_token_embeddings and training these rows, or give it the "
+            "tokenizer of its base model"
+        )
 
 
 def _respect_quota() -> None:
@@ -194,6 +210,8 @@ def read_metadata(
     with _as_config_error(source):
         shape = read_shape(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
+        if adapter is not None:
+            tokenizer = adapter_tokenizer(adapter, tokenizer)
         eos_ids = read_generation_config(folder_of(source)).eos_ids
         return ModelMetadata(
             _name_of(model, adapter),

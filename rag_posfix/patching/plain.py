@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rag_posfix.errors import UnsupportedModelError
+from rag_posfix.patching.snapshots import SnapshotForm
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """What models call their cache, as an argument and in their output."""
@@ -107,6 +108,9 @@ class PlainForward:
             pass; ``masked prompt``, with a mask in the pass over the prompt alone, for layers that keep no keys; empty
             where neither gives what each row gives alone.
         kept: What its layers keep of each token, where a cache can be filled with it.
+        snapshots: Its cache as a whole, where that can be saved and filled, and ``kept`` is None.
+        joins: When rows of different lengths that were read apart are joined in one cache: before the ``question``,
+            before the ``answer``, or not at all.
     """
 
     reason: str
@@ -116,6 +120,8 @@ class PlainForward:
     takes_positions: bool = False
     batch: Literal["", "masked", "masked prompt"] = ""
     kept: KeptKeys | None = None
+    snapshots: SnapshotForm | None = None
+    joins: Literal["", "question", "answer"] = ""
 
     @classmethod
     def of(cls, model: Any, reason: str) -> PlainForward:

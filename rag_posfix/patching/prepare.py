@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.patching.families import FAMILIES, UNSUPPORTED, main_device
 from rag_posfix.patching.install import HOOKED, install, uninstall
 from rag_posfix.patching.plain import KeptKeys, PlainCache, PlainForward
+from rag_posfix.patching.snapshots import SnapshotError, SnapshotForm
 from rag_posfix.patching.spec import Family, ModelSpec, Ranks
 from rag_posfix.patching.structure import read_structure
 from rag_posfix.patching.verify import Verification, verify
@@ -32,6 +33,10 @@ _PLAIN_TOKENS, _STEPS = 14, 3
 _PLAIN_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 """Largest difference between logits computed with the cache and without, as a share of their spread. Recurrent layers
 sum in another order token by token than over a prompt; a lost state differs by the spread itself."""
+
+
+_EXACT_TOLERANCE = 0.1
+"""Of that tolerance, in float32, for several tokens after others: some models read them as if nothing were before."""
 
 
 def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
@@ -131,11 +136,11 @@ def _value(config: Any, name: str) -> Any:
 def verify_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dict[str, float]]:
     """Compare prompt, steps and continuations on the model's own cache with one pass of the stock model without one.
 
-    Then a cache filled with the keys of another, and two rows of different length in one batch, are compared in the
-    same way; where they differ, the model is not called so.
+    Then a cache filled with the keys of another or with a snapshot of it, and two rows of different length in one
+    batch, are compared in the same way; where they differ, the model is not called so.
 
     Returns how the model is called from now on, and the differences by check: ``prompt``, ``decode``, ``continue``,
-    ``keys``, ``rows``.
+    ``keys`` or ``snapshot``, ``rows``, ``joined``.
 
     Raises:
         UnsupportedModelError: they differ by more than rounding, are not finite, or later tokens change earlier ones.
@@ -169,7 +174,8 @@ def _compare_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dic
     continued = PlainCache()
     forward(model, ids[:, :_PLAIN_TOKENS], continued, 1)
     at_once = _tried(lambda: _difference(forward(model, ids[:, _PLAIN_TOKENS:], continued, _STEPS), full[:, 1:]))
-    if not at_once <= allowed:
+    exact = _EXACT_TOLERANCE * allowed if model.dtype == torch.float32 else allowed
+    if not at_once <= exact:
         forward = replace(forward, single_steps=True)
     else:
         differences["continue"] = at_once
@@ -178,11 +184,38 @@ def _compare_plain(model: Any, forward: PlainForward) -> tuple[PlainForward, dic
         if filled <= allowed:
             forward = replace(forward, kept=kept)
             differences["keys"] = filled
+        else:
+            forward, difference = _with_snapshots(model, forward, ids, full, exact)
+            differences |= difference
     tried = replace(forward, batch="masked" if any(map(_keeps_keys, cache.layers)) else "masked prompt")
     rows = _tried(lambda: _compare_rows(model, tried, ids, full))
-    if rows <= allowed:
-        return tried, {**differences, "rows": rows}
-    return forward, differences
+    if not rows <= allowed:
+        return forward, differences
+    differences["rows"] = rows
+    if tried.snapshots is None:
+        return tried, differences
+    joins: tuple[Literal["question", "answer"], ...] = ("question", "answer")
+    for join in joins:
+        joining = replace(tried, joins=join)
+        joined = _tried(lambda: _compare_joined(model, joining, ids, full))  # noqa: B023 - called here
+        if joined <= exact:
+            return joining, {**differences, "joined": joined}
+    return tried, differences
+
+
+def _with_snapshots(
+    model: Any, forward: PlainForward, ids: Tensor, full: Tensor, allowed: float
+) -> tuple[PlainForward, dict[str, float]]:
+    """Return how a model is called whose cache was saved and filled, and the difference; unchanged if that fails."""
+    before = PlainCache()
+    forward(model, ids[:, : _PLAIN_TOKENS // 2], before, 1)
+    try:
+        form = SnapshotForm.of(before.held)
+    except SnapshotError:
+        return forward, {}
+    tried = replace(forward, snapshots=form)
+    difference = _tried(lambda: _compare_snapshot(model, tried, form, ids, full))
+    return (tried, {"snapshot": difference}) if difference <= allowed else (forward, {})
 
 
 def _keeps_keys(layer: Any) -> bool:
@@ -203,6 +236,40 @@ def _compare_filled(model: Any, forward: PlainForward, kept: KeptKeys, ids: Tens
     forward(model, ids[:, :_PLAIN_TOKENS], before, 1)
     filled = PlainCache((), kept.cache([kept.flatten(before.held, 0, half, 0)]), half)
     return _difference(forward(model, ids[:, half:], filled, _STEPS + 1), full)
+
+
+def _compare_snapshot(model: Any, forward: PlainForward, form: SnapshotForm, ids: Tensor, full: Tensor) -> float:
+    """Return the difference to ``full`` of two prompts after a snapshot of their first half, one after the other."""
+    half, before = _PLAIN_TOKENS // 2, PlainCache()
+    forward(model, ids[:, :half], before, 1)
+    snapshot = form.save(before.held)
+    forward(model, ids[:, half:].flip(1), before, 1)  # must not reach the snapshot
+    differences = []
+    for _ in range(2):
+        cache = PlainCache((), form.fill([snapshot]), half)
+        differences.append(_difference(forward(model, ids[:, half:], cache, _STEPS + 1), full))
+    return max(differences)
+
+
+def _compare_joined(model: Any, forward: PlainForward, ids: Tensor, full: Tensor) -> float:
+    """Return the difference to single rows of two rows of different length that are joined in one cache."""
+    form, skipped, half = forward.snapshots, _PLAIN_TOKENS // 4, _PLAIN_TOKENS // 2
+    if form is None:
+        return inf
+    shorter, rows = ids[:, skipped:], (PlainCache(), PlainCache())
+    parts, single = (shorter[:, :-_STEPS], *shorter[:, -_STEPS:].split(1, dim=1)), PlainCache()
+    alone = torch.cat([forward(model, part, single, 1) for part in parts], dim=1)
+    joined_at = half if forward.joins == "question" else _PLAIN_TOKENS
+    forward(model, ids[:, :joined_at], rows[0], 1)
+    forward(model, shorter[:, : joined_at - skipped], rows[1], 1)
+    cache = PlainCache((0, skipped), form.join([row.held for row in rows]), joined_at)
+    both, logits = ids.expand(2, -1), []
+    if joined_at < _PLAIN_TOKENS:
+        logits.append(forward(model, both[:, joined_at:_PLAIN_TOKENS], cache, 1))
+    logits += [forward(model, both[:, i : i + 1], cache, 1) for i in range(_PLAIN_TOKENS, _PLAIN_TOKENS + _STEPS)]
+    last = torch.cat(logits, dim=1)
+    expected = torch.cat((full, alone)).float()
+    return _difference(last, expected[:, -last.shape[1] :])
 
 
 def _compare_rows(model: Any, forward: PlainForward, ids: Tensor, full: Tensor) -> float:

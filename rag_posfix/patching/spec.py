@@ -159,10 +159,14 @@ class ModelSpec:
     def structure(self) -> dict[str, Any]:
         """What is known of attention: how channels are paired, which layers do not rotate, whether keys are linear.
 
-        Of a model without the attention hook: whether it reads rows in one batch, and whether its keys can be stored.
+        Of a model without the attention hook: whether it reads rows in one batch, and what of its cache can be stored.
         """
         if self.plain is not None:
-            return {"rows_in_one_batch": self.plain.batch != "", "stored_keys": self.plain.kept is not None}
+            return {
+                "rows_in_one_batch": self.plain.batch != "",
+                "stored_keys": self.plain.kept is not None,
+                "stored_snapshots": self.plain.snapshots is not None,
+            }
         return {
             "rotation": self.family.rotation,
             "unrotated_layers": sorted(self.unrotated),

@@ -7,6 +7,8 @@ another model than it was built with.
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["EncodeTexts", "SentenceEmbeddings", "embedding_identity"]
 
+MAX_TEXT_TOKENS = 8192
+"""Most tokens of a text that are embedded; OpenAI's embedding models read as many."""
+
+_log = logging.getLogger(__name__)
+
 EncodeTexts: TypeAlias = Callable[[Sequence[str]], "NDArray[np.float32]"]
 """Returns one unit vector per text."""
 
@@ -41,6 +48,9 @@ _BATCHES_PER_REPORT = 4
 
 class SentenceEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, each vector of length one.
+
+    A text longer than the model reads (``max_tokens``) is embedded in windows of equal length: its vector is the mean
+    of theirs, weighted by their tokens. Of a text, the first 8,192 tokens are embedded; a longer one logs a warning.
 
     The model is loaded, and sentence-transformers imported, when the first text is embedded. Instances may be shared
     between threads.
@@ -98,7 +108,7 @@ class SentenceEmbeddings(Embeddings):
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens that the model reads of a text; what follows has no influence. Loads the model."""
+        """The number of tokens that the model reads at a time. Loads the model."""
         with self._lock:
             return int(self._load().max_seq_length)
 
@@ -109,47 +119,58 @@ class SentenceEmbeddings(Embeddings):
             ids = tokenizer(clean_text(text), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
             return len(ids)
 
+    def embedded_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text, or a number above ``MAX_TEXT_TOKENS`` for a longer one."""
+        return self.count_tokens(text_beginning(text, MAX_TEXT_TOKENS, self.count_tokens))
+
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text, in order."""
-        if self._encoder is not None and len(texts) > self.batch_size:
-            with self._lock:
-                if self._encode_many is None:
-                    self._encode_many = self._encoder(self._load())
-                beginnings = self._beginnings(texts)
-            rows: list[list[float]] = self._encode_many(beginnings).tolist()
-            if self._progress is not None:
-                self._progress(len(texts), len(texts))
-            return rows
         vectors: list[list[float]] = []
-        step = self.batch_size * _BATCHES_PER_REPORT
-        for start in range(0, len(texts), step):
-            vectors += self._encode("encode_document", texts[start : start + step])
+        at_once = self._encoder is not None and len(texts) > self.batch_size
+        step = len(texts) if at_once else self.batch_size * _BATCHES_PER_REPORT
+        for start in range(0, len(texts), step or 1):
+            vectors += self._embed("encode_document", texts[start : start + step], at_once=at_once)
             if self._progress is not None:
                 self._progress(len(vectors), len(texts))
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question, with the model's query prompt if it has one."""
-        return self._encode("encode_query", [text])[0]
+        return self._embed("encode_query", [text])[0]
 
-    def _encode(self, method: str, texts: Sequence[str]) -> list[list[float]]:
+    def _embed(self, method: str, texts: Sequence[str], *, at_once: bool = False) -> list[list[float]]:
+        """Return the vector of each text: of its only window, or the mean of its windows' vectors."""
         with self._lock:
-            vectors = getattr(self._load(), method)(
-                self._beginnings(texts),
-                batch_size=self.batch_size,
-                show_progress_bar=False,
-                convert_to_numpy=True,
-                normalize_embeddings=True,
-            )
-        result: list[list[float]] = vectors.astype("float32").tolist()
-        return result
+            model = self._load()
+            windows = [self._windows(text) for text in texts]
+            parts = [part for each in windows for part, _ in each]
+            if not (at_once and self._encoder is not None):
+                options = {"show_progress_bar": False, "convert_to_numpy": True, "normalize_embeddings": True}
+                vectors = getattr(model, method)(parts, batch_size=self.batch_size, **options)
+                return _mean_vectors(vectors.astype("float32"), windows)
+            self._encode_many = self._encode_many or self._encoder(model)
+        return _mean_vectors(self._encode_many(parts), windows)
 
-    def _beginnings(self, texts: Sequence[str]) -> list[str]:
-        """Return the part of each text that the model can read."""
-        limit = self._load().max_seq_length
-        if limit is not None:
-            texts = [text_beginning(text, limit, self.count_tokens) for text in texts]
-        return [clean_text(text) for text in texts]
+    def _windows(self, text: str) -> list[tuple[str, int]]:
+        """Return the windows of a text that the model reads one by one, and the tokens of each."""
+        model = self._load()
+        if model.max_seq_length in (None, math.inf):
+            return [(clean_text(text), 1)]
+        # A tokenizer reads all characters, also those that are then cut off.
+        beginning = text_beginning(text, MAX_TEXT_TOKENS, self.count_tokens)
+        options = {"add_special_tokens": False, "truncation": False, "return_offsets_mapping": True, "verbose": False}
+        cleaned = clean_text(beginning)
+        starts: list[int] = [start for start, _ in model.tokenizer(cleaned, **options)["offset_mapping"]]
+        if len(beginning) < len(text) or len(starts) > MAX_TEXT_TOKENS:
+            _log.warning("a text has more than %d tokens; only the first are embedded", MAX_TEXT_TOKENS)
+            cleaned, starts = cleaned[: [*starts, len(cleaned)][MAX_TEXT_TOKENS]], starts[:MAX_TEXT_TOKENS]
+        return split_windows(cleaned, starts, max(1, model.max_seq_length - self._added_tokens()))
+
+    def _added_tokens(self) -> int:
+        """Return how many tokens the model adds to a text: the special ones, and its longest prompt."""
+        model = self._load()
+        prompts = (self.count_tokens(prompt) for prompt in (model.prompts or {}).values() if prompt)
+        return int(model.tokenizer.num_special_tokens_to_add()) + max(prompts, default=0)
 
     def _load(self) -> SentenceTransformer:
         if self._loaded is None:
@@ -174,6 +195,36 @@ class SentenceEmbeddings(Embeddings):
                     "pass 'minilm', 'multilingual', a sentence-transformers model id, or a folder"
                 ) from error
         return self._loaded
+
+
+def split_windows(text: str, starts: Sequence[int], size: int) -> list[tuple[str, int]]:
+    """Return the parts of a text of at most ``size`` tokens, and their tokens; they begin at words where they can.
+
+    ``starts`` are the first characters of its tokens.
+    """
+    windows: list[tuple[str, int]] = []
+    first = 0
+    while len(starts) - first > size:
+        words = (i for i in range(first + size, first + size // 2, -1) if text[starts[i] - 1].isspace())
+        stop = next(words, first + size)
+        windows.append((text[starts[first] : starts[stop]], stop - first))
+        first = stop
+    return [*windows, (text[starts[first] :] if first else text, len(starts) - first)]
+
+
+def _mean_vectors(vectors: NDArray[np.float32], windows: Sequence[Sequence[tuple[str, int]]]) -> list[list[float]]:
+    """Return a vector of length one for each text: its window's, or the mean of its windows' by their tokens."""
+    import numpy as np
+
+    means: list[list[float]] = []
+    start = 0
+    for parts in windows:
+        some, start = vectors[start : start + len(parts)], start + len(parts)
+        if len(parts) > 1:
+            mean = np.average(some.astype("float64"), axis=0, weights=[tokens for _, tokens in parts])
+            some = (mean / max(float(np.linalg.norm(mean)), 1e-12)).astype("float32")[None]
+        means.append(some[0].tolist())
+    return means
 
 
 def embedding_identity(embeddings: Embeddings) -> str:

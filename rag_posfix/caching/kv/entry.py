@@ -1,4 +1,6 @@
-"""Keys and values of consecutive tokens, what they are stored under, and their serialised form on disk and in Redis.
+"""Keys and values of consecutive tokens, or a model's whole cache after them, as entries of the passage KV store.
+
+What they are stored under, and their serialised form on disk and in Redis.
 
 Serialised, an entry is a seal (magic number, SHA-256 over key and content) and a safetensors file. The hash is SHA-256
 and not BLAKE2b as in the answer cache: an entry has megabytes, and on processors with SHA instructions SHA-256 takes
@@ -35,6 +37,7 @@ _SEAL_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _MAX_HEADER_BYTES = 1024**2
 _TENSOR = "kv"
+_MAX_SNAPSHOT_BYTES = 2**31
 _TAGS = "tags"
 _POSITION = "position"
 _COMPRESSED_MAGIC = b"RPKZ"
@@ -46,6 +49,7 @@ _DTYPES = {
     "torch.float64": "F64",
     "torch.float8_e4m3fn": "F8_E4M3",
     "torch.float8_e5m2": "F8_E5M2",
+    "torch.uint8": "U8",
 }
 
 
@@ -77,6 +81,43 @@ class EntryShape:
         """Most bytes that such an entry has when serialised."""
         return _SEAL_BYTES + _LENGTH_BYTES + _MAX_HEADER_BYTES + self.n_bytes
 
+    def of_bytes(self, n_bytes: int) -> EntryShape | None:
+        """Return the shape of an entry of ``n_bytes`` that is as expected here, None if there is none."""
+        return self if n_bytes == self.n_bytes else None
+
+    def entry(self, kv: Tensor, tags: tuple[str, ...], position: int) -> PassageKV:
+        return PassageKV(kv, tags, position)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotShape:
+    """Shape and dtype of a ``CacheSnapshot``, which must have some bytes to be used; 0 allows any number."""
+
+    n_bytes: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.uint8
+
+    @property
+    def sizes(self) -> tuple[int]:
+        return (self.n_bytes,)
+
+    @property
+    def max_serialized_bytes(self) -> int:
+        return self.n_bytes or _MAX_SNAPSHOT_BYTES
+
+    def of_bytes(self, n_bytes: int) -> SnapshotShape | None:
+        return SnapshotShape(n_bytes)
+
+    def entry(self, kv: Tensor, tags: tuple[str, ...], position: int) -> PassageKV:
+        return CacheSnapshot(kv, tags, position)
+
+
+ExpectedShape: TypeAlias = EntryShape | SnapshotShape
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassageKV:
@@ -97,6 +138,10 @@ class PassageKV:
     expires_at: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``CacheError`` if the tensor has not the form of an entry."""
         kv = self.kv
         if kv.ndim != 5 or kv.shape[0] != 2 or not kv.is_contiguous():
             raise CacheError(
@@ -115,12 +160,12 @@ class PassageKV:
         return self.kv.nbytes
 
     @property
-    def shape(self) -> EntryShape:
+    def shape(self) -> ExpectedShape:
         """Shape and dtype of the entry."""
         _, layers, heads, n_tokens, head_dim = self.kv.shape
         return EntryShape(layers, heads, head_dim, self.kv.dtype, n_tokens)
 
-    def fits(self, expected: EntryShape) -> bool:
+    def fits(self, expected: ExpectedShape) -> bool:
         return self.shape == expected
 
     def on(self, device: torch.device | str) -> PassageKV:
@@ -135,6 +180,28 @@ class PassageKV:
         merged = tuple(sorted({*self.tags, *tags}))
         is_unchanged = (merged, position) == (self.tags, self.position)
         return self if is_unchanged else replace(self, tags=merged, position=position)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheSnapshot(PassageKV):
+    """A model's whole cache after consecutive tokens, as bytes that describe themselves (``patching.snapshots``).
+
+    ``kv`` is (n,) uint8.
+    """
+
+    def check(self) -> None:
+        kv = self.kv
+        if kv.ndim != 1 or str(kv.dtype) != "torch.uint8" or not kv.is_contiguous():
+            raise CacheError(
+                f"passage KV store: a snapshot of shape {tuple(kv.shape)} and type {kv.dtype} must be contiguous bytes"
+            )
+
+    @property
+    def shape(self) -> ExpectedShape:
+        return SnapshotShape(self.kv.nbytes)
+
+    def fits(self, expected: ExpectedShape) -> bool:
+        return isinstance(expected, SnapshotShape)
 
 
 class KVCodec:
@@ -158,7 +225,7 @@ class KVCodec:
         compressed = _COMPRESSED_MAGIC + zlib.compress(data, _COMPRESSION_LEVEL)
         return (min(data, compressed, key=len),)
 
-    def decode(self, key: str, data: object, expected: EntryShape) -> PassageKV | None:
+    def decode(self, key: str, data: object, expected: ExpectedShape) -> PassageKV | None:
         """Return the entry in ``data``. At most the bytes of an entry of the ``expected`` shape are decompressed."""
         if isinstance(data, bytes) and data.startswith(_COMPRESSED_MAGIC):
             stream = zlib.decompressobj()
@@ -195,7 +262,7 @@ def serialize(key: str, entry: PassageKV) -> bytes:
     return b"".join(serialize_parts(key, entry))
 
 
-def deserialize(key: str, data: object, expected: EntryShape) -> PassageKV | None:
+def deserialize(key: str, data: object, expected: ExpectedShape) -> PassageKV | None:
     """Return the entry in ``data``, on the CPU, or None if it is damaged, of another key or not as ``expected``.
 
     The tensor shares the memory of a ``memoryview``; ``bytes`` are copied, as they must never change.
@@ -204,20 +271,21 @@ def deserialize(key: str, data: object, expected: EntryShape) -> PassageKV | Non
         return None
     view = memoryview(data)
     start = _header_end(view)
-    if start is None or len(view) != start + expected.n_bytes:
+    shape = None if start is None else expected.of_bytes(len(view) - start)
+    if start is None or shape is None:
         return None
     if view[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, view[_SEAL_BYTES:]):
         return None
     header = _header(view, start)
     tags = _tags(header)
-    if tags is None or header.get(_TENSOR) != _description(expected):
+    if tags is None or header.get(_TENSOR) != _description(shape):
         return None
     content = view[start:]
     if content.readonly:
         copy = allocate(len(content))
         copy[:] = content
         content = copy
-    return PassageKV(_tensor(content, expected), tags, _position(header))
+    return expected.entry(_tensor(content, shape), tags, _position(header))
 
 
 def _header_end(start: memoryview) -> int | None:
@@ -236,7 +304,7 @@ def _serialized_header(entry: PassageKV) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _description(shape: EntryShape) -> dict[str, object]:
+def _description(shape: ExpectedShape) -> dict[str, object]:
     dtype = _DTYPES.get(str(shape.dtype), str(shape.dtype))
     return {"dtype": dtype, "shape": list(shape.sizes), "data_offsets": [0, shape.n_bytes]}
 
@@ -266,7 +334,7 @@ def _position(header: dict[str, Any]) -> int:
     return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
-def _tensor(content: memoryview, shape: EntryShape) -> Tensor:
+def _tensor(content: memoryview, shape: ExpectedShape) -> Tensor:
     import torch
 
     if not len(content):  # frombuffer rejects an empty buffer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rag_posfix.caching.deletions import EVERYTHING
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.guard import Counters
-from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
+from rag_posfix.caching.kv.entry import CacheSnapshot, ExpectedShape, KVCodec, PassageKV
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.caching.tier import Tier, TieredCache, plugin_tier
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 _BATCH_BYTES = 32 * 1024**2
+_MAX_REDIS_SNAPSHOT_BYTES = 32 * 1024**2
+"""Larger snapshots are not sent to Redis: at a gigabit per second a look-up would take longer than its time limit."""
+
 _MAX_WAIT_SECONDS = 10.0
 
 
@@ -227,7 +230,7 @@ class PassageStore(TieredCache[PassageKV]):
         """Most bytes of entries that wait to be written."""
         return self._behind.max_bytes
 
-    def get_many(self, keys: Mapping[str, EntryShape], *, memory_only: bool = False) -> dict[str, PassageKV]:
+    def get_many(self, keys: Mapping[str, ExpectedShape], *, memory_only: bool = False) -> dict[str, PassageKV]:
         """Return the stored entries of ``keys`` on the store's device, without damaged ones."""
         hits = self._search(keys, self._on_device, immediate=memory_only)
         self._counters.add("hits", len(hits))
@@ -330,4 +333,15 @@ class PassageStore(TieredCache[PassageKV]):
         entries = self._deletions_log.surviving(dict(entries))
         for tier in self._tiers[:n_tiers]:
             if tier.immediate == immediate:
-                self._call(tier, lambda tier: tier.put_many(entries), None)
+                self._call(tier, lambda tier: tier.put_many(_accepted(tier.name, entries)), None)
+
+
+def _accepted(tier: str, entries: Mapping[str, PassageKV]) -> Mapping[str, PassageKV]:
+    """Return the entries that a tier gets."""
+    if tier != "redis":
+        return entries
+    return {
+        key: entry
+        for key, entry in entries.items()
+        if not isinstance(entry, CacheSnapshot) or entry.n_bytes <= _MAX_REDIS_SNAPSHOT_BYTES
+    }

@@ -25,7 +25,8 @@ from rag_posfix.contracts.request import (
     Usage,
     named_stop,
 )
-from rag_posfix.errors import ConfigError, GenerationError
+from rag_posfix.errors import ConfigError
+from rag_posfix.generation.decode.question_scores import not_finite_error
 from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.tokenizer import Tokenizer
@@ -158,10 +159,7 @@ class Sampler:
 def _checked(token: float, best: float) -> int:
     """Return the token; the largest score of a result that is not finite is not finite."""
     if not math.isfinite(best):
-        raise GenerationError(
-            f"the model's scores are not finite (the largest is {best}), as where float16 overflows; use "
-            "dtype='bfloat16' or 'float32' (RAG_POSFIX_DTYPE), or check the weights"
-        )
+        raise not_finite_error(best)
     return int(token)
 
 

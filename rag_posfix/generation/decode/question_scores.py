@@ -6,19 +6,35 @@ row of a plan writes a short answer alone, and each row scores every answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.generation.prefill.prefill import prefill, prefill_context
 from rag_posfix.generation.prefill.segments import KVLookup
 from rag_posfix.patching.forward_context import Observer
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import CandidateAnswers, ModelShape, Plan, RowPlan, RowScores
+
+
+def not_finite_error(score: float) -> GenerationError:
+    """Return the error of a score that is not finite."""
+    return GenerationError(
+        f"the model's scores are not finite (the largest is {score}), as where float16 overflows; use "
+        "dtype='bfloat16' or 'float32' (RAG_POSFIX_DTYPE), or check the weights"
+    )
+
+
+def check_finite(score: float) -> float:
+    """Return a log-probability, which may be -inf; where an activation overflows, all scores of a token are NaN."""
+    if math.isnan(score) or score == math.inf:
+        raise not_finite_error(score)
+    return score
 
 
 @torch.inference_mode()
@@ -64,6 +80,7 @@ def question_attention(
         if check is not None:
             check()
         attended = _suffix_attention(loaded, layout, before, layers, by_layer)
+        check_finite(float(attended.sum()))
         scores.append(tuple(tuple(attended[span.slice].tolist()) for span in layout.passages))
     return scores
 
@@ -151,7 +168,7 @@ def question_likelihood(
     rows += (RowPlan(passages=()),) if bare else ()
     plan = Plan(rows=rows, combine=_take_first_row, independent_passages=True, score_question=True)
     groups = prefill(loaded, layout, plan, kv_lookup)
-    return tuple(value for group in groups for value in group.question.tolist())
+    return tuple(check_finite(value) for group in groups for value in group.question.tolist())
 
 
 @torch.inference_mode()
@@ -166,7 +183,7 @@ def first_token_log_probs(
     plan = Plan(rows=rows, combine=_take_first_row, independent_passages=True)
     logits = [group.logits for group in prefill(loaded, layout, plan, kv_lookup)]
     log_probs = torch.cat([each.float().log_softmax(dim=-1)[:, list(tokens)] for each in logits])
-    return [tuple(row) for row in log_probs.tolist()]
+    return [tuple(map(check_finite, row)) for row in log_probs.tolist()]
 
 
 def _take_first_row(scores: RowScores) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.question_scores import AnswerText, write_candidates
+from rag_posfix.generation.decode.question_scores import AnswerText, check_finite, write_candidates
 from rag_posfix.generation.decode.token_attribution import AttributionTracker, can_attribute, holds_one_each
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.generation.prefill.prefill import prefill_calibrated
@@ -196,7 +196,7 @@ class Session:
             steps.extend(logits.float().log_softmax(dim=-1).unbind(dim=1))
         answer, sentence, scores = self._answer, self._sentence, []
         for log_probs, token in zip(steps, token_ids, strict=True):
-            scores.append(float(self._combine(log_probs, answer, sentence)[0][token]))
+            scores.append(check_finite(float(self._combine(log_probs, answer, sentence)[0][token])))
             answer, sentence = answer + log_probs[:, token], sentence.add(token)
         return tuple(scores)
 
@@ -216,7 +216,9 @@ class Session:
             self._sentence = self._sentence.add(token)
         if self._attribution is not None:
             self._attribution.take(observers)
-        return torch.stack(scores)
+        stacked = torch.stack(scores)
+        check_finite(float(stacked.amax(dim=-1).sum()))
+        return stacked
 
     def _read(
         self,

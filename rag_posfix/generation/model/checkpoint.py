@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 import warnings
@@ -145,6 +146,7 @@ PACKAGED: Mapping[str, PackagedModel] = {
 """By the short name that ``load_engine`` takes."""
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def check_adapter(folder: Path) -> None:
@@ -188,6 +190,7 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what peft misses is in the report
+            _resize_embeddings(model, folder)
             adapted = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
             report = adapted.load_adapter(str(folder), "default", torch_device=str(model.device))
             untied = _untie(adapted)
@@ -203,6 +206,57 @@ def merge_adapter(model: Any, folder: Path) -> Any:
         merged.config.get_text_config(decoder=True).tie_word_embeddings = False
         merged.config.tie_word_embeddings = False
     return merged
+
+
+def adapter_tokenizer(folder: Path, tokenizer: Any) -> Any:
+    """Return the tokenizer that prompts of an adapter are written with: its own, or the model's with its template.
+
+    Raises:
+        ConfigError: the tokenizer of the adapter cannot be loaded.
+    """
+    template = _template_of(folder)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        if template is not None:
+            tokenizer.chat_template = template
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        own = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raise what they like
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(
+            f"the tokenizer of adapter={str(folder)!r} cannot be loaded: {reason}; save it again, or remove its files "
+            f"({', '.join(_VOCABULARIES)}) to use the tokenizer of the model"
+        ) from error
+    own.chat_template = own.chat_template or template or tokenizer.chat_template
+    return own
+
+
+def _template_of(folder: Path) -> str | None:
+    """Return the chat template in the folder of an adapter."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        pass
+    try:
+        template = json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return template if isinstance(template, str) else None
+
+
+def _resize_embeddings(model: Any, folder: Path) -> None:
+    """Give a model the number of embedding rows that the weights of an adapter have, if they hold the embeddings."""
+    from safetensors import safe_open
+
+    embeddings = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embeddings)
+    full = re.compile(rf"(base_model\.model\.)?{re.escape(name)}\.(modules_to_save\.|base_layer\.)?(\w+\.)?weight")
+    with safe_open(str(folder / _WEIGHTS), "pt") as file:
+        shapes = [file.get_slice(key).get_shape() for key in file.keys() if full.fullmatch(key)]  # noqa: SIM118
+    if shapes and shapes[0][0] != embeddings.num_embeddings:
+        model.resize_token_embeddings(shapes[0][0], mean_resizing=False)
 
 
 def _untie(adapted: Any) -> bool:

@@ -25,6 +25,7 @@ from rag_posfix.patching.forward_context import (
     active,
 )
 from rag_posfix.patching.plain import KeptKeys, PlainCache
+from rag_posfix.patching.snapshots import SnapshotForm
 from rag_posfix.patching.spec import ModelSpec
 from rag_posfix.plan.plan import Capability
 
@@ -58,9 +59,14 @@ class LoadedModel:
         return None if self.spec.plain is None else self.spec.plain.kept
 
     @property
+    def snapshots(self) -> SnapshotForm | None:
+        """How the whole cache of a model without the attention hook is stored, where its keys alone are not enough."""
+        return None if self.spec.plain is None else self.spec.plain.snapshots
+
+    @property
     def stores_keys(self) -> bool:
-        """Whether a prompt can be continued from the keys and values of its first tokens in the passage KV store."""
-        return self.keeps_all_keys or self.kept is not None
+        """Whether a prompt can be continued from what the passage KV store keeps of its first tokens."""
+        return self.keeps_all_keys or self.kept is not None or self.snapshots is not None
 
     @property
     def entry_sizes(self) -> tuple[int, int, int]:

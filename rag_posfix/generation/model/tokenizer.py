@@ -100,6 +100,22 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._template.get_vocab_size(with_added_tokens=True))
 
+    def writable_from(self, first: int) -> list[tuple[str, int]]:
+        """Return the tokens with ids from ``first`` on that a text or a prompt may hold, and their ids."""
+        if self.vocab_size <= first and max(self._added, default=-1) < first:
+            return []
+        written = str(getattr(self._chat, "chat_template", None) or "")
+        always = {self._chat.bos_token_id, self._chat.eos_token_id}
+        vocabulary: Mapping[str, int] = self._template.get_vocab(with_added_tokens=True)
+        return sorted(
+            (
+                (token, number)
+                for token, number in vocabulary.items()
+                if number >= first and (number not in self.control_ids or number in always or token in written)
+            ),
+            key=lambda entry: entry[1],
+        )
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the tokenizer brings a chat template; base models have none."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -32,8 +33,16 @@ from rag_posfix.generation.prefill.rows import (
     read_question,
     resolve,
 )
-from rag_posfix.generation.prefill.segments import KVLookup, KVRequest, Segment, concatenate_kv, copy_kv
+from rag_posfix.generation.prefill.segments import (
+    KVLookup,
+    KVRequest,
+    Segment,
+    concatenate_kv,
+    copy_kv,
+    join_batches,
+)
 from rag_posfix.patching.forward_context import Observer
+from rag_posfix.patching.snapshots import SnapshotError
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowPlan
 
@@ -90,6 +99,8 @@ def read_ahead(loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow],
     n_read = 0
     for row in rows:
         row = replace(row, reusable=row.layout.boundaries)
+        if loaded.snapshots is not None and not (row := _reusable(loaded, row)).reusable:
+            continue
         prefix = _CachedPrefix(loaded, row, kv_lookup)
         prefix.read()
         n_read += row.layout.suffix.start - prefix.cached_tokens
@@ -135,7 +146,10 @@ class _CachedPrefix:
 
     def __init__(self, loaded: LoadedModel, row: ResolvedRow, kv_lookup: KVLookup) -> None:
         self._loaded, self._kv_lookup, self._row = loaded, kv_lookup, row
-        self._encoding, requests = kv_lookup.prefix_encoding(row.overrides), _prefix_requests(row)
+        form, requests = loaded.snapshots, _prefix_requests(row)
+        self._encoding = (
+            kv_lookup.prefix_encoding(row.overrides) if form is None else kv_lookup.snapshot_encoding(form)
+        )
         entries = [*kv_lookup.find(loaded, self._encoding, requests), None]
         self._held = [kv for kv in entries[: entries.index(None)] if kv is not None]
         self._missing = requests[len(self._held) :]
@@ -160,8 +174,18 @@ class _CachedPrefix:
         """Add the missing segments to the store, from a batch that has read them."""
         self._kv_lookup.add(self._encoding, list(zip(self._missing, self._copies(batch), strict=True)))
 
+    def read_batch(self) -> SequenceBatch:
+        """Return ``batch`` with all segments; what the store lacks is read and added."""
+        self.read()
+        return self.batch
+
     def read(self) -> list[Tensor]:
         """Return the keys and values of all segments; what the store lacks is read and added."""
+        try:
+            _ = self.batch
+        except SnapshotError:  # it is of another version of the library
+            self._missing = _prefix_requests(self._row)
+            self._held, self.cached_tokens = [], 0
         self.read_missing()
         copies = self._copies(self.batch) if self._missing else []
         self._kv_lookup.add(self._encoding, list(zip(self._missing, copies, strict=True)))
@@ -186,6 +210,9 @@ def _prefill_row(
         empty = SequenceBatch.empty(loaded, overrides=row.overrides)
         return _prefill_remaining(loaded, layout, row, empty, keep)
     prefix = _CachedPrefix(loaded, row, kv_lookup)
+    if loaded.snapshots is not None:
+        prefix.read()  # and saved before the question follows
+        return _prefill_remaining(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     attend = row.overrides.attend
     if attend is None or attend.standard_from in row.reusable[:1]:  # else its attention needs the whole prompt at once
         prefix.read_missing()
@@ -195,10 +222,21 @@ def _prefill_row(
 
 
 def _reusable(loaded: LoadedModel, row: ResolvedRow) -> ResolvedRow:
-    """Return the row with all ends of segments that are stored: of passages, and of earlier turns behind them."""
+    """Return the row with all ends of segments that are stored: of passages, and of earlier turns behind them.
+
+    A snapshot is of all tokens of a row with one passage, up to its question.
+    """
+    if loaded.snapshots is not None:
+        least = LEAST_SNAPSHOT_TOKENS.get(loaded.device.type, _LEAST_ON_DEVICES)
+        is_stored = len(row.passages) <= 1 and row.layout.suffix.start >= least
+        return replace(row, reusable=(row.layout.suffix.start,) if is_stored else ())
     ends = row.reusable or (row.layout.boundaries if loaded.kept is not None else ())
     return replace(row, reusable=(*ends, *row.layout.turn_starts) if row.layout.suffix.start in ends[-1:] else ends)
 
+
+LEAST_SNAPSHOT_TOKENS = {"cpu": 32}
+_LEAST_ON_DEVICES = 128
+"""Least tokens of prefix and passage of which a snapshot is kept: fewer are read about as fast as it is filled in."""
 
 ROW_TOKENS = 2**15
 """Rows are read in one batch up to this many tokens, padding included: the memory of its activations is bounded."""
@@ -214,6 +252,8 @@ def _prefill_plain(
     """
     forward, stores = loaded.spec.plain, kv_lookup is not None and loaded.stores_keys
     rows = [_reusable(loaded, row) for row in rows]
+    if kv_lookup is not None and loaded.snapshots is not None and any(row.reusable for row in rows) and len(rows) > 1:
+        return _prefill_snapshots(loaded, layout, rows, score_question, kv_lookup)
     starts = [row.reusable[-1] if stores and row.reusable else 0 for row in rows]
     rest = [row.layout.token_ids[start:] for row, start in zip(rows, starts, strict=True)]
     keep = {logits_to_keep(row.layout, score_question) for row in rows}
@@ -241,6 +281,54 @@ def _prefill_plain(
     observer = Observer()
     read = read_question(batch, ids.to(loaded.device), positions_of, rows[0].layout, keep.pop(), observer)
     return [prefilled_group(batch, read, layout, rows, observer, cached)]
+
+
+def _prefill_snapshots(
+    loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], score_question: bool, kv_lookup: KVLookup
+) -> list[PrefilledGroup]:
+    """Read each row up to its question, or fill it from its snapshot; then the question, in one batch where possible.
+
+    Rows that are read apart are joined for the answer, so that each of its tokens takes one pass for all rows.
+    """
+    forward, form = loaded.spec.plain, loaded.snapshots
+    prefixes = [_CachedPrefix(loaded, row, kv_lookup) if row.reusable else None for row in rows]
+    batches = [
+        _read_context(loaded, row) if prefix is None else prefix.read_batch()
+        for row, prefix in zip(rows, prefixes, strict=True)
+    ]
+    found = [prefix.cached_tokens for prefix in prefixes if prefix is not None and prefix.cached_tokens]
+    cached = sum(tokens - len(layout.prefix) for tokens in found) + (len(layout.prefix) if found else 0)
+    keeps = [logits_to_keep(row.layout, score_question) for row in rows]
+    n_tokens = max(len(row.layout.token_ids) for row in rows)
+    joins = "" if forward is None or len(rows) * n_tokens > ROW_TOKENS else forward.joins
+    observer = Observer()
+    rest = [row.layout.token_ids[batch.length :] for row, batch in zip(rows, batches, strict=True)]
+    alike = len(set(map(len, rest))) == len(set(keeps)) == 1 and keeps[0] <= logits_at_once(loaded, len(rows))
+    if form is not None and joins == "question" and alike:
+        with suppress(SnapshotError):
+            batch, positions = join_batches(form, batches), [row.positions[:, -len(rest[0]) :] for row in rows]
+            ids = torch.tensor(rest, device=loaded.device)
+            read = read_question(batch, ids, torch.cat(positions), rows[0].layout, keeps[0], observer)
+            return [prefilled_group(batch, read, layout, rows, observer, cached)]
+    groups = [
+        _prefill_remaining(loaded, layout, row, batch, keep, cached)
+        for row, batch, keep in zip(rows, batches, keeps, strict=True)
+    ]
+    if form is not None and joins:
+        with suppress(SnapshotError):
+            batch = join_batches(form, [group.batch for group in groups])
+            read = torch.cat([group.logits for group in groups]), torch.cat([group.question for group in groups])
+            return [prefilled_group(batch, read, layout, rows, observer, cached)]
+    return groups
+
+
+def _read_context(loaded: LoadedModel, row: ResolvedRow) -> SequenceBatch:
+    """Return a batch that has read a row up to its question, if that is short, so that it is read with others."""
+    batch, stop = SequenceBatch.empty(loaded), row.layout.suffix.start
+    if stop and len(row.passages) <= 1:
+        ids = torch.tensor([row.layout.token_ids[:stop]], device=loaded.device)
+        batch.forward(ids, row.positions[:, :stop], keep=1, ends_prompt=False)
+    return batch
 
 
 def _prefix_requests(row: ResolvedRow) -> list[KVRequest]:

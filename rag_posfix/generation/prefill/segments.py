@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rag_posfix.caching.kv.entry import EncodingKey, EntryShape, PassageKV, passage_key
+from rag_posfix.caching.kv.entry import (
+    CacheSnapshot,
+    EncodingKey,
+    EntryShape,
+    ExpectedShape,
+    PassageKV,
+    SnapshotShape,
+    passage_key,
+)
 from rag_posfix.contracts.request import own_tags
 from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, GrowingCache
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
 from rag_posfix.patching.forward_context import Overrides
 from rag_posfix.patching.plain import KeptKeys, PlainCache
+from rag_posfix.patching.snapshots import SnapshotForm
 
 if TYPE_CHECKING:
     from rag_posfix.caching.kv.store import PassageStore
@@ -77,9 +86,11 @@ def encode_segments(
 
 
 def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor:
-    """Return a copy of the keys and values of some tokens of a row, (2, L, Hkv, stop - start, D)."""
+    """Return a copy of the keys and values of some tokens of a row, (2, L, Hkv, stop - start, D), or a snapshot."""
     if (kept := batch.loaded.kept) is not None:
         return kept.flatten(batch.cache.held, start, stop, row)
+    if (form := batch.loaded.snapshots) is not None:  # of all tokens read so far, which end at ``stop``
+        return form.save(batch.cache.held)
     layers = batch.cache.layers
     keys = torch.stack([layer.keys[row, :, start:stop] for layer in layers])
     values = torch.stack([layer.values[row, :, start:stop] for layer in layers])
@@ -121,7 +132,11 @@ def concatenate_kv(
     if some is None:  # nothing was read yet in any row
         return SequenceBatch.empty(loaded, len(rows), overrides)
     cache: GrowingCache | PlainCache
-    if loaded.kept is not None:
+    if loaded.snapshots is not None:
+        cache = PlainCache(
+            tuple(longest - n for n in lengths), loaded.snapshots.fill([row[0] for row in rows]), longest
+        )
+    elif loaded.kept is not None:
         cache = _plain_cache(loaded.kept, rows, lengths)
     else:
         cache = _growing_cache(rows, lengths, longest + more_tokens + SPARE_TOKENS)
@@ -157,6 +172,25 @@ def _plain_cache(kept: KeptKeys, rows: Sequence[Sequence[Tensor]], lengths: Sequ
         padding = some.new_zeros((2, 1, 1, longest - length, kept.width))
         flat.append(torch.cat([padding, *segments], dim=3))
     return PlainCache(tuple(longest - length for length in lengths), kept.cache(flat), longest)
+
+
+def join_batches(form: SnapshotForm, batches: Sequence[SequenceBatch]) -> SequenceBatch:
+    """Return a batch with the rows of batches without the attention hook; shorter rows are padded in front.
+
+    Raises:
+        SnapshotError: the caches do not fit into one.
+    """
+    longest = max(batch.length for batch in batches)
+    starts = tuple(longest - batch.length for batch in batches)
+    padded = [torch.nn.functional.pad(b.positions, (longest - b.length, 0)) for b in batches]
+    return replace(
+        batches[0],
+        cache=PlainCache(starts, form.join([batch.cache.held for batch in batches]), longest),
+        positions=torch.cat(padded),
+        starts=starts if any(starts) else (),
+        prompt_length=longest if batches[0].prompt_length else 0,
+        length=longest,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +243,10 @@ class KVLookup:
         causal = overrides.attend is None and overrides.mask is None and not overrides.rotates_in_hook
         return "runs", overrides.rope_base_factor, overrides.layer_scale, "" if causal else self.method
 
+    def snapshot_encoding(self, form: SnapshotForm) -> EncodingKey:
+        """Return what changes a snapshot of a model without the attention hook, besides the tokens."""
+        return "snapshot", form.name
+
     def history_encoding(self, overrides: Overrides, n_rows: int, n_tokens: int) -> EncodingKey:
         """Return what changes earlier turns that are read in rows of at most ``n_tokens``, besides their tokens.
 
@@ -217,13 +255,17 @@ class KVLookup:
         return "history", overrides.rope_base_factor, overrides.layer_scale, n_rows, n_tokens
 
     def find(self, loaded: LoadedModel, encoding: EncodingKey, requests: Sequence[KVRequest]) -> list[Tensor | None]:
-        """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored."""
-        sizes, dtype = loaded.entry_sizes, loaded.model.dtype
+        """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored.
+
+        Of models with ``snapshots``, their bytes.
+        """
+        is_snapshot = loaded.snapshots is not None
+        sizes, dtype = loaded.entry_sizes, torch.uint8 if is_snapshot else loaded.model.dtype
         keys = [self._key(dtype, encoding, request) for request in requests]
         entries: dict[str, PassageKV] = {}
         for is_history in (False, True):
-            shapes = {
-                key: EntryShape(*sizes, dtype, len(request.segment))
+            shapes: dict[str, ExpectedShape] = {
+                key: SnapshotShape() if is_snapshot else EntryShape(*sizes, dtype, len(request.segment))
                 for key, request in zip(keys, requests, strict=True)
                 if request.is_history == is_history
             }
@@ -239,7 +281,7 @@ class KVLookup:
             for request, kv in encoded:
                 if request.is_history == is_history:
                     key = self._key(kv.dtype, encoding, request)
-                    entries[key] = PassageKV(kv)
+                    entries[key] = PassageKV(kv) if kv.ndim > 1 else CacheSnapshot(kv)
                     tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
             if entries:
                 self.store.put_many(entries, tags, memory_only=is_history, position=self.position)

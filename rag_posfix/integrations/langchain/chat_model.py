@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.tools import BoundTools, resolve_tools
 from rag_posfix.cancellation import check_cancelled, run_until_cancelled
-from rag_posfix.checked import Checked
+from rag_posfix.checked import Checked, Portable
 from rag_posfix.contracts.generator import Generator, check_json_schema
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling, Usage
@@ -46,7 +46,7 @@ _CALL_ARGUMENTS = (
 )  # fmt: skip
 
 
-class RagPosfixChatModel(Checked, BaseChatModel):
+class RagPosfixChatModel(Portable, Checked, BaseChatModel):
     """A chat model whose answer, by default, does not depend on the order of the documents.
 
     Example:
@@ -60,7 +60,8 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     Documents are given as ``documents=[...]`` to ``invoke``, ``stream``, ``batch`` or ``bind``, or as content blocks
     of the message. Documents with ``relevance_score`` in their metadata are weighted by it. Passages that are part of
     a prompt's text cannot be told apart from it and are read as they are; the first such prompt logs a warning. The
-    model is loaded for the first answer. Unknown arguments are refused.
+    model is loaded for the first answer. Unknown arguments are refused. Copies share the loaded model; a pickle holds
+    the fields, ``api_key`` among them, and the model is loaded again where it is read.
 
     ``invoke`` and the other methods also take ``model``, ``mitigation``, ``mitigation_parameters``, ``order``,
     ``temperature``, ``max_tokens``, ``top_p`` and ``seed``, in place of the fields, ``stop`` in addition to the field,
@@ -113,6 +114,7 @@ class RagPosfixChatModel(Checked, BaseChatModel):
     generator: Any = Field(default=None, exclude=True, repr=False)
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
+    engine_fields: ClassVar[tuple[str, ...]] = ("generator",)
 
     _lock: Lock = PrivateAttr(default_factory=Lock)
     _loaded: Any = PrivateAttr(default=None)
@@ -126,6 +128,14 @@ class RagPosfixChatModel(Checked, BaseChatModel):
 
             check_remote_mitigation(parse_remote(self.model_name).name, choice)
         return self
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.generator is not None:
+            raise ConfigError(
+                f"a chat model with generator={type(self.generator).__name__} cannot be pickled; make it with model=, "
+                "which is loaded where the pickle is read"
+            )
+        return super().__getstate__()
 
     @property
     def _llm_type(self) -> str:

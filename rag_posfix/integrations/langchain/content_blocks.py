@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    convert_to_messages,
+)
 from langchain_core.prompt_values import PromptValue
 from pydantic import BeforeValidator
 
@@ -18,6 +25,7 @@ from rag_posfix.checked import check_type
 from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.langchain.tools import tool_fields
+from rag_posfix.parameters import shown
 
 __all__ = ["document_block"]
 
@@ -33,8 +41,13 @@ TemplateField: TypeAlias = Annotated[
 ]
 """A field of a model: a prompt template, read where it is given; None leaves it out."""
 
-RAGInput: TypeAlias = str | dict[str, Any] | Question | PromptValue | BaseMessage | Sequence[BaseMessage]
-"""The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``; or messages."""
+RAGInput: TypeAlias = (
+    str | dict[str, Any] | Question | PromptValue | BaseMessage | Sequence[BaseMessage | tuple[str, str]]
+)
+"""The question; or ``{"question", "documents", "history", ...}``, the fields of ``Question``; or messages.
+
+Messages may be pairs of role and text: ``("human", "Who designed it?")``.
+"""
 
 _FIELDS = (
     "documents", "history", "mitigation", "order", "seed", "k", "sampling", "tenant", "use_cache", "template", "query",
@@ -249,15 +262,34 @@ def _messages(value: object) -> Sequence[BaseMessage] | None:
         return value.to_messages()
     if isinstance(value, BaseMessage):
         return [value]
-    if isinstance(value, list | tuple) and value and all(isinstance(entry, BaseMessage) for entry in value):
-        return value
+    if isinstance(value, list | tuple) and value and all(map(_is_message, value)):
+        return [_as_message(entry) for entry in value]
     return None
 
 
+def _is_message(value: object) -> bool:
+    """Return whether ``value`` is a message, or a pair of role and content."""
+    return isinstance(value, BaseMessage) or (
+        isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    )
+
+
+def _as_message(value: Any) -> BaseMessage:
+    if isinstance(value, BaseMessage):
+        return value
+    try:
+        return convert_to_messages([tuple(value)])[0]
+    except ValueError as error:
+        raise ConfigError(
+            f"a message has the role {shown(value[0])}; a pair of role and text has the role human, ai, or system"
+        ) from error
+
+
 def _history_message(message: Any) -> Any:
-    """Return a langchain message as ``{"role", "content"}``; any other object unchanged."""
-    if not isinstance(message, BaseMessage):
+    """Return a langchain message, or a pair of role and content, as ``{"role", "content"}``; other objects as is."""
+    if not _is_message(message):
         return message
+    message = _as_message(message)
     blocks = [block for block in message.content if isinstance(block, Mapping) and block.get("type") in _DOCUMENTS]
     content = "\n\n".join([*(_document(block).page_content for block in blocks), message.text])
     return {"role": _role_of(message) or message.type, "content": content}

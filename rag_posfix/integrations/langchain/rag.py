@@ -8,17 +8,17 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.runnables import AddableDict, ConfigurableFieldSpec, RunnableConfig, RunnableSerializable
 from langchain_core.runnables.config import get_config_list
 from langchain_core.tools import BaseTool, StructuredTool, ToolException
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.cancellation import run_until_cancelled
-from rag_posfix.checked import Checked, check_type
+from rag_posfix.checked import Checked, Portable, check_type
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.filters import combine_filters
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _CONFIGURABLE = {"k": int, "order": str, "mitigation": str, "tenant": str, "filter": dict, "query": str}
 
 
-class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
+class PosfixRAG(Portable, Checked, RunnableSerializable[RAGInput, Any]):
     """Answers questions from documents: ``invoke``, ``stream``, ``batch``, their asynchronous versions, and ``|``.
 
     In a trace, a run named ``PosfixRAG`` (or ``name``) has the child runs ``retriever``, ``reranker`` and
@@ -59,6 +59,9 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
     ``k``, ``order``, ``mitigation``, ``tenant`` and ``filter`` are taken from the first of these that gives them: the
     input, bound arguments (``rag.bind(k=3)``), the call (``{"configurable": {"k": 3}}``), the object. Filters are
     joined instead: a passage must match those of the call, of bound arguments and of the object.
+
+    Copies share the pipeline. A pickle holds the other fields, and the pipeline is built from the settings of the
+    environment where it is read; an object with ``pipeline=`` cannot be pickled.
 
     Attributes:
         pipeline: The pipeline; by default one from the settings of the environment, which loads the model. It is not
@@ -84,6 +87,7 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    engine_fields: ClassVar[tuple[str, ...]] = ("pipeline",)
 
     pipeline: Pipeline = Field(default=cast(Pipeline, None), exclude=True, repr=False)
     retriever: Any = Field(default=None, exclude=True, repr=False)
@@ -95,6 +99,8 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
     answer_from_memory: bool = False
     template: TemplateField = Field(default=None, exclude=True, repr=False)
     query: Literal["last", "history", "rewrite"] | None = None
+
+    _is_from_settings: bool = PrivateAttr(default=False)
 
     @field_validator("order")
     @classmethod
@@ -117,11 +123,24 @@ class PosfixRAG(Checked, RunnableSerializable[RAGInput, Any]):
             from rag_posfix.pipeline.build import build_pipeline
 
             self.pipeline = build_pipeline(retriever=self.retriever)
+            self._is_from_settings = True
         elif self.retriever is not None:
             self.pipeline = self.pipeline.with_retriever(as_retriever(self.retriever))
         if self.template is not None:
             self.pipeline = self.pipeline.with_template(self.template)
         return self
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if not self._is_from_settings:
+            raise ConfigError(
+                "a PosfixRAG with pipeline= cannot be pickled; leave pipeline out: it is then built from the "
+                "settings of the environment where the pickle is read"
+            )
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__(state)
+        self._complete()
 
     @property
     def config_specs(self) -> list[ConfigurableFieldSpec]:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings
 from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
 from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
@@ -23,6 +24,8 @@ from rag_posfix_api.http.logs import LogFields, RequestLogFields
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 _COUNTED_CHARACTERS = 65_536
+_MAX_REQUEST_TOKENS = 300_000
+"""Most tokens of the texts of a request, as in OpenAI's API."""
 
 
 TextInput = Annotated[
@@ -33,7 +36,10 @@ TextInput = Annotated[
         Tag("array"),
     ],
     Forms("string", "array"),
-    Field(description="A text, or several; not empty. Lists of token ids are refused."),
+    Field(
+        description="A text, or several; not empty. A text longer than the model reads at a time is embedded as the "
+        "mean of its parts. A text has up to 8,192 tokens, a request up to 300,000. Lists of token ids are refused."
+    ),
 ]
 """The texts to embed."""
 
@@ -58,7 +64,7 @@ class EmbeddingObject(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Tokens of the texts by the served model's tokenizer; 65,536 characters of each text are counted."""
+    """Tokens that were embedded, by the embedding model's tokenizer, or else by the served model's."""
 
     prompt_tokens: int
     total_tokens: int
@@ -106,15 +112,20 @@ async def respond_with_vectors(
     inputs: str | Sequence[str],
     dimensions: int | None,
     render: Callable[[Sequence[Sequence[float]], int, float], dict[str, Any]],
+    *,
+    truncate: bool = False,
 ) -> Response:
-    """Return the response with the vectors of texts; ``render`` makes its body of vectors, tokens and seconds."""
+    """Return the response with the vectors of texts; ``render`` makes its body of vectors, tokens and seconds.
+
+    With ``truncate`` the first tokens of a text that is too long are embedded; without it, it is an error.
+    """
     service.check_embedding_model(model)
     texts = [inputs] if isinstance(inputs, str) else inputs
     check_count(len(texts), service.limits.max_documents, "input")
     if not all(text.strip() for text in texts):
         raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
     fields.documents = len(texts)
-    embed = partial(_embed, service.pipeline, texts, dimensions, render)
+    embed = partial(_embed, service.pipeline, texts, dimensions, render, truncate=truncate)
     content = await service.rerank.run(request.receive, embed, permit=True)
     return SafeJSONResponse(content)
 
@@ -124,19 +135,43 @@ def _embed(
     texts: Sequence[str],
     dimensions: int | None,
     render: Callable[[Sequence[Sequence[float]], int, float], dict[str, Any]],
+    *,
+    truncate: bool,
 ) -> bytes:
     """Return the response, encoded here and not on the event loop: a thousand vectors take a while."""
     started = time.perf_counter()
     if pipeline.embeddings is None:
         raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one to embed texts")
+    tokens = _embedded_tokens(pipeline, texts, truncate=truncate)
     vectors = pipeline.embeddings.embed_documents(list(texts))
-    tokens = count_tokens(pipeline.generator.encoder, texts)
     if dimensions not in (None, len(vectors[0])):
         raise UnsupportedFeatureError(
             f"dimensions={dimensions} is not supported; the model's vectors have {len(vectors[0])}",
             param="dimensions",
         )
     return encode_json(render(vectors, tokens, time.perf_counter() - started))
+
+
+def _embedded_tokens(pipeline: Pipeline, texts: Sequence[str], *, truncate: bool) -> int:
+    """Return how many tokens of texts are embedded; raise ``InvalidRequestError`` for more than are read."""
+    if not isinstance(pipeline.embeddings, SentenceEmbeddings):  # its server has its own limits
+        return count_tokens(pipeline.generator.encoder, texts)
+    total = 0
+    for index, text in enumerate(texts):
+        n_tokens = pipeline.embeddings.embedded_tokens(text)
+        if n_tokens > MAX_TEXT_TOKENS and not truncate:
+            raise InvalidRequestError(
+                f"text {index} of input has more than {MAX_TEXT_TOKENS} tokens, the most that are embedded of a text; "
+                "split it into passages",
+                param="input",
+            )
+        total += min(n_tokens, MAX_TEXT_TOKENS)
+        if total > _MAX_REQUEST_TOKENS:
+            raise InvalidRequestError(
+                f"input has more than {_MAX_REQUEST_TOKENS} tokens, the most of a request; send fewer texts at a time",
+                param="input",
+            )
+    return total
 
 
 def count_tokens(encoder: TokenEncoder, texts: Sequence[str]) -> int:

@@ -198,10 +198,13 @@ class OllamaRunningModels(BaseModel):
 
 
 class OllamaEmbedRequest(RequestModel):
-    """The texts to embed. ``keep_alive`` and ``options`` have no effect here; ``truncate`` is always true."""
+    """The texts to embed. ``keep_alive`` and ``options`` have no effect here."""
 
     model: str = Field(description="The embedding model, or 'default'; ':latest' may follow.", examples=["default"])
     input: TextInput
+    truncate: bool | None = Field(
+        default=None, description="If false, a text of more than 8,192 tokens is an error; else its first are read."
+    )
     dimensions: Count | None = Field(default=None, description="The length of the model's vectors; no other one.")
 
 
@@ -416,7 +419,9 @@ async def embed(
         return {"model": body.model, "embeddings": vectors, **times, "prompt_eval_count": tokens}
 
     model = body.model.removesuffix(":latest")
-    return await respond_with_vectors(service, request, fields, model, body.input, body.dimensions, render)
+    return await respond_with_vectors(
+        service, request, fields, model, body.input, body.dimensions, render, truncate=body.truncate is not False
+    )
 
 
 _DETAILS = {"parent_model": "", "format": "", "family": "", "parameter_size": "", "quantization_level": ""}

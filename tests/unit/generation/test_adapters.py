@@ -19,6 +19,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.load import load_engine, read_metadata
 from rag_posfix.pipeline.build import build_generator, build_pipeline
 from rag_posfix.pipeline.pipeline import Question
+from rag_posfix.plan.layout import Layout
 from rag_posfix.settings import Settings
 from tests.support.tiny import save_tiny, toy_layout
 from tests.support.tiny_training import SETTINGS, tiny_folders, tiny_tune
@@ -168,3 +169,77 @@ def test_an_adapter_needs_the_whole_weights_in_this_process(folders, adapter, ch
     settings = Settings(**{"model": str(folders[0]), "adapter": adapter, "mitigation": "none", **changes})
     with pytest.raises(ConfigError, match=said):
         build_pipeline(settings)
+
+
+def add_tokens(folder, *names):
+    """Return the tokenizer of a folder with special tokens added, and a chat template that writes them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    tokenizer.chat_template = "{% for m in messages %}" + names[0] + "{{ m.content }}{% endfor %}"
+    return tokenizer
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of tied matrices
+@pytest.mark.parametrize("whole", [True, False], ids=["its tokenizer", "its template alone"])
+def test_the_template_of_an_adapter_takes_the_place_of_the_models(tmp_path, whole):
+    save_adapter(tmp_path, ["q_proj"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    if not whole:
+        (tmp_path / "adapter" / "tokenizer.json").unlink()
+    options = {"dtype": "float32", "device": "cpu", "adapter": tmp_path / "adapter"}
+    engine = load_engine(str(tmp_path / "tiny"), **options)
+    chat = [{"role": "user", "content": "Who?"}]
+    assert engine.encoder.render_chat(chat) == "[user] Who? "
+    unread = read_metadata(str(tmp_path / "tiny"), cache_dir=tmp_path, **options)
+    assert unread.tokenizer.render_chat(chat) == "[user] Who? "
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of saved embeddings
+def test_an_adapter_that_brings_new_rows_of_embeddings_computes_what_peft_computes(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    save_tiny(tmp_path / "tiny")
+    tokenizer = add_tokens(tmp_path / "tiny", "<|user|>", "<|end|>")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.float32)
+    torch.manual_seed(3)
+    base.resize_token_embeddings(len(tokenizer))
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    engine = load_engine(str(tmp_path / "tiny"), dtype="float32", device="cpu", adapter=tmp_path / "adapter")
+    ids = (len(tokenizer) - 2, *LAYOUT.token_ids)  # <|user|>
+    with torch.no_grad():
+        expected = adapted(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(engine.next_log_probs(Layout.plain(ids)), expected, atol=1e-4, rtol=0)
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused_if_prompts_may_hold_them(tmp_path):
+    save_tiny(tmp_path)
+    tokenizer = add_tokens(tmp_path, "<|user|>", "<|unused|>")
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"131 rows.*'<\|user\|>' is 131\).*resize_token_embeddings"):
+        load_engine(str(tmp_path), dtype="float32", device="cpu")
+    tokenizer.chat_template = None  # no prompt holds either; Gemma 3 has such a token for images
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    assert load_engine(str(tmp_path), dtype="float32", device="cpu").encoder.writable_from(131) == []
+
+
+def test_a_word_without_an_embedding_is_refused(tmp_path):
+    save_tiny(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["naloxone"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'naloxone' is 131"):
+        load_engine(str(tmp_path), dtype="float32", device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_broken_tokenizer_of_an_adapter_is_one_line_that_says_what_to_do(tmp_path):
+    save_adapter(tmp_path, ["q_proj"])
+    (tmp_path / "adapter" / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="save it again, or remove its files") as caught:
+        load_engine(str(tmp_path / "tiny"), dtype="float32", device="cpu", adapter=tmp_path / "adapter")
+    assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.base import PassageRetriever
-from rag_posfix.retrieval.embeddings import SentenceEmbeddings
+from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings, split_windows
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index
 from tests.support.cross_encoder import tiny_cross_encoder
@@ -148,6 +148,54 @@ def test_a_tensor_that_the_encoder_would_leave_out_is_refused(changed):
 def test_neither_a_missing_pooler_nor_a_head_changes_a_vector(encoder, changed):
     expected = SentenceEmbeddings(encoder, device="cpu").embed_query("a river")
     assert changed("pooler.", **{"cls.predictions.bias": torch.ones(2)}).embed_query("a river") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "expected"),
+    [
+        ("ab cd ef", 9, [("ab cd ef", 8)]),
+        # A token for each character. The second window would begin at 4, in "cd"; this word starts at 3.
+        ("ab cd ef", 4, [("ab ", 3), ("cd ", 3), ("ef", 2)]),
+        ("abcdefgh", 3, [("abc", 3), ("def", 3), ("gh", 2)]),
+        ("", 3, [("", 0)]),
+    ],
+)
+def test_windows_begin_at_words_where_they_can(text, size, expected):
+    assert split_windows(text, range(len(text)), size) == expected
+
+
+def test_the_vector_of_a_long_text_is_the_mean_of_its_windows_by_their_tokens(encoder):
+    embeddings = SentenceEmbeddings(encoder, device="cpu")
+    window = embeddings.max_tokens - 2  # a first and a last token are added to each
+    words = ["t"] * window + ["r"] * 3  # a token each
+    first, second = embeddings.embed_documents([" ".join(words[:window]), " ".join(words[window:])])
+    assert embeddings.count_tokens(" ".join(words)) == window + 3
+    mean = [(window * a + 3 * b) / (window + 3) for a, b in zip(first, second, strict=True)]
+    expected = [value / math.hypot(*mean) for value in mean]
+    for vector in (embeddings.embed_query(" ".join(words)), embeddings.embed_documents([" ".join(words)])[0]):
+        assert vector == pytest.approx(expected, abs=1e-6)
+    assert vector != pytest.approx(first, abs=1e-3)
+
+
+def test_texts_that_differ_at_their_end_alone_have_other_vectors(encoder):
+    embeddings = SentenceEmbeddings(encoder, device="cpu", batch_size=2)
+    texts = ["river " * 200 + end for end in ("tiber", "rome", "")]
+    vectors = embeddings.embed_documents(texts)
+    assert len({tuple(vector) for vector in vectors}) == 3
+    many = SentenceEmbeddings(encoder, device="cpu", batch_size=1, encoder=lambda model: model.encode_document)
+    for ours, theirs in zip(many.embed_documents(texts), vectors, strict=True):
+        assert sum(a * b for a, b in zip(ours, theirs, strict=True)) > 0  # not normalised by this encoder
+
+
+def test_of_a_text_without_end_the_first_tokens_are_embedded_and_a_warning_says_so(encoder, caplog):
+    embeddings = SentenceEmbeddings(encoder, device="cpu")
+    words = ["t"] * MAX_TEXT_TOKENS  # a token each
+    assert embeddings.embedded_tokens(" ".join(words)) == MAX_TEXT_TOKENS
+    within = embeddings.embed_query(" ".join(words))
+    assert caplog.text == ""
+    assert embeddings.embed_query(" ".join([*words, "r"])) == within
+    assert caplog.text.count("a text has more than 8192 tokens; only the first are embedded") == 1
+    assert embeddings.embedded_tokens("tiber " * 100_000) > MAX_TEXT_TOKENS
 
 
 @pytest.mark.weights

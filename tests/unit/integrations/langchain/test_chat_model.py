@@ -1,6 +1,8 @@
 """The arguments of the chat model, without weights; langchain's own suite runs it on real weights."""
 
 import asyncio
+import copy
+import pickle
 import threading
 from dataclasses import replace
 
@@ -220,3 +222,27 @@ async def test_an_answer_whose_task_is_cancelled_stops():
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert await asyncio.to_thread(generator.ended.wait, 60)
+
+
+def test_a_copy_has_the_configuration_and_shares_the_loaded_model():
+    model = chat(max_tokens=5, stop=["x"])
+    answer = model.invoke(QUESTION, documents=[ROME]).content  # loads it, which locks
+    copied = copy.deepcopy(model)
+    assert (copied.max_tokens, copied.generator is model.generator) == (5, True)
+    assert copied.invoke(QUESTION, documents=[ROME]).content == answer
+    copied.stop.append("y")
+    assert model.stop == ["x"]
+
+
+def test_a_pickle_holds_the_configuration_and_the_model_is_loaded_where_it_is_read():
+    model = RagPosfixChatModel(model="some/model", max_tokens=5, mitigation="none", api_key="k")
+    read = pickle.loads(pickle.dumps(model))
+    assert read.model_dump() == model.model_dump()
+    assert (read.model_name, read.max_tokens, read.api_key.get_secret_value()) == ("some/model", 5, "k")
+    with pytest.raises(ConfigError, match="'some/model' cannot be loaded"):
+        read.invoke("Who?")
+
+
+def test_a_model_with_a_generator_is_not_pickled():
+    with pytest.raises(ConfigError, match=r"generator=FakeGenerator cannot be pickled; make it with model="):
+        pickle.dumps(chat())

@@ -1,4 +1,6 @@
 import asyncio
+import copy
+import pickle
 import threading
 from types import SimpleNamespace
 
@@ -442,3 +444,42 @@ def sum_of(pieces):
     for piece in pieces[1:]:
         total = total + piece
     return total
+
+
+def test_a_copy_shares_the_pipeline_and_has_fields_of_its_own():
+    original = rag(filter={"a": {"$in": [1]}}, k=2)
+    copied = copy.deepcopy(original)
+    assert copied.pipeline is original.pipeline
+    copied.filter["a"]["$in"].append(2)
+    assert (original.filter, copied.k) == ({"a": {"$in": [1]}}, 2)
+    asked = {"question": QUESTION, "documents": [ROME]}
+    assert copy.deepcopy(rag()).invoke(asked)["answer"] == TEXT
+
+
+def test_a_pickle_builds_the_pipeline_of_the_settings_where_it_is_read(monkeypatch):
+    built = []
+
+    def build(retriever=None):
+        built.append(made_pipeline(retriever=Shelf()))
+        return built[-1]
+
+    monkeypatch.setattr("rag_posfix.pipeline.build.build_pipeline", build)
+    read = pickle.loads(pickle.dumps(PosfixRAG(k=2, order="reverse")))
+    assert (read.k, read.order, read.pipeline is built[1]) == (2, "reverse", True)
+    assert ids(read.invoke(QUESTION)) == ["paris", "rome"]
+    again = pickle.loads(pickle.dumps(copy.deepcopy(read)))
+    assert again.pipeline is built[2]
+    with pytest.raises(ConfigError, match="with pipeline= cannot be pickled"):
+        pickle.dumps(rag())
+
+
+def test_history_and_messages_may_be_pairs_of_role_and_text():
+    pairs = [("human", "What lies there?"), ["ai", "A river."]]
+    messages = [{"role": "user", "content": "What lies there?"}, {"role": "assistant", "content": "A river."}]
+    asked = {"question": QUESTION, "documents": [BREAD, ROME]}
+    with_pairs, with_dicts = (rag().invoke({**asked, "chat_history": history}) for history in (pairs, messages))
+    assert without_time(with_pairs) == without_time(with_dicts)
+    assert with_pairs["usage"]["prompt_tokens"] > rag().invoke(asked)["usage"]["prompt_tokens"]
+    with pytest.raises(ConfigError, match="'Who built it'; a pair of role and text has the role human, ai, or system"):
+        rag().invoke({**asked, "chat_history": [("Who built it", "Rome did.")]})
+    assert rag().invoke([*pairs, ("human", QUESTION)])["answer"] == TEXT
