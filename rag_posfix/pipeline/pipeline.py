@@ -23,13 +23,22 @@ from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_questi
 from rag_posfix.contracts.filters import combine_filters, filter_key, parse_filter
 from rag_posfix.contracts.generator import CachingGenerator, Generator, check_json_schema, gives_scores, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationInfo, Sampling, own_tags, salted
+from rag_posfix.contracts.request import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    MitigationInfo,
+    Sampling,
+    own_tags,
+    salted,
+)
 from rag_posfix.contracts.retrieval import Reranker, Retriever, current_of, rerank_indexed, retrieve_query
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, PassageFloor
+from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.query import checked_query, search_query
@@ -40,7 +49,18 @@ from rag_posfix.pipeline.stored_answer import (
     conversation_text,
     no_passage_answer,
     readable,
+    refusal_to_store,
+    stored_odds,
     to_store,
+)
+from rag_posfix.pipeline.support import (
+    UNSUPPORTED,
+    SupportTest,
+    is_refused,
+    odds_of,
+    read_texts,
+    refusal_warning,
+    silenced_warning,
 )
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
@@ -67,6 +87,7 @@ class Pipeline(AskedInBatches):
         choose_reranker: Returns the reranker that a question names; without it questions cannot name one.
         writer: Writes the query of a follow-up with ``query="rewrite"``; ``generator`` if None.
         floor: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
+        support: Judges whether passages answer the question; without it ``Answer.support`` says what words can.
     """
 
     def __init__(
@@ -88,6 +109,7 @@ class Pipeline(AskedInBatches):
         choose_reranker: Callable[[MethodSpec], Reranker] | None = None,
         writer: Generator | None = None,
         floor: PassageFloor | None = None,
+        support: SupportTest | None = None,
     ) -> None:
         self.generator, self.retriever = generator, retriever
         self.reranker = reranker
@@ -105,6 +127,7 @@ class Pipeline(AskedInBatches):
         self.choose_reranker = choose_reranker
         self.writer = writer
         self.floor = floor or PassageFloor()
+        self.support = support or SupportTest()
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -238,11 +261,15 @@ class Pipeline(AskedInBatches):
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
+            odds = self.support.odds(run, prepared.prompt.assembled)
+            if self._is_refused(prepared, odds):
+                return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
                 generation = self.generator.generate(prepared.request)
                 stage.done(generation)
             run.timings.update(generation.timings)
-            return self._store(prepared, to_store(prepared.prompt.assembled, generation), generation.is_known_end)
+            stored = to_store(prepared.prompt.assembled, generation, odds, self._rivals(prepared, generation, odds))
+            return self._store(prepared, stored, generation.is_known_end)
 
     def stream(
         self,
@@ -267,12 +294,18 @@ class Pipeline(AskedInBatches):
                 answer = self._finish(prepared, stored, cached=True)
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
+            odds = self.support.odds(prepared.run, prepared.prompt.assembled)
+            if self._is_refused(prepared, odds):
+                answer = self._refuse(prepared, odds)
+                return iter([AnswerChunk(answer.text, answer)])
             chunks = self.generator.stream(prepared.request)
             if isinstance(chunks, GeneratorType):
                 stack.callback(chunks.close)  # at once, not when the last reference is gone
-            return self._stream(prepared, chunks, stack.pop_all())
+            return self._stream(prepared, chunks, odds, stack.pop_all())
 
-    def _stream(self, prepared: PreparedQuestion, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
+    def _stream(
+        self, prepared: PreparedQuestion, chunks: Iterator[Chunk], odds: Mapping[str, float], stack: ExitStack
+    ) -> Iterator[AnswerChunk]:
         run, prompt_tokens = prepared.run, len(prepared.prompt.assembled.layout.token_ids)
         with stack, run.watcher.stage("generator", run.question.text) as stage:
             for chunk in chunks:
@@ -283,7 +316,8 @@ class Pipeline(AskedInBatches):
                     continue
                 stage.done(chunk.generation)
                 run.timings.update(chunk.generation.timings)
-                stored = to_store(prepared.prompt.assembled, chunk.generation)
+                rivals = self._rivals(prepared, chunk.generation, odds)
+                stored = to_store(prepared.prompt.assembled, chunk.generation, odds, rivals)
                 answer = self._store(prepared, stored, chunk.generation.is_known_end)
                 yield AnswerChunk(chunk.text, answer, chunk.log_probs, prompt_tokens)
 
@@ -322,6 +356,8 @@ class Pipeline(AskedInBatches):
             prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position,
             cues=cues,
         )  # fmt: skip
+        if prompt.assembled.silenced:
+            warnings.append(silenced_warning(prompt.assembled))
         if not prompt.assembled.documents and (refusal := run.refusal()):
             warnings.append(refusal)
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent))
@@ -384,6 +420,7 @@ class Pipeline(AskedInBatches):
             else:  # in the given order: the order of the prompt is chosen later
                 entries = sorted(rerank_indexed(reranker, run.query.text, documents), key=lambda entry: entry.index)
                 ranked = [entry.document for entry in entries]
+            run.odds.update(odds_of(reranker, ranked, documents))
             stage.done(ranked)
         return ranked
 
@@ -413,19 +450,57 @@ class Pipeline(AskedInBatches):
         allowed = self.defaults.allow_ungrounded if asked is None else asked
         return not prepared.prompt.assembled.documents and not allowed
 
-    def _finish_without_passage(self, prepared: PreparedQuestion) -> Answer:
+    def _finish_without_passage(self, prepared: PreparedQuestion, *, cached: bool = False) -> Answer:
         run, text = prepared.run, self.defaults.no_passage_text
         if text == NO_PASSAGE_TEXT:
             text = self._assembler_of(run.question).template.no_passage or text
-        answer = no_passage_answer(text, prepared.prompt.assembled, prepared.info.name, run.timings)
+        assembled = prepared.prompt.assembled
+        answer = no_passage_answer(text, assembled, prepared.info.name, run.timings, cached=cached)
         return self._traced(prepared, answer)
+
+    def _allows_unsupported(self, run: QuestionRun) -> bool:
+        asked = run.question.allow_unsupported
+        return self.defaults.allow_unsupported if asked is None else asked
+
+    def _is_refused(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> bool:
+        keys = prepared.prompt.assembled.layout.keys
+        return not self._allows_unsupported(prepared.run) and is_refused([odds.get(key) for key in keys])
+
+    def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
+        return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
+
+    def _rivals(
+        self, prepared: PreparedQuestion, generation: Generation, odds: Mapping[str, float]
+    ) -> list[tuple[str, int]]:
+        """Return answers of passages that contradict the generated one; nobody is asked without the judge's odds."""
+        run, assembled = prepared.run, prepared.prompt.assembled
+        if len(odds) < 2 or prepared.request.sampling.json_schema is not None:
+            return []
+
+        def answer_alone(index: int) -> str:
+            alone = self._assembler_of(run.question).assemble(
+                run.question.text, [assembled.documents[index]], max_new_tokens=RIVAL_TOKENS,
+                history=run.question.history,
+            )  # fmt: skip
+            request = replace(
+                prepared.request, layout=alone.layout, mitigation=MethodSpec("none"), traced=False,
+                sampling=Sampling(max_tokens=RIVAL_TOKENS),
+            )  # fmt: skip
+            return self.generator.generate(request).text
+
+        with run.timed("disagreement"):
+            texts = read_texts(assembled.documents)
+            of_passages = [odds.get(key) for key in assembled.layout.keys]
+            return rival_answers(generation.text, run.question.text, texts, of_passages, answer_alone)
 
     def _look_up(self, prepared: PreparedQuestion) -> Mapping[str, Any] | None:
         if self.cache is None or prepared.prompt.key is None:
             return None
         with prepared.run.timed("cache"):
             stored = self.cache.get(prepared.prompt.key)
-        return stored if stored is not None and readable(stored) else None
+        if stored is None or not readable(stored):
+            return None
+        return None if stored.get("refused") and self._allows_unsupported(prepared.run) else stored
 
     def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any], is_cached: bool) -> Answer:
         run, ids = prepared.run, prepared.prompt.assembled.ids
@@ -436,6 +511,11 @@ class Pipeline(AskedInBatches):
 
     def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:
         prompt, run = prepared.prompt, prepared.run
+        odds = stored_odds(stored, prompt.assembled)
+        if stored.get("refused") or (is_refused(odds) and not self._allows_unsupported(run)):
+            warning = refusal_warning(prompt.assembled.documents, odds)
+            refused = replace(prepared, warnings=(*prepared.warnings, warning))
+            return self._finish_without_passage(refused, cached=cached)
 
         def make() -> Answer:
             return answer_from(
@@ -443,6 +523,11 @@ class Pipeline(AskedInBatches):
             )
 
         answer = prompt.answer(stored, make) if cached else make()
+        warnings = [UNSUPPORTED] if answer.support == "no" and odds else []
+        if answer.disagreements:
+            assembled = prompt.assembled
+            warnings.append(disagreement_warning(answer.disagreements, assembled.documents, assembled.ids))
+        prepared = replace(prepared, warnings=(*prepared.warnings, *warnings))
         return self._traced(prepared, answer)
 
     def _traced(self, prepared: PreparedQuestion, answer: Answer) -> Answer:
