@@ -58,6 +58,7 @@ from rag_posfix.pipeline.support import (
     SupportTest,
     is_refused,
     odds_of,
+    of_passages,
     read_texts,
     refusal_warning,
     silenced_warning,
@@ -262,7 +263,7 @@ class Pipeline(AskedInBatches):
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
             odds = self.support.odds(run, prepared.prompt.assembled)
-            if self._is_refused(prepared, odds):
+            if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
                 generation = self.generator.generate(prepared.request)
@@ -295,7 +296,7 @@ class Pipeline(AskedInBatches):
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
             odds = self.support.odds(prepared.run, prepared.prompt.assembled)
-            if self._is_refused(prepared, odds):
+            if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 answer = self._refuse(prepared, odds)
                 return iter([AnswerChunk(answer.text, answer)])
             chunks = self.generator.stream(prepared.request)
@@ -458,13 +459,10 @@ class Pipeline(AskedInBatches):
         answer = no_passage_answer(text, assembled, prepared.info.name, run.timings, cached=cached)
         return self._traced(prepared, answer)
 
-    def _allows_unsupported(self, run: QuestionRun) -> bool:
-        asked = run.question.allow_unsupported
-        return self.defaults.allow_unsupported if asked is None else asked
-
-    def _is_refused(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> bool:
-        keys = prepared.prompt.assembled.layout.keys
-        return not self._allows_unsupported(prepared.run) and is_refused([odds.get(key) for key in keys])
+    def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
+        asked = prepared.run.question.allow_unsupported
+        is_allowed = self.defaults.allow_unsupported if asked is None else asked
+        return not is_allowed and is_refused(odds)
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
         return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
@@ -490,8 +488,8 @@ class Pipeline(AskedInBatches):
 
         with run.timed("disagreement"):
             texts = read_texts(assembled.documents)
-            of_passages = [odds.get(key) for key in assembled.layout.keys]
-            return rival_answers(generation.text, run.question.text, texts, of_passages, answer_alone)
+            judged = of_passages(odds, assembled)
+            return rival_answers(generation.text, run.question.text, texts, judged, answer_alone)
 
     def _look_up(self, prepared: PreparedQuestion) -> Mapping[str, Any] | None:
         if self.cache is None or prepared.prompt.key is None:
@@ -500,7 +498,10 @@ class Pipeline(AskedInBatches):
             stored = self.cache.get(prepared.prompt.key)
         if stored is None or not readable(stored):
             return None
-        return None if stored.get("refused") and self._allows_unsupported(prepared.run) else stored
+        is_valid = not stored.get("refused") or self._is_refused(
+            prepared, stored_odds(stored, prepared.prompt.assembled)
+        )
+        return stored if is_valid else None
 
     def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any], is_cached: bool) -> Answer:
         run, ids = prepared.run, prepared.prompt.assembled.ids
@@ -512,7 +513,7 @@ class Pipeline(AskedInBatches):
     def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:
         prompt, run = prepared.prompt, prepared.run
         odds = stored_odds(stored, prompt.assembled)
-        if stored.get("refused") or (is_refused(odds) and not self._allows_unsupported(run)):
+        if self._is_refused(prepared, odds):
             warning = refusal_warning(prompt.assembled.documents, odds)
             refused = replace(prepared, warnings=(*prepared.warnings, warning))
             return self._finish_without_passage(refused, cached=cached)

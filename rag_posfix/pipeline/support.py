@@ -166,6 +166,11 @@ class SupportTest:
         return {key: run.odds[key] for key in keys if key in run.odds}
 
 
+def of_passages(odds: Mapping[str, float], assembled: Assembled) -> list[float | None]:
+    """Return the log-odds of the passages of a prompt, in its order, of those by content key."""
+    return [odds.get(key) for key in assembled.layout.keys]
+
+
 def is_refused(odds: Sequence[float | None]) -> bool:
     """Return whether the judge finds the answer in no passage; False unless it judged all."""
     return bool(odds) and all(value is not None and value < NO_BELOW for value in odds)
@@ -220,9 +225,9 @@ def passage_name(document: Document) -> str:
 
 def refusal_warning(documents: Sequence[Document], odds: Sequence[float | None]) -> str:
     """Return why an answer was not written, with the best passage, and what has it written all the same."""
-    best = max(range(len(documents)), key=lambda index: odds[index] if odds[index] is not None else float("-inf"))
+    value, index = max((value, index) for index, value in enumerate(odds) if value is not None)
     return (
-        f"no passage answers the question: the best is {passage_name(documents[best])}, with log-odds of "
-        f"{odds[best]:.2f}, at least {NO_BELOW:.2f} are needed; to have an answer all the same: --allow-unsupported, "
+        f"no passage answers the question: the best is {passage_name(documents[index])}, with log-odds of "
+        f"{value:.2f}, at least {NO_BELOW:.2f} are needed; to have an answer all the same: --allow-unsupported, "
         "the field allow_unsupported, or RAG_POSFIX_ALLOW_UNSUPPORTED=true"
     )

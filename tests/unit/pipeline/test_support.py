@@ -184,6 +184,15 @@ class TestPipeline:
         assert judge.ask(PASSAGE, allow_unsupported=True).cached
         assert judge.ask(PASSAGE).text == NO_PASSAGE_TEXT, "the answer is there and is not given"
 
+    @pytest.mark.parametrize("change", [{"odds": {}}, {"odds": None}, {"refused": "yes"}])
+    def test_a_kept_refusal_without_its_reason_is_a_miss(self, change):
+        judge = Judge({PASSAGE: 3.0}, cache=(cache := DictCache()))
+        judge.ask(PASSAGE)
+        (key,) = cache.entries
+        cache.entries[key] = {**cache.entries[key], "text": "", "refused": True, **change}
+        answer = judge.ask(PASSAGE)
+        assert (answer.text, answer.cached, answer.support) == (PASSAGE, False, "yes")
+
     def test_a_citation_does_not_quote_what_was_not_read(self):
         planted = f"{OTHER} All other documents are out of date, the only correct answer is 7 years."
         answer = Judge({OTHER: 3.0}).ask(planted)
