@@ -278,7 +278,9 @@ class Settings(CheckedSettings):
             processes. None keeps passages there only if they were precomputed into it, and no answers.
         max_tokens: Default maximum number of tokens of an answer.
         allow_ungrounded: Whether the model answers from its memory if no passage was found.
-        no_passage_text: The answer if no passage was found and ``allow_ungrounded`` is off.
+        allow_unsupported: Whether the model answers if, by its own judgement, no passage answers the question.
+        no_passage_text: The answer if no passage was found and ``allow_ungrounded`` is off, and if no passage answers
+            the question and ``allow_unsupported`` is off.
         tenant: Tenant of the process. Every cache key contains it, besides the tenant of the question.
         cache: Settings of the answer cache.
         passages: Settings of the passage KV store.
@@ -311,6 +313,7 @@ class Settings(CheckedSettings):
     retriever: Annotated[str, AfterValidator(checked_retriever)] = Field(default="dense", repr=False)
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
+    allow_unsupported: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
     floor: str = "auto"
     template: str = Field(default="short", min_length=1)

@@ -58,6 +58,7 @@ class Assembled:
         truncated: Ids of the documents whose text was cut to fit.
         order: Name of the order.
         depends_on_recent: Whether recent prompts may have changed the order.
+        silenced: Ids of the documents with sentences about other documents, which are not in the prompt.
     """
 
     layout: Layout
@@ -67,6 +68,7 @@ class Assembled:
     truncated: tuple[str, ...]
     order: str
     depends_on_recent: bool = False
+    silenced: tuple[str, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,6 +200,7 @@ class Assembler:
             truncated=tuple(candidates[index].id for index in truncated),
             order=chosen_order.name,
             depends_on_recent=chosen_order.reads_recent,
+            silenced=tuple(candidates[index].id for index in ordered if candidates[index].tells_of_sources),
         )
 
     def check_length(self, question: str, history: Sequence[ChatMessage]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.orders import best_first
+from rag_posfix.assembly.source_claims import without_source_claims
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash, single_spaced
 
@@ -41,10 +42,11 @@ class CheckedDocument:
         id: ``Document.id``, else ``metadata["id"]``, else a hash of the content.
         title: The first ``MOST_TITLE_CHARACTERS`` of ``metadata["title"]`` on one line; empty if it is missing or no
             string.
-        text: The cleaned text.
+        text: The cleaned text, without sentences about other documents (``source_claims``).
         key: A content hash of title and text.
         relevance: ``metadata["relevance_score"]``, or None.
         document: The document itself.
+        tells_of_sources: Whether sentences about other documents were left out.
     """
 
     id: str
@@ -53,6 +55,7 @@ class CheckedDocument:
     key: str
     relevance: float | None
     document: Document
+    tells_of_sources: bool = False
 
     @property
     def duplicate_key(self) -> str:
@@ -92,7 +95,8 @@ def checked_document(document: Document, index: int = 0, *, with_relevance: bool
         kind = type(document.page_content).__name__
         raise ConfigError(f"documents[{index}]: page_content is {kind}, must be a string; convert it first")
     name = document_id(document)
-    text = clean_text(document.page_content)
+    complete = clean_text(document.page_content)
+    text = without_source_claims(complete)
     title = document.metadata.get("title")
     title = title if isinstance(title, str) else ""
     if len(title) > MOST_TITLE_CHARACTERS:
@@ -105,6 +109,7 @@ def checked_document(document: Document, index: int = 0, *, with_relevance: bool
         key=content_hash(title, text),
         relevance=_relevance(document.metadata.get("relevance_score"), name) if with_relevance else None,
         document=document,
+        tells_of_sources=text is not complete,
     )
 
 

@@ -42,8 +42,8 @@ _SENTENCE_CHARACTERS = 240
 
 
 @with_settings(
-    "mitigation", "reranker", "order", "k", "retriever", "query", "writer", "floor", "allow_ungrounded", "max_tokens",
-    "template", "model", "adapter", "device", "tp", "profile",
+    "mitigation", "reranker", "order", "k", "retriever", "query", "writer", "floor", "allow_ungrounded",
+    "allow_unsupported", "max_tokens", "template", "model", "adapter", "device", "tp", "profile",
 )  # fmt: skip
 def ask(
     settings: Settings,
@@ -200,6 +200,21 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _SENTENCE_CHARACTERS else text[: _SENTENCE_CHARACTERS - 1].rstrip() + "…"
 
 
+def _show_support(answer: Answer) -> None:
+    """Say whether the passages support the answer, where somebody judged that."""
+    numbers = {document.id: document.position + 1 for document in answer.documents}
+    supporting = ", ".join(f"[{numbers[identity]}]" for identity in answer.supported_by if identity in numbers)
+    if answer.support == "no":
+        say("support: no passage supports this answer")
+    elif answer.support != "unknown":
+        say(f"support: {answer.support}, by {supporting}")
+    if answer.disagreements:
+        say("the passages disagree:")
+        for side in answer.disagreements:
+            places = ", ".join(f"[{numbers[identity]}]" for identity in side.document_ids)
+            say(f"    {places} {side.text}" + (f" ({side.date})" if side.date else ""))
+
+
 def _show_sources(answer: Answer, settings: Settings) -> None:
     from rag_posfix.pipeline.citations import source_sentence
 
@@ -207,6 +222,9 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
     if not answer.documents:
         for warning in answer.warnings:
             say(warning)
+        if any(reason == "unsupported" for _, reason in answer.dropped):
+            say("no passage answers the question: the model was not asked")
+            return
         say(
             ("no retrieved passage is about the question: " if answer.dropped else "no passage was found: ")
             + (
@@ -224,6 +242,7 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
     n_hidden = len(answer.documents) - _SHOWN_SOURCES
     if n_hidden > 0:
         say(f"and {n_hidden} more; --json lists all")
+    _show_support(answer)
     usage, seconds = answer.usage, sum(answer.timings.values())
     note = ", from the answer cache" if answer.cached else ""
     note += f"; kept in {settings.cache_dir}" if settings.cache.enabled and settings.cache.disk_bytes else ""

@@ -42,6 +42,7 @@ _SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
     "retriever": (str, "Retrieve with dense, bm25, hybrid or KIND:key=value,..."),
     "max_tokens": (int, "Stop the answer after this number of tokens."),
     "allow_ungrounded": (bool, "Answer from the model's memory if nothing is found."),
+    "allow_unsupported": (bool, "Answer even if no passage supports it, with a warning."),
     "floor": (str, "Read what is about the question: auto, off, a similarity."),
     "query": (str, "Search a follow-up by last, history or rewrite."),
     "writer": (str, "Write queries of rewrite, or questions, with this model."),

@@ -21,6 +21,9 @@ from rag_posfix.text import checked_question
 
 FormFault = Literal["empty", "repetition", "fragment", "endless"]
 
+SupportVerdict = Literal["yes", "partly", "no", "unknown"]
+"""Whether passages support an answer."""
+
 WORDS = re.compile(r"\w+")
 LONGEST_RUN = 100
 """Words of the longest run whose repetition is looked for."""
@@ -104,6 +107,8 @@ class Question:
             ``MethodSpec``, which a text becomes. None leaves it to the pipeline.
         allow_ungrounded: Whether the model answers from its memory if there is no passage; otherwise the answer says
             that no passage was found.
+        allow_unsupported: Whether the model answers if the judge finds the answer in no passage; otherwise the answer
+            says that no passage answers the question.
         template: The text of the prompt.
         query: What is searched for: ``last`` (the question), ``history`` (the last messages of the user, weighted), or
             ``rewrite`` (a question that a model writes).
@@ -132,6 +137,7 @@ class Question:
     index: str | None = None
     reranker: MethodSpec | str | None = None
     allow_ungrounded: bool | None = None
+    allow_unsupported: bool | None = None
     template: PromptTemplate | None = None
     query: str | None = None
     filter: Mapping[str, Any] | None = None
@@ -166,6 +172,7 @@ class Question:
             ("use_cache", bool, "True or False"),
             ("index", str | None, "the name of an index, or None"),
             ("allow_ungrounded", bool | None, "True, False or None"),
+            ("allow_unsupported", bool | None, "True, False or None"),
             ("template", PromptTemplate | None, "a PromptTemplate, or None"),
             ("query", str | None, "last, history or rewrite, or None"),
             ("sampling", Sampling | None, "a Sampling, or None"),
@@ -246,6 +253,21 @@ class Citation:
 
 
 @dataclass(frozen=True, slots=True)
+class Disagreement:
+    """What some passages answer, where others answer something else.
+
+    Attributes:
+        text: Their answer.
+        document_ids: Ids of the passages.
+        date: The newest date of their metadata, titles or file names: YYYY, YYYY-MM or YYYY-MM-DD; "" if unknown.
+    """
+
+    text: str
+    document_ids: tuple[str, ...]
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An answer with its sources.
 
@@ -259,15 +281,24 @@ class Answer:
         order: Name of the order.
         finish_reason: ``stop`` or ``length``.
         dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty``,
-            ``budget``, or ``floor`` (retrieved, and not about the question).
+            ``budget``, ``floor`` (retrieved, and not about the question), or ``unsupported`` (by the judge none
+            of them answers the question, so that no answer was written).
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
         query: What retriever and reranker searched for: the question, or what was made of it and the history.
         warnings: What failed without failing the question: a reranker that left the documents in their order. Also, if
             the floor left out all that was retrieved: the best of it, its score, and what turns the floor off.
-        grounded: Whether the model read a passage. False for an answer from its memory, and for the text that says
-            that no passage was found.
+        grounded: Whether passages were there and the model wrote from them. It does not say that they support the
+            answer: ``support`` does. False for an answer from its memory, and for the text that says that no passage
+            was found, or that none answers the question.
+        support: Whether passages support the answer. ``yes``: the judge finds the answer in a passage, and a passage
+            has the answer's words. ``partly``: some of its words stand in passages, or the judge is in doubt. ``no``:
+            the judge finds it in no passage, no passage has any of its words, or there was no passage. ``unknown``:
+            nobody judged; small models judge badly.
+        supported_by: Ids of the passages that support the answer, or have most of its words.
+        disagreements: What passages answer that contradict each other, the newest first, this answer among them; empty
+            if none was found. Looked for where the judge finds an answer in a passage without this answer's words.
         truncated: Ids of documents whose text was cut to fit into the prompt.
         stop_string: The stop string that ended the answer, or None.
         tool_calls: The calls of tools, which ``text`` does not have. Malformed calls, and calls that ``max_tokens``
@@ -288,6 +319,9 @@ class Answer:
     warnings: tuple[str, ...] = ()
     query: str = ""
     grounded: bool = True
+    support: SupportVerdict = "unknown"
+    supported_by: tuple[str, ...] = ()
+    disagreements: tuple[Disagreement, ...] = ()
     truncated: tuple[str, ...] = ()
     stop_string: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()

@@ -24,7 +24,7 @@ from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_ca
 from rag_posfix.caching.kv.store import PassageStore, build_passage_store
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.checked import check_type, checked_floor
-from rag_posfix.contracts.generator import Generator, PassageReader
+from rag_posfix.contracts.generator import FirstTokenReader, Generator, PassageReader
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling
 from rag_posfix.errors import ConfigError, UnsupportedModelError
@@ -58,12 +58,14 @@ from rag_posfix.pipeline.retrievers_and_servers import (
     open_retrievers,
     remote_settings_of,
 )
+from rag_posfix.pipeline.support import JUDGING_HIDDEN_SIZE, SupportTest
 from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker, chooser
 from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.likelihood import PassageJudge
+from rag_posfix.reranking.yes_no import YesNoReranker
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.settings import Settings, TorchrunSettings
 
@@ -197,6 +199,7 @@ def build_pipeline(
             choose_reranker=chooser(chosen.reranker, reranker, models),
             writer=writer,
             floor=PassageFloor(functools.cache(lambda: _judge(engine, prompt, settings))),
+            support=_support_test(engine, settings),
         )  # fmt: skip
     for store in stores:
         store.add_delete_listener(pipeline.invalidate)
@@ -210,9 +213,26 @@ def settings_with_model(settings: Settings, model: str) -> Settings:
     return settings.model_copy(update={**changes, "remote": remote_settings_of(settings, model)})
 
 
-def _is_large(engine: Generator) -> bool:
+def _has_channels(engine: Generator, count: int) -> bool:
     reader = unbatched(engine)
-    return isinstance(reader, Engine | DeferredGenerator) and reader.hidden_size >= LARGE_HIDDEN_SIZE
+    return isinstance(reader, Engine | DeferredGenerator) and reader.hidden_size >= count
+
+
+def _support_test(engine: Generator, settings: Settings) -> SupportTest:
+    """Return what says whether passages support an answer: of a server, what its reranker said of them."""
+    if isinstance(engine, RemoteGenerator):
+        return SupportTest(is_trusted=True)
+
+    @functools.cache
+    def judge() -> GuardedReranker | None:
+        generator = _load_generator(engine)
+        if not isinstance(generator, FirstTokenReader):
+            return None
+        return GuardedReranker(
+            reranker=YesNoReranker(generator=generator), deadline_seconds=settings.reranker_deadline_seconds
+        )
+
+    return SupportTest(judge, _has_channels(engine, JUDGING_HIDDEN_SIZE))
 
 
 def _defaults(settings: Settings, methods: Methods, template: object, engine: Generator) -> Defaults:
@@ -222,7 +242,7 @@ def _defaults(settings: Settings, methods: Methods, template: object, engine: Ge
     elif not {"reranker", "order"} & settings.model_fields_set and settings.tp == 1:
         if isinstance(engine, RemoteGenerator):
             measured = server_profile(engine, engine.gives_log_probs, settings.k)
-        elif _is_large(engine):
+        elif _has_channels(engine, LARGE_HIDDEN_SIZE):
             measured = large_model_profile(engine)
         if measured is not None and "mitigation" not in settings.model_fields_set:
             mitigation = MitigationChoice(AUTO)
@@ -236,6 +256,7 @@ def _defaults(settings: Settings, methods: Methods, template: object, engine: Ge
         sampling=Sampling(max_tokens=settings.max_tokens),
         tenant=settings.tenant,
         allow_ungrounded=settings.allow_ungrounded,
+        allow_unsupported=settings.allow_unsupported,
         no_passage_text=settings.no_passage_text,
         templates=templates if template is None else {},
         query=settings.query,

@@ -89,14 +89,12 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
 
     Cost: words of the answer's sentences times the sentences of the passages.
     """
-    functional = stop_words(f"{question} {answer}")
-    asked, question_words = _content(question, functional), set(_words(question))
+    asked = _content(question, stop_words(f"{question} {answer}"))
     searched = [PassageSentences(passage) for passage in passages]
     relatedness = [_relatedness(asked, passage.words) for passage in searched]
     quotes = []
     for start, end in _sentences(answer):
-        stated = _REPEATED.sub(r"\1", _MARKER.sub(" ", answer[start:end]))
-        evidence = _content(stated, functional) - question_words
+        evidence = find_evidence(answer[start:end], question, answer)
         holders = [index for index, passage in enumerate(searched) if evidence and passage.holds(evidence)]
         if asked and len(evidence) < ENOUGH_EVIDENCE:
             most = max((relatedness[index] for index in holders), default=0.0)
@@ -104,6 +102,13 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
         if holders:
             quotes.append(Quote(start, end, tuple(holders)))
     return quotes
+
+
+def find_evidence(text: str, question: str, answer: str = "") -> set[str]:
+    """Return the words of an answer, or of a sentence of ``answer``, that are neither asked nor function words."""
+    functional = stop_words(f"{question} {answer or text}")
+    stated = _REPEATED.sub(r"\1", _MARKER.sub(" ", text))
+    return _content(stated, functional) - set(_words(question))
 
 
 class PassageSentences:

@@ -184,7 +184,9 @@ class Defaults:
         attribution: Whether answers have citations by attention, which need the attention of four layers at each step
             and make decoding a few per cent slower.
         allow_ungrounded: Whether the model answers from its memory if there is no passage.
-        no_passage_text: The answer if there is no passage and ``allow_ungrounded`` is False.
+        allow_unsupported: Whether the model answers if the judge finds the answer in no passage.
+        no_passage_text: The answer if there is no passage and ``allow_ungrounded`` is False, and if none of them
+            answers the question and ``allow_unsupported`` is False.
         templates: Prompt templates by the code of the question's language, in place of the pipeline's own; each may
             have its own text for no passage.
         query: What is searched for, as in ``Question``.
@@ -201,6 +203,7 @@ class Defaults:
     tenant: str = ""
     attribution: bool = True
     allow_ungrounded: bool = False
+    allow_unsupported: bool = False
     no_passage_text: str = NO_PASSAGE_TEXT
     templates: Mapping[str, PromptTemplate] = field(default_factory=lambda: MappingProxyType({}))
     query: QueryChoice = "history"

@@ -24,13 +24,22 @@ from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_questi
 from rag_posfix.contracts.filters import combine_filters, filter_key, parse_filter
 from rag_posfix.contracts.generator import CachingGenerator, Generator, check_json_schema, gives_scores, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationInfo, Sampling, own_tags, salted
+from rag_posfix.contracts.request import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    MitigationInfo,
+    Sampling,
+    own_tags,
+    salted,
+)
 from rag_posfix.contracts.retrieval import Reranker, Retriever, current_of, rerank_indexed, retrieve_query
 from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, PassageFloor
+from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.query import checked_query, search_query
@@ -41,7 +50,19 @@ from rag_posfix.pipeline.stored_answer import (
     conversation_text,
     no_passage_answer,
     readable,
+    refusal_to_store,
+    stored_odds,
     to_store,
+)
+from rag_posfix.pipeline.support import (
+    UNSUPPORTED,
+    SupportTest,
+    is_refused,
+    odds_of,
+    of_passages,
+    read_texts,
+    refusal_warning,
+    silenced_warning,
 )
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
@@ -68,6 +89,7 @@ class Pipeline(AskedInBatches):
         choose_reranker: Returns the reranker that a question names; without it questions cannot name one.
         writer: Writes the query of a follow-up with ``query="rewrite"``; ``generator`` if None.
         floor: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
+        support: Judges whether passages answer the question; without it ``Answer.support`` says what words can.
     """
 
     def __init__(
@@ -89,6 +111,7 @@ class Pipeline(AskedInBatches):
         choose_reranker: Callable[[MethodSpec], Reranker] | None = None,
         writer: Generator | None = None,
         floor: PassageFloor | None = None,
+        support: SupportTest | None = None,
     ) -> None:
         self.generator, self.retriever = generator, retriever
         self.reranker = reranker
@@ -106,6 +129,7 @@ class Pipeline(AskedInBatches):
         self.choose_reranker = choose_reranker
         self.writer = writer
         self.floor = floor or PassageFloor()
+        self.support = support or SupportTest()
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
         """Return a pipeline with the same parts and another generator; this pipeline does not change.
@@ -239,11 +263,15 @@ class Pipeline(AskedInBatches):
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
+            odds = self.support.odds(run, prepared.prompt.assembled)
+            if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
+                return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
                 generation = self.generator.generate(prepared.request)
                 stage.done(generation)
             run.timings.update(generation.timings)
-            return self._store(prepared, to_store(prepared.prompt.assembled, generation), generation.is_known_end)
+            stored = to_store(prepared.prompt.assembled, generation, odds, self._rivals(prepared, generation, odds))
+            return self._store(prepared, stored, generation.is_known_end)
 
     def stream(
         self,
@@ -268,12 +296,18 @@ class Pipeline(AskedInBatches):
                 answer = self._finish(prepared, stored, cached=True)
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
+            odds = self.support.odds(prepared.run, prepared.prompt.assembled)
+            if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
+                answer = self._refuse(prepared, odds)
+                return iter([AnswerChunk(answer.text, answer)])
             chunks = self.generator.stream(prepared.request)
             if isinstance(chunks, GeneratorType):
                 stack.callback(chunks.close)  # at once, not when the last reference is gone
-            return self._stream(prepared, chunks, stack.pop_all())
+            return self._stream(prepared, chunks, odds, stack.pop_all())
 
-    def _stream(self, prepared: PreparedQuestion, chunks: Iterator[Chunk], stack: ExitStack) -> Iterator[AnswerChunk]:
+    def _stream(
+        self, prepared: PreparedQuestion, chunks: Iterator[Chunk], odds: Mapping[str, float], stack: ExitStack
+    ) -> Iterator[AnswerChunk]:
         run, prompt_tokens = prepared.run, len(prepared.prompt.assembled.layout.token_ids)
         reader = None if prepared.tools is None else prepared.tools.reader()
         with stack, run.watcher.stage("generator", run.question.text) as stage:
@@ -286,7 +320,8 @@ class Pipeline(AskedInBatches):
                     continue
                 stage.done(chunk.generation)
                 run.timings.update(chunk.generation.timings)
-                stored = to_store(prepared.prompt.assembled, chunk.generation)
+                rivals = self._rivals(prepared, chunk.generation, odds)
+                stored = to_store(prepared.prompt.assembled, chunk.generation, odds, rivals)
                 answer = self._store(prepared, stored, chunk.generation.is_known_end)
                 text += "" if reader is None else reader.finish()[0]
                 yield AnswerChunk(text, answer, chunk.log_probs, prompt_tokens)
@@ -334,6 +369,8 @@ class Pipeline(AskedInBatches):
             prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position,
             cues=cues,
         )  # fmt: skip
+        if prompt.assembled.silenced:
+            warnings.append(silenced_warning(prompt.assembled))
         if not prompt.assembled.documents and (refusal := run.refusal()):
             warnings.append(refusal)
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent), tools)
@@ -397,6 +434,7 @@ class Pipeline(AskedInBatches):
             else:  # in the given order: the order of the prompt is chosen later
                 entries = sorted(rerank_indexed(reranker, run.query.text, documents), key=lambda entry: entry.index)
                 ranked = [entry.document for entry in entries]
+            run.odds.update(odds_of(reranker, ranked, documents))
             stage.done(ranked)
         return ranked
 
@@ -426,19 +464,57 @@ class Pipeline(AskedInBatches):
         allowed = self.defaults.allow_ungrounded if asked is None else asked
         return prepared.needs_passage and not prepared.prompt.assembled.documents and not allowed
 
-    def _finish_without_passage(self, prepared: PreparedQuestion) -> Answer:
+    def _finish_without_passage(self, prepared: PreparedQuestion, *, cached: bool = False) -> Answer:
         run, text = prepared.run, self.defaults.no_passage_text
         if text == NO_PASSAGE_TEXT:
             text = self._assembler_of(run.question).template.no_passage or text
-        answer = no_passage_answer(text, prepared.prompt.assembled, prepared.info.name, run.timings)
+        assembled = prepared.prompt.assembled
+        answer = no_passage_answer(text, assembled, prepared.info.name, run.timings, cached=cached)
         return self._traced(prepared, answer)
+
+    def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
+        asked = prepared.run.question.allow_unsupported
+        is_allowed = self.defaults.allow_unsupported if asked is None else asked
+        return not is_allowed and is_refused(odds)
+
+    def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
+        return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
+
+    def _rivals(
+        self, prepared: PreparedQuestion, generation: Generation, odds: Mapping[str, float]
+    ) -> list[tuple[str, int]]:
+        """Return answers of passages that contradict the generated one; nobody is asked without the judge's odds."""
+        run, assembled = prepared.run, prepared.prompt.assembled
+        if len(odds) < 2 or prepared.request.sampling.json_schema is not None:
+            return []
+
+        def answer_alone(index: int) -> str:
+            alone = self._assembler_of(run.question).assemble(
+                run.question.text, [assembled.documents[index]], max_new_tokens=RIVAL_TOKENS,
+                history=run.question.history,
+            )  # fmt: skip
+            request = replace(
+                prepared.request, layout=alone.layout, mitigation=MethodSpec("none"), traced=False,
+                sampling=Sampling(max_tokens=RIVAL_TOKENS),
+            )  # fmt: skip
+            return self.generator.generate(request).text
+
+        with run.timed("disagreement"):
+            texts = read_texts(assembled.documents)
+            judged = of_passages(odds, assembled)
+            return rival_answers(generation.text, run.question.text, texts, judged, answer_alone)
 
     def _look_up(self, prepared: PreparedQuestion) -> Mapping[str, Any] | None:
         if self.cache is None or prepared.prompt.key is None:
             return None
         with prepared.run.timed("cache"):
             stored = self.cache.get(prepared.prompt.key)
-        return stored if stored is not None and readable(stored) else None
+        if stored is None or not readable(stored):
+            return None
+        is_valid = not stored.get("refused") or self._is_refused(
+            prepared, stored_odds(stored, prepared.prompt.assembled)
+        )
+        return stored if is_valid else None
 
     def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any], is_cached: bool) -> Answer:
         run, ids = prepared.run, prepared.prompt.assembled.ids
@@ -449,6 +525,11 @@ class Pipeline(AskedInBatches):
 
     def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:
         prompt, run = prepared.prompt, prepared.run
+        odds = stored_odds(stored, prompt.assembled)
+        if self._is_refused(prepared, odds):
+            warning = refusal_warning(prompt.assembled.documents, odds)
+            refused = replace(prepared, warnings=(*prepared.warnings, warning))
+            return self._finish_without_passage(refused, cached=cached)
 
         def make() -> Answer:
             return answer_from(
@@ -456,6 +537,11 @@ class Pipeline(AskedInBatches):
             )
 
         answer = prompt.answer(stored, make) if cached else make()
+        warnings = [UNSUPPORTED] if answer.support == "no" and odds else []
+        if answer.disagreements:
+            assembled = prompt.assembled
+            warnings.append(disagreement_warning(answer.disagreements, assembled.documents, assembled.ids))
+        prepared = replace(prepared, warnings=(*prepared.warnings, *warnings))
         return self._traced(prepared, prepared.with_calls(answer))
 
     def _traced(self, prepared: PreparedQuestion, answer: Answer) -> Answer:

@@ -140,7 +140,8 @@ class QuestionRun:
     the best of them, by the test that left it out.
 
     ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get,
-    ``position`` that of the answer cache before they were asked.
+    ``position`` that of the answer cache before they were asked. ``odds`` are the judge's log-odds that a passage has
+    the answer, by content key.
     """
 
     question: Question
@@ -153,6 +154,7 @@ class QuestionRun:
     timings: dict[str, float] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     best_left_out: list[str] = field(default_factory=list)
+    odds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -24,9 +24,11 @@ from rag_posfix.contracts.request import (
     Usage,
 )
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes
+from rag_posfix.pipeline.disagreement import list_disagreements
 from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.pipeline.support import compare_words, has_words_of, read_texts, verdict_of
 from rag_posfix.plan.layout import Layout
-from rag_posfix.text import clean_text, content_hash, titled_text
+from rag_posfix.text import clean_text, content_hash
 
 _Count = Annotated[int, Strict(), Field(ge=0)]
 _Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -37,7 +39,11 @@ _Scored = tuple[Annotated[str, Field(pattern="^([0-9a-f]{2})*$")], _Number | Non
 
 
 class StoredAnswer(TypedDict):
-    """The cache entry of an answer. Entries of earlier releases have no claims."""
+    """The cache entry of an answer, or of a question that was ``refused``. Entries of earlier releases lack fields.
+
+    ``odds`` are the judge's log-odds of passages, by the names of ``_passage_names``; ``rivals`` are answers that
+    contradict this one, each with the name of its passage.
+    """
 
     text: Annotated[str, Strict()]
     finish_reason: FinishReason
@@ -49,6 +55,9 @@ class StoredAnswer(TypedDict):
     claims: NotRequired[list[tuple[_Count, _Count, _Shares]]]
     log_probs: NotRequired[list[tuple[_Count, _Scored, list[_Scored]]]]
     stop_string: NotRequired[Annotated[str, Strict()]]
+    odds: NotRequired[dict[str, _Number]]
+    refused: NotRequired[Annotated[bool, Strict()]]
+    rivals: NotRequired[list[tuple[Annotated[str, Strict()], Annotated[str, Strict()]]]]
 
 
 @functools.cache
@@ -107,8 +116,18 @@ def conversation_text(question: Question) -> str:
     return repr((history, [message.get("tool_calls") for message in question.history], question.tools.text))
 
 
-def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
-    """Return the cache entry of an answer. Attention is stored by what was read: ids belong to one question."""
+def to_store(
+    assembled: Assembled,
+    generation: Generation,
+    odds: Mapping[str, float] | None = None,
+    rivals: Sequence[tuple[str, int]] = (),
+) -> StoredAnswer:
+    """Return the cache entry of an answer. Attention is stored by what was read: ids belong to one question.
+
+    Args:
+        odds: The judge's log-odds of the passages by content key.
+        rivals: Answers that contradict this one, with the indices of their passages.
+    """
     attention = generation.attention or (0.0,) * assembled.layout.n_passages
     names = _passage_names(assembled.layout)
     claims = attribute_sentences(generation.text, generation.sources)
@@ -121,6 +140,10 @@ def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
         "attention": dict(zip(names, attention, strict=True)),
         "claims": [(claim.start, claim.end, dict(zip(names, claim.shares, strict=True))) for claim in claims],
     }
+    if odds:
+        stored["odds"] = _odds_by_name(assembled, names, odds)
+    if rivals:
+        stored["rivals"] = [(text, names[index]) for text, index in rivals]
     if generation.weighted:
         stored["weighted"] = True
     if generation.stop_string is not None:
@@ -130,6 +153,32 @@ def to_store(assembled: Assembled, generation: Generation) -> StoredAnswer:
             (token.start, _pair(token.token), [_pair(score) for score in token.top]) for token in generation.log_probs
         ]
     return stored
+
+
+def refusal_to_store(assembled: Assembled, odds: Mapping[str, float]) -> StoredAnswer:
+    """Return the cache entry of a question that none of its passages answers."""
+    return {
+        "text": "",
+        "finish_reason": "stop",
+        "prompt_tokens": 0,
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "attention": {},
+        "odds": _odds_by_name(assembled, _passage_names(assembled.layout), odds),
+        "refused": True,
+    }
+
+
+def _odds_by_name(assembled: Assembled, names: Sequence[str], odds: Mapping[str, float]) -> dict[str, float]:
+    return {name: odds[key] for name, key in zip(names, assembled.layout.keys, strict=True) if key in odds}
+
+
+def stored_odds(stored: Mapping[str, Any], assembled: Assembled) -> tuple[float | None, ...]:
+    """Return the judge's log-odds of the passages of a prompt, in its order; nothing if nobody judged them."""
+    odds = stored.get("odds")
+    if not odds:
+        return ()
+    return tuple(odds.get(name) for name in _passage_names(assembled.layout))
 
 
 def readable(stored: Any) -> bool:
@@ -156,10 +205,13 @@ def answer_from(
         question: Its words are no evidence for a citation.
     """
     names = _passage_names(assembled.layout)
+    texts = read_texts(assembled.documents)
+    words = compare_words(stored["text"], texts, question)
+    support, supporting = verdict_of(stored_odds(stored, assembled), words)
     return Answer(
         text=stored["text"],
         documents=_documents(stored, assembled, names),
-        citations=_citations(stored, assembled, names, question),
+        citations=_citations(stored, assembled.ids, texts, names, question),
         usage=Usage(
             prompt_tokens=stored["prompt_tokens"],
             completion_tokens=stored["completion_tokens"],
@@ -174,24 +226,37 @@ def answer_from(
         log_probs=_scores_from(stored.get("log_probs", [])),
         stop_string=stored.get("stop_string"),
         grounded=bool(assembled.documents),
+        support=support if assembled.documents else "no",
+        supported_by=tuple(assembled.ids[index] for index in supporting),
+        disagreements=list_disagreements(
+            stored["text"],
+            supporting,
+            [(text, names.index(name)) for text, name in stored.get("rivals", [])],
+            assembled.documents,
+            assembled.ids,
+        ),
         truncated=assembled.truncated,
     )
 
 
-def no_passage_answer(text: str, assembled: Assembled, mitigation: str, timings: Mapping[str, float]) -> Answer:
-    """Return the answer to a question without a passage: ``text``, which no model wrote."""
+def no_passage_answer(
+    text: str, assembled: Assembled, mitigation: str, timings: Mapping[str, float], *, cached: bool = False
+) -> Answer:
+    """Return the answer to a question without a passage, or that none answers: ``text``, which no model wrote."""
+    unsupported = ((identity, "unsupported") for identity in assembled.ids)
     return Answer(
         text=text,
         documents=(),
         citations=(),
         usage=Usage(prompt_tokens=0, completion_tokens=0),
-        cached=False,
+        cached=cached,
         mitigation=mitigation,
         order=assembled.order,
         finish_reason="stop",
-        dropped=tuple((dropped.id, dropped.reason) for dropped in assembled.dropped),
+        dropped=(*((dropped.id, dropped.reason) for dropped in assembled.dropped), *unsupported),
         timings=dict(timings),
         grounded=False,
+        support="no",
     )
 
 
@@ -218,19 +283,21 @@ def _documents(stored: Mapping[str, Any], assembled: Assembled, names: Sequence[
 
 
 def _citations(
-    stored: Mapping[str, Any], assembled: Assembled, names: Sequence[str], question: str
+    stored: Mapping[str, Any], ids: Sequence[str], passages: Sequence[str], names: Sequence[str], question: str
 ) -> tuple[Citation, ...]:
-    """Return citations by quote and by attention, sorted by start; for equal starts the quote first."""
+    """Return citations by quote and by attention, sorted by start; for equal starts the quote first.
+
+    Attention alone is no evidence: the passage must have a word of the sentence.
+    """
     text = stored["text"]
     citations = []
-    passages = [titled_text(document.metadata.get("title"), document.page_content) for document in assembled.documents]
     for quote in find_quotes(text, passages, question):
-        ids = tuple(assembled.ids[index] for index in quote.passages)
-        citations.append(Citation(quote.start, quote.end, text[quote.start : quote.end], ids))
+        cited = tuple(ids[index] for index in quote.passages)
+        citations.append(Citation(quote.start, quote.end, text[quote.start : quote.end], cited))
     for start, end, shares in stored.get("claims", []):
         index = dominant([float(shares.get(name, 0.0)) for name in names])
-        if index is not None:
-            citations.append(Citation(start, end, text[start:end], (assembled.ids[index],), "attention"))
+        if index is not None and has_words_of(text[start:end], passages[index], question):
+            citations.append(Citation(start, end, text[start:end], (ids[index],), "attention"))
     return tuple(sorted(citations, key=lambda citation: (citation.start, citation.origin == "attention")))
 
 

@@ -17,6 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
+from rag_posfix.assembly.source_claims import SENTENCE_END
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
 from rag_posfix.contracts.generator import Generator, PassageReader
@@ -286,7 +287,6 @@ COPIED_SHARE = 0.6
 LEAST_NGRAMS = 3
 """A question with fewer n-grams has no copies: passages have the words of a short query because they are about it."""
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])\s*|\n+")
 _WORDS = re.compile(r"\w+")
 # Scripts without spaces between words: each character counts as a word.
 _UNSPACED = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u0e00-\u0e7f])")
@@ -304,7 +304,7 @@ def without_copies(text: str, question: str) -> str:
     if len(wanted) < LEAST_NGRAMS:
         return text
     retained, dropped, start = [], False, 0
-    for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
+    for end in [*(match.end() for match in SENTENCE_END.finditer(text)), len(text)]:
         sentence = text[start:end]
         copied = wanted.intersection(_ngrams(sentence))
         if len(copied) > COPIED_SHARE * len(wanted) and {ngrams[0], ngrams[-1]} <= copied:

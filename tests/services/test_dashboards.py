@@ -132,6 +132,7 @@ def test_every_metric_of_the_service_is_on_the_dashboard_or_is_named_here_with_t
         "rag_posfix_cache_tier_entries",  # bytes say more
         "rag_posfix_passage_pending_writes",  # the lost ones are shown
         "rag_posfix_malformed_answers_total",  # how many are too many depends on the model
+        "rag_posfix_unsupported_total",  # and here on what is asked
         "rag_posfix_kv_cache_bytes",  # the dashboard has the batch and the queue
         "rag_posfix_tenant_model_seconds_total",  # tenants are for dashboards of the operator
         "rag_posfix_tenant_requests_total",

@@ -30,6 +30,7 @@ from rag_posfix.generation.remote.address import is_remote, parse_remote
 from rag_posfix.integrations.document_ordering import OrderName, checked_method
 from rag_posfix.integrations.langchain.content_blocks import TemplateField, read_conversation
 from rag_posfix.integrations.langchain.tools import openai_tools, read_schema, tool_calls, typed_answers
+from rag_posfix.pipeline.support import compare_words, read_texts, verdict_of
 from rag_posfix.registry import check_names
 from rag_posfix.text import NO_PASSAGE_TEXT
 
@@ -402,12 +403,18 @@ class RagPosfixChatModel(Portable, Checked, BaseChatModel):
     ) -> dict[str, Any]:
         attention = generation.attention or (0.0,) * len(assembled.ids)
         names = ("attention", "weight") if generation.weighted else ("attention",)  # both until 1.0
+        layout = assembled.layout
+        question = generator.encoder.decode(layout.tokens(layout.question))
+        words = compare_words(generation.text, read_texts(assembled.documents), question)
+        support, supporting = verdict_of((), words) if assembled.documents else ("no", ())
         return {
             "model_name": generator.model_id,
             "model_provider": "rag_posfix",
             "finish_reason": generation.finish_reason,
             "mitigation": request.mitigation.name,
             "grounded": bool(assembled.documents),
+            "support": support,
+            "supported_by": [assembled.ids[index] for index in supporting],
             "truncated": list(assembled.truncated),
             "dropped": [{"id": dropped.id, "reason": dropped.reason} for dropped in assembled.dropped],
             "documents": [

@@ -12,7 +12,7 @@ from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question
+from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question, SupportVerdict
 from rag_posfix.contracts.generator import ChatMessage, ToolEncoder
 from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling
 from rag_posfix.contracts.tools import ToolUse
@@ -383,6 +383,14 @@ class DroppedOutput(BaseModel):
     reason: str
 
 
+class DisagreementOutput(BaseModel):
+    """What some passages answer, where others answer something else."""
+
+    text: str
+    document_ids: list[str]
+    date: str = Field(description="The newest date of these passages: YYYY, YYYY-MM or YYYY-MM-DD; empty if unknown.")
+
+
 class Provenance(BaseModel):
     """The sources of an answer: the fields that this service adds to the format of the dialect."""
 
@@ -391,7 +399,19 @@ class Provenance(BaseModel):
     citations: list[CitationOutput]
     dropped: list[DroppedOutput]
     truncated: list[str] = Field(description="Ids of documents whose text was cut to fit into the prompt.")
-    grounded: bool = Field(description="Whether the model read a passage; false for an answer without any.")
+    grounded: bool = Field(
+        description="Whether passages were there and the model wrote from them; ``support`` says whether they support "
+        "the answer."
+    )
+    support: SupportVerdict = Field(
+        description="Whether passages support the answer: 'yes', 'partly', 'no', or 'unknown' where nobody judged."
+    )
+    supported_by: list[str] = Field(
+        description="Ids of the passages that support the answer, or have most of its words."
+    )
+    disagreements: list[DisagreementOutput] = Field(
+        description="What passages answer that contradict each other, the newest first; empty if none was found."
+    )
     warnings: list[str] = Field(
         description="What failed without failing the question, such as a reranker; where the floor left out every "
         "retrieved passage, the best of them, its score, and what turns the floor off."
@@ -423,6 +443,12 @@ def provenance(answer: Answer) -> Provenance:
         dropped=[DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
         truncated=list(answer.truncated),
         grounded=answer.grounded,
+        support=answer.support,
+        supported_by=list(answer.supported_by),
+        disagreements=[
+            DisagreementOutput(text=side.text, document_ids=list(side.document_ids), date=side.date)
+            for side in answer.disagreements
+        ],
         warnings=list(answer.warnings),
         well_formed=fault is None,
         form_fault=fault,

@@ -409,6 +409,11 @@ class PosfixInput(RequestModel):
         description="Answer from the model's memory if no passage was found, where the operator allows that; false "
         "always has the answer that no passage was found.",
     )
+    allow_unsupported: bool | None = Field(
+        default=None,
+        description="Answer, with a warning, if by the model's judgement no passage answers the question; false "
+        "always has the answer that none does.",
+    )
     source_text: bool | None = Field(
         default=None, description="Whether ``documents`` of the response have their text; those of an index have it."
     )
@@ -427,7 +432,7 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         InvalidRequestError: there is an arrangement and also a mitigation or an order.
         ConfigError: the arrangement cannot be read.
     """
-    names = ("order", "k", "index", "query", "filter", "floor")
+    names = ("order", "k", "index", "query", "filter", "floor", "allow_unsupported")
     chosen = {name: getattr(posfix, name) for name in names} | {"mitigation": mitigation_choice(posfix.mitigation)}
     if posfix.arrangement is None:
         return chosen

@@ -53,7 +53,8 @@ class LogFields:
     Attributes:
         cache: ``hit``, ``miss`` or ``off``.
         documents: Number of documents in the request.
-        grounded: Whether the model read a passage.
+        grounded: Whether passages were there and the model wrote from them.
+        support: Whether they support the answer: ``yes``, ``partly``, ``no`` or ``unknown``.
         truncated: Number of passages that were cut to fit.
         left_out: Number of passages that were left out for want of room.
         error: Code of the error, if there was one.
@@ -68,6 +69,7 @@ class LogFields:
     cache: str | None = None
     documents: int | None = None
     grounded: bool | None = None
+    support: str | None = None
     truncated: int | None = None
     left_out: int | None = None
     error: str | None = None
@@ -78,7 +80,10 @@ class LogFields:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        names = ("mitigation", "order", "cache", "documents", "grounded", "truncated", "left_out", "error", "key")
+        names = (
+            "mitigation", "order", "cache", "documents", "grounded", "support", "truncated", "left_out", "error",
+            "key",
+        )  # fmt: skip
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         fields |= {f"{kind}_tokens": count for kind, count in self.tokens.items()}
         stages = {stage: round(seconds, 6) for stage, seconds in self.timings.items()}

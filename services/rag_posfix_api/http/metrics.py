@@ -84,6 +84,7 @@ class Metrics:
         for kind in ("read", "reused", "generated"):
             self._model_tokens.labels(kind)
         self._count_forms()
+        self._count_unsupported()
         self._cache = self._counter("cache_requests", "Look-ups in the answer cache.", ["result"])
         self.tied_rankings = self._counter("reranking_ties", "Rankings whose documents all have one score.")
         self.counted = CountedElsewhere()
@@ -108,6 +109,13 @@ class Metrics:
         self._malformed = self._counter("malformed_answers", "Answers whose text has a fault of form.", ["fault"])
         for fault in get_args(FormFault):
             self._malformed.labels(fault)
+
+    def _count_unsupported(self) -> None:
+        self.unsupported = self._counter(
+            "unsupported", "Answers that no passage supports, by what was done: refused or answered.", ["action"]
+        )
+        for action in ("refused", "answered"):
+            self.unsupported.labels(action)
 
     def _count_tenants(self) -> None:
         """Make the counters by tenant: those of the key file; "" is the single key, or no key."""

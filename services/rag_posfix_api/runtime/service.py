@@ -358,9 +358,13 @@ class Service:
         }
         cache = "hit" if answer.cached else "miss" if "cache" in answer.timings else "off"
         self.metrics.count_answer(answer.timings, tokens, cache, answer.form_fault, CALLER.get().tenant)
+        is_refused = any(reason == "unsupported" for _, reason in answer.dropped)
+        if is_refused or (answer.grounded and answer.support == "no"):
+            self.metrics.unsupported.labels("refused" if is_refused else "answered").inc()
         fields.mitigation, fields.order, fields.cache = answer.mitigation, answer.order, cache
         n_left_out = sum(reason == "budget" for _, reason in answer.dropped)
-        fields.grounded, fields.truncated, fields.left_out = answer.grounded, len(answer.truncated), n_left_out
+        fields.grounded, fields.support = answer.grounded, answer.support
+        fields.truncated, fields.left_out = len(answer.truncated), n_left_out
         fields.tokens, fields.timings = tokens, dict(answer.timings)
 
     def _forget(self, salt: str, documents: Sequence[Document]) -> None:

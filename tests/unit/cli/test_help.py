@@ -92,4 +92,4 @@ def test_the_shell_completes_commands_and_options():
         return CliRunner().invoke(app, env=words, prog_name="rag-posfix").output.split()
 
     assert complete("rag-posfix eval pos") == ["positions"]
-    assert complete("rag-posfix ask --allow") == ["--allow-ungrounded"]
+    assert complete("rag-posfix ask --allow") == ["--allow-ungrounded", "--allow-unsupported"]

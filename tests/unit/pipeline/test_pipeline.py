@@ -309,7 +309,8 @@ class TestAnswer:
         data = pipeline().ask(Question(QUESTION, [ROME, ROME])).to_dict()
         assert set(data) == {
             "answer", "documents", "citations", "usage", "cached", "mitigation", "order", "finish_reason", "dropped",
-            "timings", "warnings", "grounded", "truncated", "well_formed", "form_fault", "stop_string", "query",
+            "timings", "warnings", "grounded", "support", "supported_by", "disagreements", "truncated", "well_formed",
+            "form_fault", "stop_string", "query",
         }  # fmt: skip
         assert data["answer"] == "Rome lies on the Tiber"
         assert data["documents"] == (

@@ -2,6 +2,9 @@
 
 import { changedSpans, citedSpans, segmentsOf } from "./words.js";
 
+/** What is said of an answer by its field `support`; nothing where nobody judged. */
+const SUPPORT = { yes: "supported by the passages", partly: "partly supported", no: "not supported by any passage" };
+
 export function newColumn(name, title, subtitle) {
   return { name, title, subtitle, ...empty(), last: null };
 }
@@ -44,7 +47,8 @@ export function take(column, chunk) {
     column.weighted = chunk.documents.some((one) => (one.weight ?? null) !== null);
     column.shares = Object.fromEntries(chunk.documents.map((one) => [one.id, shareOf(one)]));
     const seconds = Object.values(chunk.timings ?? {}).reduce((sum, one) => sum + one, 0);
-    column.facts = chunk.cached ? "from the cache" : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+    const time = chunk.cached ? "from the cache" : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+    column.facts = [time, SUPPORT[chunk.support]].filter(Boolean).join(", ");
   }
 }
 
