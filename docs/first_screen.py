@@ -15,15 +15,33 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record
 
 FIRST, MIDDLE = "first", "middle"
+LARGE, SMALL = "Qwen2.5-Coder-1.5B-Instruct", "SmolLM2-135M-Instruct"
+JUDGE = "yes_no:top_n=3/reverse/none"
+"""What a model of 1.5 billion parameters does by default."""
 DATA_SETS = {
-    "XQuAD": "positions-xquad-5-default",
-    "Lost in the Middle": "positions-litm-10-default",
-    "HotpotQA": "positions-hotpotqa-10-default",
+    LARGE: (
+        JUDGE,
+        {
+            "Lost in the Middle": "positions-qwen15-litm-10",
+            "HotpotQA": "positions-qwen15-hotpotqa-10",
+            "XQuAD": "positions-qwen15-xquad-5",
+        },
+    ),
+    SMALL: (
+        DEFAULT,
+        {
+            "XQuAD": "positions-xquad-5-default",
+            "Lost in the Middle": "positions-litm-10-default",
+            "HotpotQA": "positions-hotpotqa-10-default",
+        },
+    ),
 }
+"""Default arrangement and records of each reader: the largest that was measured, then the packaged one."""
 FOR_WHOM = (
     "**Use it** if the order of the passages is arbitrary. **Not** if the method must change how a model behind an "
     "API reads: there it judges passages and reads the best few."
 )
+NO_HELP = "**It does not help** a small model if answers combine passages (HotpotQA)."
 LINE_WIDTH = 119
 WIDTH, MARGIN, LINE, SQUARE = 500, 4, 21, 22
 INK, RIGHT, WRONG, FAINT = "#222222", "#1f6f54", "#b3382c", "#999999"
@@ -61,7 +79,9 @@ def first_screen(results: Path = RESULTS) -> str:
         f"{answers[MIDDLE]} rag_posfix answers both times: {_plain(corrected['answer'])}"
     )
     lines = [f"![{text}](docs/images/first-screen.svg)", "", *_demo(results), ""]
-    for item in (_data_sets(results), FOR_WHOM, _cost(results)):
+    large, small = (_data_sets(results, reader) for reader in DATA_SETS)
+    answers_of = f"**Right answers** (unmodified model, by position): {large}. {small}. "
+    for item in (answers_of + NO_HELP, FOR_WHOM, _cost(results)):
         lines += textwrap.wrap(f"- {item}", LINE_WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 
@@ -70,7 +90,7 @@ def _demo(results: Path) -> list[str]:
     head = read_head(results / "demo-24.json")
     count = head["summary"]["n"]
     rows = [
-        f"| correct of {count}, right passage | first | in the middle | last | answers that change |",
+        f"| {SMALL}, correct of {count}; right passage | first | in the middle | last | answers that change |",
         "|---|---|---|---|---|",
     ]
     for name, result in head["summary"]["mitigations"].items():
@@ -80,38 +100,37 @@ def _demo(results: Path) -> list[str]:
     return rows
 
 
-def _data_sets(results: Path) -> str:
-    """Return the accuracy of the default method on each data set, and the range of the unmodified model."""
-    shares, count = {}, 0
-    for name, record in DATA_SETS.items():
+def _data_sets(results: Path, reader: str) -> str:
+    """Return the accuracy of a reader's default on each data set, and the range of the unmodified model."""
+    arrangement, records = DATA_SETS[reader]
+    shares, count = [], 0
+    for name, record in records.items():
         summary = read_head(results / f"{record}.json")["summary"]
         count = summary["n"]
         unmodified, default = (
             [cell["accuracy"] for cell in summary["mitigations"][method]["positions"].values()]
-            for method in ("none", DEFAULT)
+            for method in ("none", arrangement)
         )
         low, high = (short(f"{value:.2f}") for value in (min(unmodified), max(unmodified)))
-        shares[name] = f"{name} {short(f'{max(default):.2f}')} ({low} to {high})"
-    *helped, combined = shares.values()
-    return (
-        f"**Right answers** to {count} real questions each (unmodified model, by position): {', '.join(helped)}. "
-        f"**It does not help** if answers combine passages: {combined}."
-    )
+        shares.append(f"{name} {short(f'{max(default):.2f}')} ({low} to {high})")
+    return f"{reader}, {count} real questions each: {', '.join(shares)}"
 
 
 def _cost(results: Path) -> str:
-    few, many = (
-        read_head(results / f"{name}.json")["summary"]["methods"]["context_experts"]
-        for name in ("bench-5x150", "bench-50x150")
-    )
-    cold = [1 / summary["ttft_cold_ratio"] for summary in (few, many)]
-    warm = [1 / summary["ttft_warm_memory_ratio"] for summary in (few, many)]
-    memory = max(summary["memory_extra_ratio"] for summary in (few, many))
+    """Return what first and further tokens cost, as multiples of the unmodified model, on processors with AMX."""
+    bench = read_head(results / "bench-20x150-matrix-units.json")["summary"]["methods"][DEFAULT]
+    judge = read_head(results / "few-passages-20x150-qwen15.json")["summary"][JUDGE]
+    small = _times(bench["ttft_cold_ratio"], bench["ttft_warm_memory_ratio"], bench["decode_ratio"])
+    large = _times(judge["cold"], judge["warm"], judge["decode"])
     return (
-        f"**Cost:** a sequence per passage, plus one; up to {memory:.1f} times the memory in addition to the weights; "
-        f"first token {cold[0]:.1f} (5 passages) to {cold[1]:.1f} times (50) as fast, {warm[0]:.0f} to {warm[1]:.0f} "
-        "times if cached. CPU; no GPU was measured."
+        "**Cost** of 20 passages, two Intel cores with matrix units, in times of the unmodified model: first answer "
+        f"token, first token where the passages were read before, each further token: {small} ({SMALL}); {large} "
+        f"({LARGE}). No GPU was measured."
     )
+
+
+def _times(cold: float, warm: float, decode: float) -> str:
+    return f"x {cold:.1f}, x {short(f'{warm:.2f}')}, x {1 / decode:.1f}"
 
 
 def draw_first_screen(results: Path = RESULTS) -> str:
