@@ -97,6 +97,16 @@ def test_passages_are_found_in_any_order_and_company(loaded, name, order, passes
     assert torch.equal(found, first(engine_of(loaded), other))
 
 
+@pytest.mark.parametrize("name", [*APART, *LEADING])
+def test_no_entry_carries_another_passage_into_a_prompt_without_it(loaded, read_together, name):
+    """HijackKV attacks entries that were computed behind a hostile passage, which is the first one here."""
+    read_together(1)
+    layout, engine = toy_layout(), engine_of(loaded, store_of())
+    engine.generate(request(layout, name))
+    clean = request(layout.select((1, 2, 3)), name)
+    assert torch.equal(first(engine, clean), first(engine_of(loaded, store_of()), clean))
+
+
 def test_methods_that_read_passages_alike_share_them(loaded, passes):
     engine = engine_of(loaded, store_of())
     engine.generate(request(toy_layout(), "parallel_windows"))
