@@ -30,6 +30,7 @@ def files(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_bad_files_are_listed_and_the_others_are_indexed(run, files, tmp_path):
     code, out, _ = run("index", files, "--out", tmp_path / "index")
     assert code == 0

@@ -71,6 +71,7 @@ def test_a_deletion_during_a_failover_is_pending_and_then_final():
     assert (row["confirmed"], row["served"]) == (True, 0)
 
 
+@pytest.mark.slow
 def test_copies_in_the_memory_of_another_process_are_not_served(redis_server, open_cache, clock):
     cache = open_cache()
     with Process(redis_server.url) as other:

@@ -207,6 +207,7 @@ def test_a_template_without_tools_has_them_as_text_of_its_messages():
 
 
 @pytest.mark.weights
+@pytest.mark.slow
 def test_smollm2_calls_the_tool_that_must_be_called(engine):
     model = RagPosfixChatModel(generator=engine, max_tokens=100)
     message = model.bind_tools([lookup], tool_choice="lookup").invoke("When was the Torvane lighthouse lit?")
