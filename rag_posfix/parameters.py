@@ -201,8 +201,15 @@ def check_parameters(method: Any, label: str) -> None:
             normal_form = parameter.check(value)
         except InvalidValueError as error:
             wrong, allowed = (error.value, error.allowed) if error.where else (value, parameter.allowed)
-            raise ConfigError(f"{label}: {name}{error.where}={shown(wrong)} must be {allowed}") from None
+            form = _list_form(name, value) if parameter.allowed.startswith("a list") else ""
+            raise ConfigError(f"{label}: {name}{error.where}={shown(wrong)} must be {allowed}{form}") from None
         object.__setattr__(method, name, normal_form)
+
+
+def _list_form(name: str, value: Any) -> str:
+    """Return how numbers that were given without brackets are written as a list; "" for other values."""
+    numbers = re.fullmatch(r"\s*-?[\d.]+(?:\s*,\s*-?[\d.]+)*\s*", str(value))
+    return f"; write {name}=[{numbers[0].strip()}]" if numbers and not isinstance(value, list | tuple) else ""
 
 
 def check_fields(model: Any, values: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from packaging.utils import parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deployments" / "docker"
 SERVICE = (
-    "local", "server", "telemetry", "remote", "structured", "redis", "pdf", "docx",
+    "local", "server", "telemetry", "mcp", "remote", "structured", "redis", "pdf", "docx",
     "qdrant", "pgvector", "elasticsearch", "milvus",
 )  # fmt: skip
 EXTRAS = {"cpu": SERVICE, "cuda": SERVICE, "ray": (*SERVICE, "ray"), "build": (), "uv": (), "torch": ()}

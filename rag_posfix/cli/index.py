@@ -134,6 +134,8 @@ def index(
     if choice is not None:
         _check_store(settings)
     _check_paths(paths, output)
+    if choice is not None:
+        _check_model(settings)
     started = time.perf_counter()
     embeddings = _load_embeddings(settings)
     size = _passage_size(passage_tokens, overlap, embeddings)
@@ -345,6 +347,16 @@ def _check_store(settings: Settings) -> None:
             "--precompute needs a passage KV store on disk or in Redis, and the settings turn both off; set "
             "RAG_POSFIX_PASSAGES_ENABLED=true and RAG_POSFIX_PASSAGES_DISK_BYTES or RAG_POSFIX_PASSAGES_REDIS_URL"
         )
+
+
+def _check_model(settings: Settings) -> None:
+    """Read the model without its weights: one that does not exist is reported before the passages are embedded."""
+    with status("looking for the model"):
+        from rag_posfix.generation.remote.address import is_remote
+        from rag_posfix.pipeline.build import build_tokenizer
+
+        if not is_remote(settings.model):  # the precomputation says why it needs another one
+            build_tokenizer(settings)
 
 
 @contextmanager

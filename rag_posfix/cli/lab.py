@@ -125,10 +125,15 @@ def _read_encodings(text: str) -> list[Encoding]:
 
 def _show(summary: dict[str, Any]) -> None:
     unit = "error in %" if summary["metric"] == "error" else summary["metric"]
-    title = f"{summary['task']}: {unit}, mean over {summary['seeds']} seeds (lowest to highest)"
+    seeds = summary["seeds"]
+    over = "one seed" if seeds == 1 else f"mean over {seeds} seeds (lowest to highest)"
+    title = f"{summary['task']}: {unit}, {over}"
     rows = table("encoding", *(f"{name}: {text}" for name, text in summary["splits"].items()), "steps", title=title)
     for label, scores in summary["encodings"].items():
-        values = (f"{v['mean']:.2f} ({v['low']:.2f} to {v['high']:.2f})" for v in scores["splits"].values())
+        values = (
+            f"{v['mean']:.2f}" + ("" if seeds == 1 else f" ({v['low']:.2f} to {v['high']:.2f})")
+            for v in scores["splits"].values()
+        )
         rows.add_row(label, *values, " ".join(map(str, scores["steps"])))
     out().print(rows)
     if summary["by_place"]:

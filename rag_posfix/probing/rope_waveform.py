@@ -14,7 +14,7 @@ from rag_posfix.attention.rope import search_factors, trough_depth, waveform
 from rag_posfix.encodings.rope import RotaryAngles
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
-from rag_posfix.evaluation.record import Progress
+from rag_posfix.evaluation.record import ExperimentRecord, Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.patching.rotation import LayerRotation
 from rag_posfix.plan.plan import Capability
@@ -159,6 +159,19 @@ class RopeWaveform(MeasuredProbe):
             bottom, "how well troughs are covered", "number of bases", "W, mean of the lowest tenth", legend=False
         )
         return figure
+
+    def lines(self, record: ExperimentRecord) -> Sequence[str]:
+        """Return what the waveform means for prompts, and the method that reads with the bases."""
+        summary = record.head["summary"]
+        depths, factors = summary["trough_depth"], ",".join(f"{factor:g}" for factor in summary["factors"])
+        found = [f"{trough['distance']} (W = {trough['value']:.3f})" for trough in summary["troughs"][:3]]
+        where = f"distances of {', '.join(found)} tokens" if found else "no distance"
+        return [
+            *super().lines(record),
+            f"tokens get less attention than their neighbours at {where}",
+            f"{len(depths)} bases lift the mean of the lowest tenth of W from {depths[0]:.3f} to {depths[-1]:.3f}",
+            f"to read with these bases: --mitigation 'multi_base:factors=[{factors}]'",
+        ]
 
     def table(self, head: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Return a row per base, in the order of the search."""

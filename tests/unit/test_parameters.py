@@ -48,7 +48,12 @@ class Method:
         ({"count": True}, "method: count=True must be a whole number >= 1, or None"),
         ({"weights": []}, r"method: weights=\[\] must be a list of 1 to 3 numbers between -1 and 1"),
         ({"weights": [0, 2]}, r"method: weights\[1\]=2 must be a number between -1 and 1"),
-        ({"weights": "0.5"}, "method: weights='0.5' must be a list of 1 to 3 numbers"),
+        (
+            {"weights": "0.5,1"},
+            r"method: weights='0.5,1' must be a list of 1 to 3 numbers between -1 and 1; write weights=\[0.5,1\]$",
+        ),
+        ({"weights": 1}, r"method: weights=1 must be a list .* and 1; write weights=\[1\]$"),
+        ({"weights": "half"}, "method: weights='half' must be a list of 1 to 3 numbers between -1 and 1$"),
         ({"choose": "worst"}, "method: choose='worst' must be 'first' or 'best'"),
         ({"contrast": "jsd"}, "method: contrast='jsd' must be a number between 0 and 2, or 'divergence'"),
         ({"flag": 1}, "method: flag=1 must be true or false"),

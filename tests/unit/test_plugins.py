@@ -184,6 +184,14 @@ def test_the_command_line_takes_a_file_and_lists_its_entries_with_their_package(
     assert "plug-in: order as_given_five (as_given_five.py)" in out
 
 
+def test_a_command_knows_the_names_of_a_file_that_is_named_after_it(tmp_path, capsysbinary):
+    run = command_line(capsysbinary)
+    asked = ["ask", "Who?", "--index", tmp_path / "missing", "--order", "as_given_six", "--json"]
+    assert "unknown order 'as_given_six'" in json.loads(run(*asked)[1])["error"]["message"]
+    code, out, _ = run(*asked, "--plugin", order_file(tmp_path, "as_given_six"))
+    assert (code, "there is no folder" in json.loads(out)["error"]["message"]) == (1, True)
+
+
 def test_a_file_reader_gives_the_text_of_files_with_its_suffix(tmp_path):
     def read(path):
         return f"# Notes\n\n{path.read_text()[::-1]}"

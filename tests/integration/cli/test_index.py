@@ -97,6 +97,14 @@ class TestIndex:
         assert str(tmp_path / "none") in error["message"]
 
 
+def test_a_model_that_does_not_exist_is_reported_before_anything_is_embedded(run, tiny, files, tmp_path):
+    missing = tmp_path / "no-model"
+    options = ("--precompute", "context_experts", "--model", missing, "--json")
+    error = run("index", files, "--out", tmp_path / "i", *options).error
+    assert str(missing) in error["message"]
+    assert not (tmp_path / "i").exists()
+
+
 @pytest.mark.weights
 @pytest.mark.slow
 class TestPrecompute:

@@ -72,7 +72,7 @@ def early_ends(tmp_path_factory, index):
 class TestMethods:
     def test_json_lists_everything_that_can_be_chosen(self, run):
         found = run("methods", "--json").json
-        assert set(found) == {"mitigations", "orders", "rerankers", "first_stages"}
+        assert set(found) == {"mitigations", "orders", "rerankers", "first_stages", "plugins"}
         by_name = {one["name"]: one for one in found["mitigations"]}
         assert {"none", "context_experts", "parallel_windows"} <= set(by_name)
         assert {"ends_first", "original", "random", "relevance", "reverse"} <= set(found["orders"])

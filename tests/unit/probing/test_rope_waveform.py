@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.attention.rope import trough_depth, waveform
+from rag_posfix.cli.options import checked_choices
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.probing.rope_waveform import RopeWaveform, deepest_troughs, own_waveform
@@ -96,3 +97,15 @@ def test_more_bases_never_make_a_trough_deeper_and_the_search_is_in_the_record(t
     assert record.summary["difference_from_closed_form"] < 1e-4
     assert len(record.rows) == 64
     assert record.files["png"].stat().st_size > 1000
+
+
+def test_what_is_printed_says_where_attention_is_low_and_which_method_reads_with_the_bases():
+    probe = RopeWaveform(context=64, bases=2, candidates=5)
+    record = probe.run(tiny_model())
+    lines = probe.lines(record)
+    trough = record.summary["troughs"][0]
+    assert f"at distances of {trough['distance']} (W = {trough['value']:.3f})" in lines[-3]
+    first, last = record.summary["trough_depth"]
+    assert lines[-2] == f"2 bases lift the mean of the lowest tenth of W from {first:.3f} to {last:.3f}"
+    method = lines[-1].removeprefix("to read with these bases: --mitigation ").strip("'")
+    assert checked_choices(method)[0].parameters["factors"] == [round(f, 6) for f in record.summary["factors"]]
