@@ -92,7 +92,7 @@ FAULTS: dict[str, Callable[[RedisServer], AbstractContextManager[None]]] = {
 
 
 Deployment = tuple[str, Callable[[], None]]
-"""The address of several servers, and a function that kills the one that takes the writes, until another one does."""
+"""The address of several servers, and a function after which another one of them takes the writes."""
 
 
 @contextmanager
@@ -110,6 +110,24 @@ def sentinel() -> Iterator[Deployment]:
             wait_until(lambda: _leads(replica), 60)
 
         yield f"redis-sentinel://127.0.0.1:{watcher.port}/mymaster/0", kill
+
+
+@contextmanager
+def one_name() -> Iterator[Deployment]:
+    """A master and its replica behind one name. The former master stays up, with its connections, as a replica."""
+    with ExitStack() as servers:
+        master = servers.enter_context(RedisServer())
+        replica = servers.enter_context(RedisServer(replicaof=f"127.0.0.1 {master.port}"))
+        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
+        relay = faulty.NameRelay(master.port)
+        url = servers.enter_context(faulty.faulty_server(relay))
+
+        def swap() -> None:
+            replica.command("REPLICAOF", "NO", "ONE")
+            master.command("REPLICAOF", "127.0.0.1", str(replica.port))
+            relay.port = replica.port
+
+        yield url, swap
 
 
 @contextmanager
@@ -151,6 +169,7 @@ def _follows(node: RedisServer, master: RedisServer) -> bool:
 
 FAILOVERS: dict[str, Callable[[], AbstractContextManager[Deployment]]] = {
     "failover (Sentinel)": sentinel,
+    "failover (one name)": one_name,
     "failover (Cluster)": cluster,
 }
 
