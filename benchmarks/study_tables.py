@@ -437,7 +437,7 @@ STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "unpatched": unpatched,
     "service-faults": faults,
     "fleet": faults,
-    "unread-clients": faults,
+    "service-attacks": faults,
     "capacity": capacity_check,
     "capacity-plan": capacity_plan,
     "capacity-fleet": capacity_fleet,
