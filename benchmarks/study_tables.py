@@ -21,6 +21,10 @@ FAULT_COLUMNS = {
     "worst_ms": "longest, ms",
     "recovered_s": "recovered after, s",
     "served": "deleted and served",
+    "mib_before": "memory before, MiB",
+    "mib_most": "at most",
+    "mib_after": "after",
+    "live_worst_ms": "longest `/livez`, ms",
 }
 
 
@@ -433,6 +437,7 @@ STUDY_LAYOUTS: dict[str, Callable[[Sequence[Head]], Iterator[Row]]] = {
     "unpatched": unpatched,
     "service-faults": faults,
     "fleet": faults,
+    "service-attacks": faults,
     "capacity": capacity_check,
     "capacity-plan": capacity_plan,
     "capacity-fleet": capacity_fleet,

@@ -7,7 +7,8 @@ A generator without weights answers, so that every correct answer is known. The 
 real servers of Redis in others. ``failed`` counts requests without a whole answer, ``wrong`` those with a wrong one,
 ``undocumented`` statuses that the OpenAPI document does not have, ``lost`` stored answers that were not found again.
 ``served`` counts answers of deleted documents. ``added`` is the median during the fault less the median before it,
-``worst`` the longest request since it began.
+``worst`` the longest request since it began, ``live_worst`` the longest GET of /livez, ``mib`` the memory of the
+process.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ from benchmarks.faults.scenarios import (
     slow_clients,
 )
 from benchmarks.faults.service import Host
+from benchmarks.faults.unread import pipelining, unread_searches
 from rag_posfix.evaluation.record import environment, write_record
 
-COLUMNS = ("requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s", "served")
+COLUMNS = (
+    "requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s", "served",
+    "mib_before", "mib_most", "mib_after", "live_worst_ms",
+)  # fmt: skip
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,6 +53,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deleted", type=int, default=10_000, help="deleted documents")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--out", type=Path, default=None, help="folder for the record")
+    parser.add_argument("--name", default="service-faults", help="of the record")
     return parser.parse_args(arguments)
 
 
@@ -59,6 +65,8 @@ def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[s
         "disk full": lambda: disk_full(host, folder, chosen.seconds),
         "slow clients": lambda: slow_clients(host, chosen.seconds),
         "leaving clients": lambda: leaving_clients(host, chosen.seconds),
+        "pipelining": lambda: pipelining(host, chosen.seconds),
+        "unread searches": lambda: unread_searches(host, folder / "data", chosen.seconds),
         "fuzzed": lambda: fuzz(host.serve(), chosen.requests),
         "memory": lambda: growth(host, chosen.long),
         "deleted, evicted": lambda: after_eviction(chosen.deleted),
@@ -103,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     if chosen.out is not None:
         settings = {"seconds": chosen.seconds, "requests": chosen.requests, "long": chosen.long}
         load["after"] = os.getloadavg()
-        head = {"kind": "service-faults", **environment(), "load_average": load, "settings": settings}
-        print(write_record(chosen.out, "service-faults", {**head, "summary": rows}), file=sys.stderr)
+        head = {"kind": chosen.name, **environment(), "load_average": load, "settings": settings}
+        print(write_record(chosen.out, chosen.name, {**head, "summary": rows}), file=sys.stderr)
     return rows
 
 

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.faults.service import QUESTIONS, Connection, Host, Load, Outcome, body_of, summary, tier_hits
+from benchmarks.faults.service import (
+    QUESTIONS,
+    Connection,
+    Host,
+    Load,
+    Outcome,
+    body_of,
+    headers_of,
+    summary,
+    tier_hits,
+)
 from tests.support import faulty_server as faulty
 from tests.support.redis_server import RedisServer, form_cluster, node_id
 from tests.support.serving import CHAT, in_flight
@@ -82,7 +92,7 @@ FAULTS: dict[str, Callable[[RedisServer], AbstractContextManager[None]]] = {
 
 
 Deployment = tuple[str, Callable[[], None]]
-"""The address of several servers, and a function that kills the one that takes the writes, until another one does."""
+"""The address of several servers, and a function after which another one of them takes the writes."""
 
 
 @contextmanager
@@ -100,6 +110,24 @@ def sentinel() -> Iterator[Deployment]:
             wait_until(lambda: _leads(replica), 60)
 
         yield f"redis-sentinel://127.0.0.1:{watcher.port}/mymaster/0", kill
+
+
+@contextmanager
+def one_name() -> Iterator[Deployment]:
+    """A master and its replica behind one name. The former master stays up, with its connections, as a replica."""
+    with ExitStack() as servers:
+        master = servers.enter_context(RedisServer())
+        replica = servers.enter_context(RedisServer(replicaof=f"127.0.0.1 {master.port}"))
+        wait_until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"), 30)
+        relay = faulty.NameRelay(master.port)
+        url = servers.enter_context(faulty.faulty_server(relay))
+
+        def swap() -> None:
+            replica.command("REPLICAOF", "NO", "ONE")
+            master.command("REPLICAOF", "127.0.0.1", str(replica.port))
+            relay.port = replica.port
+
+        yield url, swap
 
 
 @contextmanager
@@ -141,6 +169,7 @@ def _follows(node: RedisServer, master: RedisServer) -> bool:
 
 FAILOVERS: dict[str, Callable[[], AbstractContextManager[Deployment]]] = {
     "failover (Sentinel)": sentinel,
+    "failover (one name)": one_name,
     "failover (Cluster)": cluster,
 }
 
@@ -149,7 +178,7 @@ def redis_fault(host: Host, name: str, seconds: float) -> dict[str, Any]:
     """Return the row of a fault of one Redis; the load runs for ``seconds`` before, during and after it."""
     with RedisServer() as server:
         url = host.serve(redis_url=server.url)
-        return _row(url, FAULTS[name](server), seconds)
+        return load_row(url, FAULTS[name](server), seconds)
 
 
 def failover(host: Host, name: str, seconds: float) -> dict[str, Any]:
@@ -162,7 +191,7 @@ def failover(host: Host, name: str, seconds: float) -> dict[str, Any]:
             kill_leader()
             yield
 
-        return _row(url, fault(), seconds)
+        return load_row(url, fault(), seconds)
 
 
 def disk_full(host: Host, folder: Path, seconds: float) -> dict[str, Any]:
@@ -182,7 +211,7 @@ def disk_full(host: Host, folder: Path, seconds: float) -> dict[str, Any]:
         finally:
             resource.prlimit(host.pid, resource.RLIMIT_FSIZE, before)
 
-    row = _row(url, fault(), seconds, tier="disk")
+    row = load_row(url, fault(), seconds, tier="disk")
     return {**row, "lost": sum(not json.loads(answer)["cached"] for answer in _ask_each(url, stored))}
 
 
@@ -194,8 +223,8 @@ def slow_clients(host: Host, seconds: float, clients: int = 20) -> dict[str, Any
     @contextmanager
     def fault() -> Iterator[None]:
         with ExitStack() as stack:
-            senders = [stack.enter_context(_connect(url)) for _ in range(clients)]
-            readers = [stack.enter_context(_connect(url, receive_bytes=2048)) for _ in range(clients)]
+            senders = [stack.enter_context(connect(url)) for _ in range(clients)]
+            readers = [stack.enter_context(connect(url, receive_bytes=2048)) for _ in range(clients)]
             for number, reader in enumerate(readers):
                 reader.sendall(_request(body_of(number, stream=True)))
             for sender in senders:
@@ -205,7 +234,7 @@ def slow_clients(host: Host, seconds: float, clients: int = 20) -> dict[str, Any
                 sender.settimeout(10)
                 responses.append(sender.recv(20))
 
-    row = _row(url, fault(), seconds, tier=None)
+    row = load_row(url, fault(), seconds, tier=None)
     row["slow_told_408"] = sum(response.startswith(b"HTTP/1.1 408") for response in responses)
     return row
 
@@ -218,22 +247,28 @@ def leaving_clients(host: Host, seconds: float, clients: int = 100) -> dict[str,
     def fault() -> Iterator[None]:
         for number in range(clients):
             request = _request(body_of(number % QUESTIONS, stream=number % 2 == 0, cache=False))
-            with _connect(url) as connection:
+            with connect(url) as connection:
                 connection.sendall(request[: (10, len(request) // 2, len(request), len(request))[number % 4]])
                 if number % 4 == 3:
                     connection.recv(64)
         yield
 
-    row = _row(url, fault(), seconds, tier=None)
+    row = load_row(url, fault(), seconds, tier=None)
     wait_until(lambda: in_flight(url) == 0, 30)
     return {**row, "left_open": int(in_flight(url))}
 
 
-def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: str | None = "redis") -> dict[str, Any]:
-    """Ask before, during and after ``fault``; with ``tier``, also until that tier has hits again."""
+def load_row(
+    url: str, fault: AbstractContextManager[None], seconds: float, tier: str | None = "redis", key: str = ""
+) -> dict[str, Any]:
+    """Ask before, during and after ``fault``; with ``tier``, also until that tier has hits again.
+
+    Args:
+        key: The API key of the service, if it has one.
+    """
     questions = min(QUESTIONS, max(40, int(50 * seconds)))  # more than the memory tier keeps
-    _ask_each(url, range(questions))  # the tier below it has them all
-    with Load([url], questions=questions).running() as load:
+    _ask_each(url, range(questions), key)  # the tier below the memory has them all
+    with Load([url], questions=questions, key=key).running() as load:
         if tier:  # a pause of the machine can be a failure of Redis, which then rests for a time
             wait_until(lambda: tier_hits(url, tier) > 0, 60)
         before = load.during(seconds)
@@ -262,9 +297,9 @@ def _row(url: str, fault: AbstractContextManager[None], seconds: float, tier: st
     return row if recovered is None else {**row, "hits_before": hits, "recovered_s": recovered}
 
 
-def _ask_each(url: str, numbers: Iterable[int]) -> list[bytes]:
+def _ask_each(url: str, numbers: Iterable[int], key: str = "") -> list[bytes]:
     with closing(Connection(url)) as connection:
-        return [connection.post(CHAT, body_of(number))[1] for number in numbers]
+        return [connection.post(CHAT, body_of(number), headers_of(key))[1] for number in numbers]
 
 
 def _median(outcomes: list[Outcome]) -> float:
@@ -272,7 +307,7 @@ def _median(outcomes: list[Outcome]) -> float:
 
 
 @contextmanager
-def _connect(url: str, receive_bytes: int | None = None) -> Iterator[socket.socket]:
+def connect(url: str, receive_bytes: int | None = None) -> Iterator[socket.socket]:
     with socket.socket() as connection:
         if receive_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

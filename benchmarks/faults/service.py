@@ -26,6 +26,7 @@ import httpx2
 
 from rag_posfix.caching.answers.tiered import build_answer_cache
 from rag_posfix.settings import CacheSettings
+from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.serving import CHAT, WordReranker, make_pipeline, serving
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,11 @@ def body_of(number: int, **fields: object) -> bytes:
     return json.dumps({"model": "default", "messages": [question], "documents": passages, **fields}).encode()
 
 
+def headers_of(key: str = "") -> str:
+    """Return the headers of a request with an API key, or without one."""
+    return "Content-Type: application/json\r\n" + (f"X-Api-Key: {key}\r\n" if key else "")
+
+
 class Connection:
     """One connection of HTTP/1.1 that is kept open; the cheapest client there is."""
 
@@ -63,7 +69,7 @@ class Connection:
         self._timeout = timeout
         self._socket: socket.socket | None = None
 
-    def post(self, path: str, body: bytes, headers: str = "Content-Type: application/json\r\n") -> tuple[int, bytes]:
+    def post(self, path: str, body: bytes, headers: str = headers_of()) -> tuple[int, bytes]:
         """Return status and body of the response. A connection that breaks raises OSError, and is opened again."""
         lines = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
         return self.send(lines.encode() + body)
@@ -124,6 +130,7 @@ class Load:
     pause: float = 0.01
     questions: int = QUESTIONS
     body: Callable[[int], bytes] = body_of
+    key: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
 
     @contextmanager
@@ -153,6 +160,7 @@ class Load:
     def _ask(self, seed: int, stop: threading.Event) -> None:
         chance = random.Random(seed)
         connections = [Connection(url) for url in self.urls]
+        headers = headers_of(self.key)
         while not stop.wait(self.pause):
             number = chance.randrange(self.questions)
             body = self.body(number)
@@ -160,7 +168,7 @@ class Load:
             connections.append(connections.pop(0))
             for connection in connections:
                 with suppress(OSError, ValueError):
-                    status, answer = connection.post(CHAT, body)
+                    status, answer = connection.post(CHAT, body, headers)
                     if status != 503:  # such as not_ready
                         break
             seconds = time.monotonic() - began
@@ -226,9 +234,22 @@ class Host:
         """Id of the process."""
         return self._process.pid
 
-    def serve(self, folder: Path | None = None, limits: dict[str, Any] | None = None, **cache: Any) -> str:
-        """Return the address of one more service, with a disk tier in ``folder`` if there is one."""
-        request = {"folder": None if folder is None else str(folder), "limits": limits or {}, "cache": cache}
+    def serve(
+        self,
+        folder: Path | None = None,
+        limits: dict[str, Any] | None = None,
+        *,
+        embeddings: bool = False,
+        **cache: Any,
+    ) -> str:
+        """Return the address of one more service, with a disk tier in ``folder`` if there is one.
+
+        With ``embeddings`` its collections can be searched.
+        """
+        request = {
+            "folder": None if folder is None else str(folder), "limits": limits or {}, "cache": cache,
+            "embeddings": embeddings,
+        }  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -255,7 +276,8 @@ def main() -> None:
             cache = build_answer_cache(settings, Path(request["folder"] or "."))
             assert cache is not None
             services.callback(cache.close)
-            pipeline = make_pipeline(cache=cache, reranker=WordReranker())
+            parts: dict[str, Any] = {"embeddings": LetterEmbeddings()} if request["embeddings"] else {}
+            pipeline = make_pipeline(cache=cache, reranker=WordReranker(), **parts)
             print(services.enter_context(serving(pipeline, **request["limits"])), flush=True)
 
 

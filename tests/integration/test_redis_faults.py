@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 
+from benchmarks.faults.scenarios import one_name
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.guard import CircuitBreaker
 from rag_posfix.caching.redis import RedisTier
@@ -342,3 +343,18 @@ def warm_up(cache, clock):
 
     wait_until(is_warm)
     return cache
+
+
+def test_behind_one_name_a_failover_costs_one_write_and_a_deletion_reaches_the_new_master():
+    with one_name() as (url, swap), closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as tier:
+        cache = TieredAnswerCache([tier])
+        cache.put("before", {"text": "answer"}, ["document"])
+        swap()
+        cache.put("lost", {"text": "answer"}, ["document"])  # the former master rejects it, on an open connection
+        cache.put("first", {"text": "answer"}, ["document"])
+        with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as other:
+            assert TieredAnswerCache([other]).get("lost") is None
+            assert TieredAnswerCache([other]).get("first") == {"text": "answer"}
+            cache.drop_documents(["document"])
+            wait_until(lambda: cache.pending_deletions == 0, 30)
+            assert [TieredAnswerCache([other]).get(key) for key in ("before", "first")] == [None, None]

@@ -23,6 +23,7 @@ from benchmarks.faults.scenarios import (
     slow_clients,
 )
 from benchmarks.faults.service import Host
+from benchmarks.faults.unread import pipelining, unread_searches
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,22 @@ def test_clients_that_leave_leave_nothing_open(host: Host):
     row = leaving_clients(host, SECONDS)
     assert_unharmed(row)
     assert row["left_open"] == 0
+
+
+def test_requests_sent_ahead_without_a_key_take_no_memory_and_others_are_answered(host: Host):
+    row = pipelining(host, 2 * SECONDS, clients=2)
+    assert_unharmed(row)
+    assert row["sent_mib"] > 0.1, "the requests must be more than a queue of 16"
+    # Where all requests were parsed, 6 MB of them took 386 MiB.
+    assert row["mib_most"] - row["mib_before"] < 60, row
+
+
+def test_search_responses_that_nobody_reads_are_counted_and_bounded(host: Host, tmp_path: Path):
+    row = unread_searches(host, tmp_path, 2 * SECONDS)
+    assert_unharmed(row)
+    assert row["too_large"] == 413
+    assert row["statuses"]["429"] > 0
+    assert row["counted"] >= row["statuses"]["200"] > 0
 
 
 def test_fuzzed_requests_get_documented_statuses(host: Host):

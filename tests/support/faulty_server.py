@@ -80,12 +80,12 @@ class Relay:
     def __init__(self, port: int) -> None:
         self.requests = b""
         self.connections = 0
-        self._port = port
+        self.port = port
 
     def __call__(self, connection: socket.socket, over: threading.Event) -> None:
         self.connections += 1
         connection.settimeout(60)
-        with socket.create_connection(("127.0.0.1", self._port)) as server:
+        with socket.create_connection(("127.0.0.1", self.port)) as server:
             while not over.is_set():
                 for source in select.select([connection, server], [], [], 0.05)[0]:
                     data = source.recv(65536)
@@ -99,6 +99,13 @@ class Relay:
 
     def reply(self, connection: socket.socket, data: bytes, over: threading.Event) -> None:
         raise NotImplementedError
+
+
+class NameRelay(Relay):
+    """Passes everything on: the one name of several servers. New connections lead to ``port``, open ones stay."""
+
+    def reply(self, connection: socket.socket, data: bytes, over: threading.Event) -> None:
+        connection.sendall(data)
 
 
 class StallingRelay(Relay):
