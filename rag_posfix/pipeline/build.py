@@ -39,6 +39,7 @@ from rag_posfix.generation.remote.generator import RemoteGenerator
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.defaults import (
     AUTO,
     LARGE_HIDDEN_SIZE,
@@ -63,6 +64,7 @@ from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker, chooser
 from rag_posfix.reranking.deadline import GuardedReranker
+from rag_posfix.reranking.language_model import without_copies
 from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.settings import Settings, TorchrunSettings
@@ -187,7 +189,7 @@ def build_pipeline(
             retriever=served,
             reranker=reranker,
             cache=cache,
-            defaults=_defaults(settings, chosen, template, engine),
+            defaults=_defaults(settings, chosen, template, engine, embeddings),
             passages=passages,
             on_close=cleanup.pop_all().close,
             candidates=settings.candidates if settings.reranker is not None else 0,
@@ -215,7 +217,9 @@ def _is_large(engine: Generator) -> bool:
     return isinstance(reader, Engine | DeferredGenerator) and reader.hidden_size >= LARGE_HIDDEN_SIZE
 
 
-def _defaults(settings: Settings, methods: Methods, template: object, engine: Generator) -> Defaults:
+def _defaults(
+    settings: Settings, methods: Methods, template: object, engine: Generator, embeddings: Embeddings
+) -> Defaults:
     measured, mitigation = methods.measured, methods.mitigation
     if measured is not None:
         measured.check_model(engine)
@@ -226,11 +230,13 @@ def _defaults(settings: Settings, methods: Methods, template: object, engine: Ge
             measured = large_model_profile(engine)
         if measured is not None and "mitigation" not in settings.model_fields_set:
             mitigation = MitigationChoice(AUTO)
+    is_chosen = measured is not None or {"mitigation", "reranker", "order"} & settings.model_fields_set
     followed = settings.template if settings.follow_language else ""
     templates = templates_by_language(followed, settings.language_templates, history_first=settings.history_first)
     return Defaults(
         mitigation=mitigation,
         measured=measured,
+        best_passage=None if is_chosen else BestPassage(without_copies, embeddings),
         order=methods.order,
         k=settings.k,
         sampling=Sampling(max_tokens=settings.max_tokens),
