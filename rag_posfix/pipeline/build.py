@@ -6,6 +6,7 @@ All concrete classes are chosen here.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,11 @@ from rag_posfix.reranking.language_model import without_copies
 from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.settings import Settings, TorchrunSettings
+from rag_posfix.weight_packages import reader_notice
 
 __all__ = ["build_pipeline"]
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_RERANKER = "embedding"
 _FLUSH_SECONDS = 10.0
@@ -297,6 +301,8 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
             f"model={settings.model!r} is on a server, and this needs the weights in this process; remote generators "
             "answer questions (ask, serve, build_pipeline, eval positions and permutations with mitigation none)"
         )
+    if "model" not in settings.model_fields_set:
+        _log.warning("%s", reader_notice(settings.model, settings.cache_dir))
     engine = load_engine(
         settings.model, dtype=settings.dtype, device=settings.device, device_map=settings.device_map,
         cache_dir=settings.cache_dir, adapter=settings.adapter, batch_invariant=settings.batch_invariant,
