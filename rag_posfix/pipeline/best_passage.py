@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,13 +44,19 @@ class BestPassage:
         if first - second < FAR_AHEAD or first < similarity.low:
             return False
         text = _titled(documents[0])
-        rest = self.without_copies(text, question).strip()
+        rest = _without_words(self.without_copies(text, question), question).strip()
         return rest == text or (bool(rest) and self._cosine(question, rest) >= similarity.low)
 
     def _cosine(self, question: str, text: str) -> float:
         left, right = self.embeddings.embed_query(question), self.embeddings.embed_documents([text])[0]
         norms = math.hypot(*left) * math.hypot(*right)
         return sum(a * b for a, b in zip(left, right, strict=True)) / norms if norms else 0.0
+
+
+def _without_words(text: str, question: str) -> str:
+    """Return the text without the words of the question in a row: a short question copied."""
+    words = map(re.escape, re.findall(r"\w+", question))
+    return re.sub(r"\b" + r"\W+".join(words) + r"\b\W*", "", text, flags=re.IGNORECASE)
 
 
 def _titled(document: Document) -> str:

@@ -236,8 +236,8 @@ DETAILS = "reranking"
 class PassageFloor:
     """Two tests of retrieved passages: similarity, and a judge where similarity does not decide.
 
-    With ``auto``, a passage with most content words of the question passes both, and a broad question (list, compare,
-    summarise) needs no judge: no single passage makes it likely.
+    With ``auto``, a passage with most content words of the question is judged whatever its similarity, and a broad
+    question (list, compare, summarise) needs no judge: no single passage makes it likely.
 
     Attributes:
         judge: Returns the reranker whose ``raw_score`` is the gain of a passage in nats per token; None without one.
@@ -277,13 +277,10 @@ class PassageFloor:
         gains: dict[int, Any] = {
             entry.index: (entry.document.metadata.get(DETAILS) or {}).get("raw_score") for entry in ranked
         }
-        named = content_words(run.question.text)
         kept = [
             document
             for index, document in enumerate(documents)
-            if not isinstance(gain := gains.get(index), float)
-            or gain >= self.least_gain
-            or has_most_words(document, named)
+            if not isinstance(gain := gains.get(index), float) or gain >= self.least_gain
         ]
         scored = [
             (document, gain) for index, document in enumerate(documents) if isinstance(gain := gains.get(index), float)

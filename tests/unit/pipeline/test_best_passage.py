@@ -49,6 +49,14 @@ def test_the_first_passage_is_read_alone_if_it_is_far_ahead_by_what_it_says(firs
     assert BEST.alone(QUESTION, documents((first, score), ("b", 0.4)), RANGE) is alone
 
 
+@pytest.mark.parametrize(
+    ("question", "copy"), [("Who opens it?", "who opens it"), ("Opening hours", "OPENING - hours:")]
+)
+def test_a_short_question_is_copied_word_by_word(question, copy):
+    for rest, alone in (("Press the link.", True), ("Please help.", False)):
+        assert BEST.alone(question, documents((f"{copy} {rest}", 0.9), ("b", 0.4)), RANGE) is alone
+
+
 def test_a_title_that_copies_the_question_is_judged_by_the_text():
     for text, alone in (("Press the link.", True), ("Please help.", False)):
         titled = Document(text, metadata={"relevance_score": 0.9, "title": QUESTION})

@@ -151,13 +151,15 @@ def titled(question, title, text, gain, score=0.4):
     return pipeline.ask(question).grounded
 
 
-@pytest.mark.parametrize("score", [0.1, 0.4])
-def test_a_passage_with_most_content_words_of_the_question_is_read_whatever_the_tests_say(score):
+def test_a_passage_with_most_content_words_of_the_question_is_judged_whatever_its_similarity():
     question = "What does a late payment cost a day?"  # late, payment, cost, day
-    assert titled(question, "Late payment", "It costs 2 euros a day.", 0.0, score)  # late, payment, day
-    assert not titled(question, "Payment", "It is due after a day.", 0.0, score)  # payment, day: not more than half
-    assert not titled("Where is it?", "Where", "It is here.", 0.0, score), "function words are no content"
-    assert not titled("What is a chariot?", "Chariot", "A card.", 0.0, score), "one word is not enough"
+    assert titled(question, "Late payment", "It costs 2 euros a day.", 0.8, score=0.1)  # late, payment, day
+    assert not titled(question, "Late payment", "It costs 2 euros a day.", 0.79, score=0.1)
+    assert not titled(
+        question, "Payment", "It is due after a day.", 9.0, score=0.1
+    )  # payment, day: not more than half
+    assert not titled("Where is it?", "Where", "It is here.", 9.0, score=0.1), "function words are no content"
+    assert not titled("What is a chariot?", "Chariot", "A card.", 9.0, score=0.1), "one word is not enough"
 
 
 @pytest.mark.parametrize(
