@@ -111,3 +111,15 @@ def allowed_threads(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
         return max(1, int(microseconds) // int(period))
     except (OSError, ValueError, ZeroDivisionError):  # "max": no limit
         return None
+
+
+def memory_of_machine(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Return the bytes of main memory of this machine, or those that its container may take if they are fewer."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        memory = 8 * 2**30
+    try:
+        return min(memory, int(limit.read_text()))
+    except (OSError, ValueError):  # "max": no limit
+        return memory

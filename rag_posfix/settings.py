@@ -30,6 +30,7 @@ from rag_posfix.files import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir,
 from rag_posfix.parameters import shown
 from rag_posfix.plugins import import_modules
 from rag_posfix.text import NO_PASSAGE_TEXT
+from rag_posfix.weight_packages import choose_reader
 
 __all__ = ["Settings"]
 
@@ -43,6 +44,7 @@ _OTHER_VARIABLES = frozenset(
 """The file, plug-ins, the key in programs that the page shows, and what the Compose files choose images by."""
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 """What Kubernetes sets in each container for a Service whose name begins with rag-posfix."""
+AUTO_MODEL = "auto"
 
 
 class CheckedSettings(Checked, BaseSettings, hide_input_in_errors=True):
@@ -233,8 +235,10 @@ class Settings(CheckedSettings):
     """Settings of a process, ``RAG_POSFIX_...``.
 
     Attributes:
-        model: ``smollm2`` or ``gemma3-270m`` (packaged models), a model id, a folder, a GGUF file, or
-            ``openai:NAME@URL`` for a model of an OpenAI-compatible server.
+        model: ``auto``, a packaged model (``qwen2.5-coder-0.5b``, ``qwen2.5-coder-1.5b``, ``smollm2``,
+            ``gemma3-270m``), a model id, a folder, a GGUF file, or ``openai:NAME@URL`` for a model of an
+            OpenAI-compatible server. ``auto`` is the best packaged reader that is fetched and fits the memory, and
+            ``smollm2`` where none is.
         adapter: Folder of a LoRA adapter that is merged into the weights of ``model``; None for none.
         embedding_model: ``minilm`` (packaged, English), ``multilingual``, a model id, or a folder.
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
@@ -290,7 +294,7 @@ class Settings(CheckedSettings):
 
     model_config = SettingsConfigDict(env_prefix="RAG_POSFIX_", frozen=True, extra="forbid")
 
-    model: str = "smollm2"
+    model: str = AUTO_MODEL
     adapter: Path | None = None
     embedding_model: str = "minilm"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -346,6 +350,13 @@ class Settings(CheckedSettings):
     @classmethod
     def _known_device(cls, device: str) -> str:
         return checked_device(device)
+
+    @model_validator(mode="after")
+    def _choose_reader(self) -> Self:
+        if self.model == AUTO_MODEL:
+            object.__setattr__(self, "model", choose_reader(self.cache_dir))  # the settings are frozen
+            self.model_fields_set.discard("model")
+        return self
 
     @model_validator(mode="after")
     def _resolve_disk(self) -> Self:

@@ -35,6 +35,7 @@ def _settings_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
             if name.upper().startswith("RAG_POSFIX_"):
                 environment.delenv(name)
         environment.setenv("RAG_POSFIX_SERVICE_DATA_DIR", str(folder / "shared"))
+        environment.setenv("RAG_POSFIX_MODEL", "smollm2")  # whatever the developer has fetched
         yield folder
     assert not (folder / "shared").exists(), "a fixture of many tests wrote keys or collections where others read"
 

@@ -169,7 +169,7 @@ class Gate:
             judge_seconds=round(answer.timings.get("judge", 0.0), 3),
             names=names,
             unwanted=unwanted,
-            heading_only=answer.grounded and not right and _is_heading(answer),
+            heading_only=not right and is_heading(answer.text, [each.title or "" for each in answer.documents]),
         )
 
     def _request(self, question: GateQuestion, arrangement: str) -> Question:
@@ -218,10 +218,10 @@ def _holds_words(text: str, form: str) -> bool:
     return f" {normalize(form)} " in f" {normalize(text)} "
 
 
-def _is_heading(answer: Answer) -> bool:
-    words = set(normalize(answer.text).split())
-    titles = (set(normalize(str(document.metadata.get("title", ""))).split()) for document in answer.documents)
-    return bool(words) and any(words <= title for title in titles)
+def is_heading(text: str, titles: Sequence[str]) -> bool:
+    """Return whether a text has no word that one of the titles lacks."""
+    words = set(normalize(text).split())
+    return bool(words) and any(words <= set(normalize(title).split()) for title in titles)
 
 
 def summarize(rows: Sequence[GateRow]) -> dict[str, Any]:

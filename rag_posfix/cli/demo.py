@@ -14,6 +14,7 @@ import typer
 from rag_posfix.cli.options import AsJson, checked_choice, load_engine, with_settings
 from rag_posfix.cli.output import emit, err, out, progress_bar, say, status, table
 from rag_posfix.settings import Settings
+from rag_posfix.weight_packages import READERS, is_here
 
 if TYPE_CHECKING:
     from langchain_core.documents import Document
@@ -28,6 +29,12 @@ GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
 ANSWER_TOKENS = 20
 PASSAGE_BYTES = 2**30
 """The size limit of the passage KV store in memory."""
+
+DEMO_MODEL = READERS[-1]
+DEMO_NOTE = (
+    "The demo reads with the smallest packaged model, to end within two minutes; other commands take the best that is "
+    "fetched (rag-posfix models list)."
+)
 
 NEXT = """\
 Where to go next:
@@ -71,6 +78,10 @@ def demo(
     method = checked_choice(mitigation)
     choices = {"none": checked_choice("none"), mitigation: method}
     started = time.perf_counter()
+    if "model" not in settings.model_fields_set and is_here(DEMO_MODEL, settings.cache_dir):
+        settings = settings.model_copy(update={"model": DEMO_MODEL})
+        if not as_json:
+            say(DEMO_NOTE)
     engine = load_engine(settings, PASSAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
         retriever, indexed = _index(Path(folder) / "demo.index", settings)

@@ -50,7 +50,7 @@ _SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
     "template": (str, "Write prompts by a shipped name, a TOML or Jinja2 file."),
     "index": (Path, "Serve this index folder, written by rag-posfix index."),
     "embedding_model": (str, "Embed with minilm, multilingual, a model id or a folder."),
-    "model": (str, "Use smollm2, an id, a folder, GGUF file or openai:NAME@URL."),
+    "model": (str, "Use a packaged model, id, folder, GGUF or openai:NAME@URL."),
     "adapter": (Path, "Merge this folder of a LoRA adapter into the model."),
     "device": (str, "Run on cpu, cuda, cuda:1, ...; auto prefers a GPU."),
     "tp": (int, "Split the model over this number of processes or GPUs."),

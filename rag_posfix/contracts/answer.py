@@ -281,8 +281,9 @@ class Answer:
         order: Name of the order.
         finish_reason: ``stop`` or ``length``.
         dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty``,
-            ``budget``, ``floor`` (retrieved, and not about the question), or ``unsupported`` (by the judge none
-            of them answers the question, so that no answer was written).
+            ``budget``, ``floor`` (retrieved, and not about the question), ``margin`` (another passage is far ahead by
+            similarity, and a small model reads it alone), or ``unsupported`` (by the judge none of them answers the
+            question, so that no answer was written).
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.

@@ -6,6 +6,7 @@ All concrete classes are chosen here.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from rag_posfix.generation.remote.generator import RemoteGenerator
 from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.defaults import (
     AUTO,
     LARGE_HIDDEN_SIZE,
@@ -64,12 +66,16 @@ from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker, chooser
 from rag_posfix.reranking.deadline import GuardedReranker
+from rag_posfix.reranking.language_model import without_copies
 from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.reranking.yes_no import YesNoReranker
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.settings import Settings, TorchrunSettings
+from rag_posfix.weight_packages import reader_notice
 
 __all__ = ["build_pipeline"]
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_RERANKER = "embedding"
 _FLUSH_SECONDS = 10.0
@@ -189,7 +195,7 @@ def build_pipeline(
             retriever=served,
             reranker=reranker,
             cache=cache,
-            defaults=_defaults(settings, chosen, template, engine),
+            defaults=_defaults(settings, chosen, template, engine, embeddings),
             passages=passages,
             on_close=cleanup.pop_all().close,
             candidates=settings.candidates if settings.reranker is not None else 0,
@@ -235,7 +241,9 @@ def _support_test(engine: Generator, settings: Settings) -> SupportTest:
     return SupportTest(judge, _has_channels(engine, JUDGING_HIDDEN_SIZE))
 
 
-def _defaults(settings: Settings, methods: Methods, template: object, engine: Generator) -> Defaults:
+def _defaults(
+    settings: Settings, methods: Methods, template: object, engine: Generator, embeddings: Embeddings
+) -> Defaults:
     measured, mitigation = methods.measured, methods.mitigation
     if measured is not None:
         measured.check_model(engine)
@@ -246,11 +254,13 @@ def _defaults(settings: Settings, methods: Methods, template: object, engine: Ge
             measured = large_model_profile(engine)
         if measured is not None and "mitigation" not in settings.model_fields_set:
             mitigation = MitigationChoice(AUTO)
+    is_chosen = measured is not None or {"mitigation", "reranker", "order"} & settings.model_fields_set
     followed = settings.template if settings.follow_language else ""
     templates = templates_by_language(followed, settings.language_templates, history_first=settings.history_first)
     return Defaults(
         mitigation=mitigation,
         measured=measured,
+        best_passage=None if is_chosen else BestPassage(without_copies, embeddings),
         order=methods.order,
         k=settings.k,
         sampling=Sampling(max_tokens=settings.max_tokens),
@@ -312,6 +322,8 @@ def build_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
             f"model={settings.model!r} is on a server, and this needs the weights in this process; remote generators "
             "answer questions (ask, serve, build_pipeline, eval positions and permutations with mitigation none)"
         )
+    if "model" not in settings.model_fields_set:
+        _log.warning("%s", reader_notice(settings.model, settings.cache_dir))
     engine = load_engine(
         settings.model, dtype=settings.dtype, device=settings.device, device_map=settings.device_map,
         cache_dir=settings.cache_dir, adapter=settings.adapter, batch_invariant=settings.batch_invariant,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Real
@@ -27,10 +27,11 @@ from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling, salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.errors import ConfigError
-from rag_posfix.pipeline.language import language_of
+from rag_posfix.pipeline.best_passage import BestPassage
+from rag_posfix.pipeline.language import content_words, is_broad, language_of
 from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.pipeline.run import QuestionRun
-from rag_posfix.text import NO_PASSAGE_TEXT
+from rag_posfix.text import NO_PASSAGE_TEXT, split_words, titled_text
 
 _log = logging.getLogger(__name__)
 
@@ -192,6 +193,8 @@ class Defaults:
         query: What is searched for, as in ``Question``.
         floor: Which retrieved passages are read, as in ``Question``.
         measured: What the mitigation ``auto`` stands for; without it ``auto`` equals ``default``.
+        best_passage: Finds a retrieved passage that is read alone where a question names no method, reranker or order;
+            None reads all.
         filter: Joined with the filter of every question, which cannot widen it. Documents that come with a question
             are not filtered.
     """
@@ -210,6 +213,7 @@ class Defaults:
     filter: Mapping[str, Any] | None = None
     floor: FloorChoice = "auto"
     measured: MeasuredProfile | None = None
+    best_passage: BestPassage | None = None
 
     def template_of(self, text: str, history: Sequence[Mapping[str, str]] = ()) -> PromptTemplate | None:
         """Return the template of the language of a question; None for that of the pipeline.
@@ -232,6 +236,9 @@ DETAILS = "reranking"
 class PassageFloor:
     """Two tests of retrieved passages: similarity, and a judge where similarity does not decide.
 
+    With ``auto``, a passage with most content words of the question is judged whatever its similarity, and a broad
+    question (list, compare, summarise) needs no judge: no single passage makes it likely.
+
     Attributes:
         judge: Returns the reranker whose ``raw_score`` is the gain of a passage in nats per token; None without one.
         least_gain: A judged passage with less is not read.
@@ -244,15 +251,16 @@ class PassageFloor:
         self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document], choice: FloorChoice
     ) -> tuple[list[Document], bool]:
         """Return the passages that are similar enough, and whether the judge must decide about them."""
-        range_of = getattr(retriever, "similarity_range", None)
-        known: SimilarityRange | None = range_of() if callable(range_of) else None
+        known = similarity_of(retriever)
         if choice == "off" or not documents or (known is None and choice == "auto"):
             return list(documents), False
         low = known.low if known is not None and choice == "auto" else float(choice)
         scored = [(document, _score(document)) for document in documents]
-        kept = [document for document, score in scored if score >= low]
+        named = content_words(run.question.text) if choice == "auto" else frozenset()
+        kept = [document for document, score in scored if score >= low or has_most_words(document, named)]
         run.leave_out(scored, kept, f"with similarity {{:.2f}}, at least {low:.2f} is needed")
-        return kept, known is None or max(map(_score, kept), default=0.0) < known.clear
+        is_clear = known is not None and max(map(_score, kept), default=0.0) >= known.clear
+        return kept, not is_clear and not is_broad(run.question.text)
 
     def judged(self, run: QuestionRun, documents: Sequence[Document]) -> list[Document]:
         """Return the passages that gain enough; all if there is no judge, or if it fails."""
@@ -280,6 +288,20 @@ class PassageFloor:
         needed = f"which the judge gives {{:.2f}} nats per token, at least {self.least_gain:.2f} are needed"
         run.leave_out(scored, kept, needed)
         return kept
+
+
+def similarity_of(retriever: Retriever) -> SimilarityRange | None:
+    """Return between which similarities of a retriever the judge decides; None if its scores are not known."""
+    range_of = getattr(retriever, "similarity_range", None)
+    known: SimilarityRange | None = range_of() if callable(range_of) else None
+    return known
+
+
+def has_most_words(document: Document, words: Set[str]) -> bool:
+    """Return whether a passage with its title has more than half of the words, two at least."""
+    text = titled_text(document.metadata.get("title"), document.page_content)
+    count = len(words.intersection(split_words(text)))
+    return count > max(1, len(words) / 2)
 
 
 def _score(document: Document) -> float:

@@ -81,6 +81,34 @@ def stop_words(text: str) -> Set[str]:
     return _STOP_WORDS.get(language_of(text) or "en", _STOP_REPLIES)
 
 
+def content_words(text: str) -> Set[str]:
+    """Return the words of a question, as ``split_words`` does, but function words and those that make it broad."""
+    words = (word for word in split_words(_BROAD.sub(" ", text)) if not is_functional_pair(word))
+    return frozenset(words) - stop_words(text)
+
+
+def is_broad(question: str) -> bool:
+    """Return whether a question asks for a list, a comparison or a summary, in a language of the shipped templates."""
+    return _BROAD.search(question) is not None
+
+
+_VERBS = (
+    r"list(?: all)?|name all|enumerate|compare|summari[sz]e|liste\w*|nenne alle|vergleiche\w*|fasse|fassen|énumère\w*|"
+    r"compare[rz]|résume\w*|enumera\w*|lista|compara\w*|resum\w+"
+)
+_PHRASES = (
+    r"an overview|a summary|a list of|tell me (?:more )?about|what do (?:you|we) know about|is known about|"
+    r"differences? between|überblick|erzähle? mir|was (?:weißt du|wissen sie) über|was ist über|"
+    r"unterschiede? zwischen|un aperçu|un résumé|parle[rz]?[- ]moi|que (?:sais|savez)|différences? entre|"
+    r"un resumen|háblame|cuéntame|qué (?:sabes|se sabe)|diferencias? entre"
+)
+_BROAD = re.compile(
+    rf"(?:^|[.!?:,]\s*|\b(?:please|bitte) )(?:{_VERBS})\b|\b(?:{_PHRASES})\b|"
+    "列出|列举|比较|总结|概括|概述|介绍一下|知道什么|区别|나열|비교|요약|개요|알려진|알고 있|차이",
+    re.IGNORECASE,
+)
+
+
 def is_functional_pair(word: str) -> bool:
     """Return whether a pair of characters has a function word or particle in Chinese, Japanese or Korean."""
     return is_pair(word) and bool(_HIRAGANA.fullmatch(word) or _FUNCTIONAL_PAIR.search(word))

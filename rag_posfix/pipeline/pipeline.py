@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.documents import content_key
+from rag_posfix.assembly.documents import content_key, document_id
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.assembly.templates import read_template
 from rag_posfix.assembly.tools import resolve_tools
@@ -38,8 +38,9 @@ from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
-from rag_posfix.pipeline.defaults import Defaults, PassageFloor
+from rag_posfix.pipeline.defaults import Defaults, PassageFloor, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
+from rag_posfix.pipeline.language import is_broad
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.query import checked_query, search_query
@@ -418,8 +419,20 @@ class Pipeline(AskedInBatches):
             floor = self.defaults.floor if question.floor is None else question.floor
             similar, doubtful = self.floor.similar(run, retriever, documents, floor)
             ranked = self._reranked(run, similar)[:k]
-            return self.floor.judged(run, ranked) if doubtful else ranked
+            read = self.floor.judged(run, ranked) if doubtful else ranked
+            return read if floor == "off" else self._read_alone(run, retriever, read)
         return self._reranked(run, documents)
+
+    def _read_alone(self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document]) -> Sequence[Document]:
+        """Return the first passage if it is far ahead and nobody chose how passages are read, else all."""
+        question, best = run.question, self.defaults.best_passage
+        is_chosen = question.mitigation or question.reranker or question.order
+        if best is None or is_chosen or is_broad(question.text):
+            return documents
+        if not best.alone(run.query.text, documents, similarity_of(retriever)):
+            return documents
+        run.left_out.extend((document_id(document), "margin") for document in documents[1:])
+        return documents[:1]
 
     def _reranked(self, run: QuestionRun, documents: Sequence[Document]) -> Sequence[Document]:
         question, reranker = run.question, self._reranker_of(run.question)

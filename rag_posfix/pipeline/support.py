@@ -20,7 +20,7 @@ from rag_posfix.contracts.answer import SupportVerdict
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed
 from rag_posfix.pipeline.citations import COVERAGE, PAIR_COVERAGE, STEM, PassageSentences, find_evidence
-from rag_posfix.pipeline.language import same_language
+from rag_posfix.pipeline.language import is_broad, same_language
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.text import clean_text, is_pair, titled_text
 
@@ -45,16 +45,11 @@ _ASKS = re.compile(
     "[\u4ec0\u4e48\u8c01\u54ea\u51e0\u5417\u600e]|\u591a\u5c11|\ubb34\uc5c7|\ub204\uad6c|\uc5b8\uc81c|\uc5b4\ub514|\uc5bc\ub9c8",
     re.IGNORECASE,
 )
-_BROAD = re.compile(
-    r"\b(?:summar\w+|overview|compare|list|differences?|tell me|know about|known about|zusammenfass\w*|\u00fcberblick|"
-    r"vergleich\w*|unterschiede?|resum\w+|r\u00e9sum\w+|compar\w+)\b",
-    re.IGNORECASE,
-)
 
 
 def asks_for_fact(text: str) -> bool:
     """Return whether a message is a question that one passage can answer: no order, no summary, no comparison."""
-    return _ASKS.search(text) is not None and _BROAD.search(text) is None
+    return _ASKS.search(text) is not None and not is_broad(text)
 
 
 UNSUPPORTED = (

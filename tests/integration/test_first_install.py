@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -66,17 +67,20 @@ def test_the_first_snippet_runs_after_the_lines_before_it(environment):
     run, python = environment
     assert INSTALL == ["pip install '.[local]'", "rag-posfix models fetch"]
     without = run(str(python), "-c", BUILD)
-    assert without.stdout.strip() == ("the weights of 'smollm2' are missing; fetch them with: rag-posfix models fetch")
+    missing = "the weights of 'qwen2.5-coder-0.5b' are missing; fetch them with: rag-posfix models fetch"
+    assert without.stdout.strip() == missing
     for command in (["demo"], ["index", str(ROOT / "README.md"), "--out", "x.index"]):
         told = run("rag-posfix", *command)
         assert (told.returncode, told.stderr.rstrip().endswith("rag-posfix models fetch")) == (1, True)
-    fetched = run(*INSTALL[1].split())
+    fetched = run(*INSTALL[1].split(), "smollm2", "minilm")  # the default reader is half a gigabyte
     assert fetched.returncode == 0, fetched.stderr
     assert "fetching smollm2, 1 of 2 (98 MB)" in fetched.stderr
-    listed = run("rag-posfix", "models", "list").stdout.splitlines()
-    assert ["not here" in line for line in listed] == [False, False, True]
+    listed = json.loads(run("rag-posfix", "models", "list", "--json").stdout)["models"]
+    assert {model["name"] for model in listed if model["path"]} == {"smollm2", "minilm"}
     answered = run(str(python), "-c", PYTHON)
     assert answered.returncode == 0, answered.stderr
     assert "Ilse Korvanth" in answered.stdout
+    assert "reading with SmolLM2-135M-Instruct; a better reader is" in answered.stderr
+    assert answered.stderr.rstrip().count("rag-posfix models fetch") == 1
     assert run("rag-posfix", "models", "remove", "minilm").stdout.startswith("removed ")
     assert run("rag-posfix", "models", "path", "minilm").returncode == 1

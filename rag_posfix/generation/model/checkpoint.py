@@ -140,6 +140,12 @@ PACKAGED: Mapping[str, PackagedModel] = {
     model.name: model
     for model in (
         PackagedModel("smollm2", "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", megabytes=300),
+        PackagedModel(
+            "qwen2.5-coder-0.5b", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-0.5B-Instruct.gguf", megabytes=1600
+        ),
+        PackagedModel(
+            "qwen2.5-coder-1.5b", "Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct.gguf", megabytes=4300
+        ),
         PackagedModel("gemma3-270m", "gemma-3-270m", "gemma-3-270m-q4_k_m.gguf", megabytes=900),
     )
 }

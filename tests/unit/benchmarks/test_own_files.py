@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.end_to_end.files import HERE, OWN_FILES, GateQuestion, half_of, load_questions, write_files
-from benchmarks.end_to_end.gate import arrangement_of, grade
+from benchmarks.end_to_end.gate import arrangement_of, grade, is_heading
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.grading import normalize
 
@@ -58,6 +58,14 @@ def test_answers_are_graded_by_whole_words_and_lists_by_their_names(kind, answer
     refused = () if kind == "short" else ("Grimsby",)
     question = GateQuestion("x1", kind, "?", accepted, "file", unwanted=refused, whole_words=True)
     assert grade(answer, question) == (right, pytest.approx(names), unwanted)
+
+
+def test_an_answer_is_a_heading_if_all_its_words_are_in_one_title():
+    titles = ["Lease contract Skipperveien 4 > Rent > Amount", "Keys"]
+    assert is_heading("The rent > amount.", titles)
+    assert not is_heading("Rent 1,150 euros", titles)
+    assert not is_heading("Rent keys", titles)
+    assert not is_heading("", titles)
 
 
 def test_an_arrangement_is_a_name_or_reranker_order_and_method():

