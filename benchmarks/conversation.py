@@ -216,7 +216,7 @@ def measure_answers(
             answer = pipelines[history_first].ask(
                 Question(
                     follow_up.question, history=follow_up.history, query=query, k=K, mitigation=mitigation,
-                    sampling=Sampling(max_tokens=MAX_TOKENS), use_cache=False,
+                    sampling=Sampling(max_tokens=MAX_TOKENS), use_cache=False, allow_unsupported=True,
                 )
             )  # fmt: skip
             text = answer.text.strip()  # base models begin with empty lines
@@ -304,7 +304,7 @@ def measure_cache(
         def question(text: str, history: Iterable[ChatMessage]) -> Question:
             return Question(
                 text, documents, history=list(history), order="original", mitigation=mitigation, use_cache=False,
-                sampling=Sampling(max_tokens=MAX_TOKENS),
+                sampling=Sampling(max_tokens=MAX_TOKENS), allow_unsupported=True,
             )  # fmt: skip
 
         for user, system in enumerate(SYSTEMS[: 1 if history_first else None]):

@@ -71,7 +71,7 @@ def answer_time(pipeline: Pipeline, arrangement: Arrangement, text: str, documen
     """Ask a question; return seconds to the first token, tokens per second after it, share of cached tokens."""
     question = Question(
         text, documents, mitigation=arrangement.mitigation, order=arrangement.order, reranker=arrangement.reranker,
-        floor="off", use_cache=False,
+        floor="off", use_cache=False, allow_unsupported=True,
     )  # fmt: skip
     answer = pipeline.ask(question)
     times, usage = answer.timings, answer.usage

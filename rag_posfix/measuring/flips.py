@@ -249,6 +249,7 @@ def prompt_of(question: AskedQuestion, order: Sequence[int], arrangement: Arrang
         order=arrangement.order,
         reranker=arrangement.reranker,
         use_cache=False,
+        allow_unsupported=True,  # the fixed text would be an answer that never changes
     )
 
 

@@ -240,7 +240,8 @@ def load_model(settings: Settings) -> ReplicaModel:
     }
     pipeline = build_pipeline(settings.model_copy(update=without_retrieval))
     passage = Document(page_content="The replica is warm.", metadata={"relevance_score": 1.0})
-    pipeline.ask(Question("Is the replica warm?", documents=[passage], sampling=Sampling(max_tokens=2)))
+    sampling = Sampling(max_tokens=2)
+    pipeline.ask(Question("Is the replica warm?", documents=[passage], sampling=sampling, allow_unsupported=True))
     passages = pipeline.passages if isinstance(pipeline.passages, HeldPassages) else None
     return ReplicaModel(pipeline.generator, passages)
 

@@ -413,7 +413,13 @@ def _build(settings: Settings) -> Pipeline:
     passage = Document(page_content="The service is warm.", metadata={"relevance_score": 1.0})
     try:
         pipeline.ask(
-            Question("Is the service warm?", documents=[passage], sampling=Sampling(max_tokens=2), use_cache=False)
+            Question(
+                "Is the service warm?",
+                documents=[passage],
+                sampling=Sampling(max_tokens=2),
+                use_cache=False,
+                allow_unsupported=True,
+            )
         )
     except (UpstreamError, OverloadedError) as error:  # a remote model may come up later, and is asked each time
         _log.warning("the server of the model did not answer yet: %s", error)

@@ -1,4 +1,4 @@
-"""The conversation of ``ask --chat``."""
+"""The conversation of ``ask --chat``, and what ``ask`` says of the support of an answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import io
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.pipeline.support import SupportTest
+from rag_posfix.reranking.yes_no import YesNoReranker
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from tests.support.command_line import command_line
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.reader import ScriptedReader
 from tests.support.serving import make_pipeline
 
 PASSAGES = {"bridge": "The bridge was built in 1911.", "harbour": "The harbour froze in 1963."}
@@ -44,3 +47,25 @@ def test_a_question_without_a_passage_joins_the_conversation_only_where_it_was_a
     assert code == 0
     assert PASSAGES["bridge"].removesuffix(".") in out
     assert next(line for line in out.splitlines() if line.startswith("searched for: ")) == searched
+
+
+@pytest.mark.parametrize(
+    ("odds", "code", "said"),
+    [
+        (3.0, 0, "support: yes, by [1]"),
+        (0.1, 0, "support: partly, by [1]"),
+        (-1.0, 3, "no passage answers the question: the model was not asked"),
+    ],
+)
+def test_what_the_judge_finds_is_said_below_the_answer(odds, code, said, tmp_path, monkeypatch, capsysbinary):
+    index = tmp_path / "my.index"
+    FaissVectorStore.from_texts(["aaa"], LetterEmbeddings()).save(index)
+    values = {PASSAGES["bridge"]: odds, "": 0.0}  # log-probabilities of Y and N as the first letter
+    reader = ScriptedReader({text: {89: value, 121: -99.0, 78: 0.0, 110: -99.0} for text, value in values.items()})
+    judge = YesNoReranker(generator=reader)
+    pipeline = make_pipeline(retriever=NamedPassages(), support=SupportTest(lambda: judge, is_trusted=True))
+    monkeypatch.setattr("rag_posfix.pipeline.build.build_pipeline", lambda *_, **__: pipeline)
+    question = "When was the bridge built?"
+    exit_code, out, err = command_line(capsysbinary)("ask", question, "--index", index)
+    assert (exit_code, said in out + err) == (code, True)
+    assert ("log-odds of -1.00" in out + err) is (code == 3)

@@ -63,3 +63,21 @@ def test_a_smaller_model_and_what_is_named_stay(build):
     with closing(build(1)) as pipeline:
         assert len(asked(pipeline, mitigation=MitigationChoice("context_experts")).documents) == len(DOCUMENTS)
         assert len(asked(pipeline, mitigation=MitigationChoice("auto")).documents) == 3
+
+
+def test_support_needs_no_pass_of_its_own_where_the_judge_chose_the_passages(build, monkeypatch):
+    monkeypatch.setattr(module, "JUDGING_HIDDEN_SIZE", 1)
+    question = Question("Which one?", documents=DOCUMENTS, use_cache=False, allow_unsupported=True)
+    with closing(build(1)) as pipeline:
+        assert "support" not in pipeline.ask(question).timings
+    with closing(build(1, mitigation="default", reranker="embedding")) as pipeline:
+        assert "support" in pipeline.ask(question).timings
+
+
+def test_a_model_with_fewer_channels_is_not_asked_about_support(build, monkeypatch):
+    monkeypatch.setattr(module, "JUDGING_HIDDEN_SIZE", 10**6)
+    with closing(build(1, mitigation="default", reranker="embedding")) as pipeline:
+        answer = pipeline.ask(Question("Which one?", documents=DOCUMENTS, use_cache=False))
+    assert "support" not in answer.timings
+    assert answer.support in ("unknown", "no")
+    assert answer.grounded

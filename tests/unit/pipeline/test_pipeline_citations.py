@@ -44,6 +44,20 @@ class TestCitations:
         assert [one["from"] for one in answer.to_dict()["citations"]] == ["quote", "attention"]
         assert "origin" not in answer.to_dict()["citations"][0]
 
+    def test_attention_to_a_passage_without_a_word_of_the_sentence_is_no_citation(self):
+        class Straying(Tracing):
+            def generate(self, request):
+                generation = super().generate(request)
+                shares = tuple(reversed(generation.attention))  # to the passage about bread
+                sources = tuple(TokenSource(source.end, shares) for source in generation.sources)
+                return replace(generation, attention=shares, sources=sources)
+
+        generator = Straying(ToyEncoder())
+        made = Pipeline(generator, Assembler(generator.encoder, 8192))
+        answer = made.ask(Question(QUESTION, [BREAD, ROME]))
+        assert {document.id: document.attention for document in answer.documents}["bread"] == 1.0
+        assert [citation.origin for citation in answer.citations] == ["quote"]
+
     def test_weights_of_experts_have_their_own_name_and_attention_until_1_0(self):
         made, attended = self.asked([BREAD, ROME])
         assert {document.weight for document in attended.documents} == {None}
