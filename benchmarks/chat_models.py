@@ -42,7 +42,20 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "xlstm": {"num_heads": 4, "head_dim": None},
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "granitemoehybrid": dict.fromkeys(
+        ("layer_types", "layers_block_type"), ["linear_attention", "full_attention"] * 2
+    ),
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 32},
+    "mamba2": {"num_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
     "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }
@@ -66,7 +79,7 @@ def decoder_types() -> tuple[str, ...]:
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
-def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> Any:
+def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None, sizes: Mapping[str, Any] = SIZES) -> Any:
     """Return a small configuration of a model type; ``changes`` are set last, on the part that describes the text."""
     from transformers import CONFIG_MAPPING
 
@@ -74,21 +87,21 @@ def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> An
     defaults = kind()
     text = defaults.get_text_config(decoder=True)
     if text is defaults:
-        return kind(**_tiny_settings(text, changes or {}))
+        return kind(**_tiny_settings(text, changes or {}, sizes))
     parts = {
-        name: _tiny_settings(part, {} if part is not text else changes or {})
+        name: _tiny_settings(part, {} if part is not text else changes or {}, sizes)
         for name, part in vars(defaults).items()
         if name.endswith("_config") and hasattr(part, "to_dict")
     }
     return kind(**parts)
 
 
-def _tiny_settings(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _tiny_settings(config: Any, changes: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     held = {*config.to_dict(), *config.attribute_map}
     settings |= {
         name: value
-        for name, value in SIZES.items()
+        for name, value in sizes.items()
         if name in held and (name not in _OFF_BY_NONE or _value(config, name) is not None)
     }
     if "kv_lora_rank" in settings:  # multi-head latent attention: every query head has its key

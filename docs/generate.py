@@ -21,7 +21,7 @@ from benchmarks.tables import table_of
 from docs.charts import fill_charts
 from docs.figure import pictures
 from docs.first_screen import first_screen
-from docs.model_tables import chat_models_table, families_table, plain_prompts_table
+from docs.model_tables import chat_models_table, families_table, plain_prompts_table, snapshots_table
 from docs.picture import draw
 from docs.reference_pages import argument_texts, reference_pages
 from rag_posfix.mitigations import MITIGATIONS
@@ -210,6 +210,7 @@ def expected() -> dict[Path, str]:
         (operations, "alerts", alerts_table()),
         (ROOT / "docs" / "models.md", "chat models", chat_models_table()),
         (ROOT / "docs" / "models.md", "plain prompts", plain_prompts_table()),
+        (ROOT / "docs" / "models.md", "snapshots", snapshots_table()),
         (ROOT / "docs" / "models.md", "families", families_table()),
         (models, "memory", memory_table()),
         (models, "needs", needs_table()),

@@ -33,7 +33,24 @@ def plain_prompts_table() -> str:
     stored = sorted(f"`{name}`" for name, model in plain.items() if model["structure"]["stored_keys"])
     rows = ["| | of " + str(len(plain)) + " types |", "|---|---|"]
     rows.append(f"| rows of a method in one batch | {len(plain) - len(single)}: all but {', '.join(single)} |")
-    rows.append(f"| served by the passage KV store | {len(stored)}: {', '.join(stored)} |")
+    whole = sorted(f"`{name}`" for name, model in plain.items() if model["structure"]["stored_snapshots"])
+    rows.append(f"| keys in the passage KV store | {len(stored)}: {', '.join(stored)} |")
+    rows.append(f"| snapshots in the passage KV store | {len(whole)}: {', '.join(whole)} |")
+    return "\n".join(rows)
+
+
+def snapshots_table() -> str:
+    """Return the bytes of snapshots, and what a warm store saves, by type."""
+    models = read_head(RESULTS / "snapshots.json")["summary"]["models"]
+    rows = [
+        "| type | snapshot of 128 tokens | each further token | time to the first token, cold = 100 % |",
+        "|" + "---|" * 4,
+    ]
+    for name, model in sorted(models.items()):
+        share = round(100 * model["warm_seconds"] / model["cold_seconds"])
+        rows.append(
+            f"| `{name}` | {model['bytes'] / 1e6:.0f} MB | {model['bytes_per_token'] / 1e3:.0f} kB | {share} % |"
+        )
     return "\n".join(rows)
 
 

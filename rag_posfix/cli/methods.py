@@ -173,7 +173,9 @@ def _show_model(data: dict[str, Any]) -> None:
         f"tokens that end an answer: {data['eos_ids']}",
     )
     if (in_batch := data["structure"].get("rows_in_one_batch")) is not None:
-        stored = "serves it" if data["structure"]["stored_keys"] else "cannot serve it"
+        structure = data["structure"]
+        whole = "serves it with snapshots of its whole cache" if structure["stored_snapshots"] else "cannot serve it"
+        stored = "serves it" if structure["stored_keys"] else whole
         say(f"rows of a method: {'in one batch' if in_batch else 'one after another'}; passage KV store: {stored}")
     if data["generation_config_not_applied"]:
         say(f"not applied of its generation config: {dict(data['generation_config_not_applied'])}")
@@ -231,6 +233,15 @@ def _show_server(data: dict[str, Any]) -> None:
         f"RAG_POSFIX_REMOTE_CONTEXT_WINDOW is {data['context_window_setting']}",
         "prefix cache: " + ("not reported" if cached is None else f"{cached} tokens of a repeated prompt"),
     )
+    if (block := server["block_tokens"]) is not None:
+        shared, tokens = server["cached_passage_tokens"], server["passage_tokens"]
+        say(f"blocks of the prefix cache: {block} tokens; of a passage of 150 words, {shared} of {tokens} are shared")
+        if not shared:
+            say(
+                "each judgement reads its passage again: make blocks shorter (--block-size of vLLM; hybrids have "
+                f"a minimum), or index passages longer than a block (--passage-tokens {block}), or judge no passages "
+                "on this server (reranker embedding or cross_encoder)"
+            )
     rows = table("kind", "name", "runs", "why not", title="arrangements")
     for kind, names, refused in (
         ("reranker", rerankers["supported"], rerankers["refused"]),

@@ -114,7 +114,10 @@ def load_engine(
     else:
         source, (loaded, tokenizer) = model, load_pretrained(model, torch_dtype, model_device, **options)
     if adapter is not None:
-        loaded, tokenizer = merge_adapter(loaded, adapter), adapter_tokenizer(adapter, tokenizer)
+        from transformers import AutoTokenizer
+
+        loaded = merge_adapter(loaded, adapter)
+        tokenizer = adapter_tokenizer(adapter, tokenizer, AutoTokenizer.from_pretrained)
     fingerprint = _fingerprint(source, torch_dtype, cache_dir or default_cache_dir(), adapter)
     generation_config = read_generation_config(folder_of(source))
     with _as_config_error(
@@ -211,7 +214,7 @@ def read_metadata(
         shape = read_shape(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
         if adapter is not None:
-            tokenizer = adapter_tokenizer(adapter, tokenizer)
+            tokenizer = adapter_tokenizer(adapter, tokenizer, AutoTokenizer.from_pretrained)
         eos_ids = read_generation_config(folder_of(source)).eos_ids
         return ModelMetadata(
             _name_of(model, adapter),

@@ -104,6 +104,7 @@ class PlainForward:
         single_steps: Whether tokens after the prompt are read one by one: with several at once the model forgets its
             cache.
         takes_positions: Whether it takes ``position_ids``.
+        needs_positions: Whether it gets them in every pass: some models begin to count anew after their cache.
         batch: How it reads rows of different lengths, padded in front, in one batch: ``masked``, with a mask in every
             pass; ``masked prompt``, with a mask in the pass over the prompt alone, for layers that keep no keys; empty
             where neither gives what each row gives alone.
@@ -118,6 +119,7 @@ class PlainForward:
     keeps_logits: bool
     single_steps: bool = False
     takes_positions: bool = False
+    needs_positions: bool = False
     batch: Literal["", "masked", "masked prompt"] = ""
     kept: KeptKeys | None = None
     snapshots: SnapshotForm | None = None
@@ -156,12 +158,13 @@ class PlainForward:
 
     def _padding(self, cache: PlainCache, ids: Tensor) -> dict[str, Tensor]:
         """Return the mask that hides the padding of rows, and the positions that their tokens have without it."""
-        if not any(cache.starts):
+        is_padded = any(cache.starts)
+        if not is_padded and not self.needs_positions:
             return {}
         places = torch.arange(cache.length + ids.shape[1], device=ids.device)
-        starts = torch.tensor(cache.starts, device=ids.device)[:, None]
+        starts = torch.tensor(cache.starts or (0,) * len(ids), device=ids.device)[:, None]
         options = {}
-        if self.batch == "masked" or not cache.length:
+        if is_padded and (self.batch == "masked" or not cache.length):
             options["attention_mask"] = (places >= starts).long()
         if self.takes_positions:
             options["position_ids"] = (places[cache.length :] - starts).clamp(min=0)

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,8 +214,10 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     return merged
 
 
-def adapter_tokenizer(folder: Path, tokenizer: Any) -> Any:
+def adapter_tokenizer(folder: Path, tokenizer: Any, load: Callable[[Path], Any]) -> Any:
     """Return the tokenizer that prompts of an adapter are written with: its own, or the model's with its template.
+
+    ``load`` loads the tokenizer of a folder.
 
     Raises:
         ConfigError: the tokenizer of the adapter cannot be loaded.
@@ -225,10 +227,8 @@ def adapter_tokenizer(folder: Path, tokenizer: Any) -> Any:
         if template is not None:
             tokenizer.chat_template = template
         return tokenizer
-    from transformers import AutoTokenizer
-
     try:
-        own = AutoTokenizer.from_pretrained(folder)
+        own = load(folder)
     except Exception as error:  # tokenizers raise what they like
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(

@@ -37,7 +37,11 @@ _REMEMBERED = 4096
 _NO_USAGE = Usage(0, 0)
 _SPACES = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})  # how byte-level and SentencePiece vocabularies write them
 _CHAT, _COMPLETIONS = "/chat/completions", "/completions"
-_PROBE = "The harbour froze in 1901, and ships waited for weeks until the ice broke. " * 24
+_SENTENCE = "The harbour froze in 1901, and ships waited for weeks until the ice broke. "
+_PASSAGE_SENTENCES = 10
+"""Of a passage of 150 words, the size of an index."""
+_PROBED_SENTENCES = (43, 71, 110)
+"""Of long prompts, the longest of some 2,000 tokens: blocks of hybrid models have 528 to 784."""
 _LIMITS = ("max_model_len", "context_length", "n_ctx", "n_ctx_train")
 """Where servers list the context window of a model: vLLM, hosted APIs, llama.cpp (in ``meta``)."""
 
@@ -58,13 +62,26 @@ class ServerFacts:
         judgements: How it says how likely an answer is.
         prompt_log_probs: Whether it gives the log-probabilities of a prompt.
         context_window: Token limit that it lists for the model; None if it lists none.
-        cached_tokens: Tokens of a repeated prompt that it took from its prefix cache; None if it does not say.
+        cached_tokens: Tokens of a repeated prompt of some 2,000 that it took from its prefix cache; None if it does
+            not say.
+        cached_passage_tokens: Tokens that it took from there of a passage of 150 words under another question.
+        passage_tokens: Tokens of that prompt.
+        block_tokens: Tokens of a block of its prefix cache, which is shared as a whole: the largest number that
+            divides what was taken of prompts of several lengths. None where nothing was.
     """
 
     judgements: Form
     prompt_log_probs: bool
     context_window: int | None
     cached_tokens: int | None
+    cached_passage_tokens: int | None = None
+    passage_tokens: int | None = None
+    block_tokens: int | None = None
+
+    @property
+    def shares_passages(self) -> bool | None:
+        """Whether its prefix cache serves a passage of 150 words under another question; None if it does not say."""
+        return None if self.cached_passage_tokens is None else self.cached_passage_tokens > 0
 
 
 class ByteCache(Protocol):
@@ -260,25 +277,42 @@ class ServerJudge:
         return [_mean_log_prob(answer, size - length, size) for answer, size in zip(answers, sizes, strict=True)]
 
     def probe(self) -> ServerFacts:
-        """Return what the server gives, from about six short requests.
+        """Return what the server gives, from about ten requests, four of them of up to 2,000 tokens.
 
         Raises:
             UpstreamError: the server cannot be reached, or refuses a plain request.
         """
-        question: ChatMessage = {
-            "role": "user", "content": f"{_PROBE}\n\nDid the harbour freeze? Reply with Yes or No.\nReply:",
-        }  # fmt: skip
-        for _ in range(2):  # the second finds the prompt in the cache
-            (answer,) = self._send(Form.CHAT, [self._body(Form.CHAT, [question], None)], 1, lambda: None)
-        cached = read_usage(answer.get("usage"), Usage(0, 0, -1)).cached_tokens
+        window = self._context_window()
+        passage = [
+            self._probe(_PASSAGE_SENTENCES, question) for question in ("Did the harbour freeze", "Did ships wait")
+        ]
+        # Of a window the prompt may take half; a sentence has some 18 tokens.
+        longest = min(_PROBED_SENTENCES[-1], (window or 2**20) // 40)
+        sizes = sorted({min(size, longest) for size in _PROBED_SENTENCES})
+        self._probe(longest, "Did the ice break")
+        seen = [self._probe(size, "Was it in 1901").cached_tokens for size in sizes]
+        cached = seen[-1]
+        block = math.gcd(*(count for count in seen if count > 0))
         try:
             self.likelihood([[{"role": "user", "content": "The harbour froze in 1901."}]], len("froze in 1901."))
             prompt_log_probs = True
         except UnsupportedModelError:
             prompt_log_probs = False
         return ServerFacts(
-            self.form([question]), prompt_log_probs, self._context_window(), None if cached < 0 else cached
+            self.form([_probe_message(1, "Did the harbour freeze")]),
+            prompt_log_probs,
+            window,
+            None if cached < 0 else cached,
+            None if passage[1].cached_tokens < 0 else passage[1].cached_tokens,
+            passage[1].prompt_tokens or None,
+            block or None,
         )
+
+    def _probe(self, sentences: int, question: str) -> Usage:
+        """Return the token counts of a question about a passage; -1 cached tokens if the server does not say."""
+        message = _probe_message(sentences, question)
+        (answer,) = self._send(Form.CHAT, [self._body(Form.CHAT, [message], None)], 1, lambda: None)
+        return read_usage(answer.get("usage"), Usage(0, 0, -1))
 
     def _context_window(self) -> int | None:
         try:
@@ -294,6 +328,13 @@ class ServerJudge:
                     if type(fields.get(name)) is int:
                         return int(fields[name])
         return None
+
+
+def _probe_message(sentences: int, question: str) -> ChatMessage:
+    return {
+        "role": "user",
+        "content": f"{_SENTENCE * sentences}\n\n{question}? Reply with Yes or No.\nReply:",
+    }
 
 
 _NO_WORDS = (

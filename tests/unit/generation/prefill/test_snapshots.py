@@ -190,3 +190,14 @@ def test_large_snapshots_are_not_sent_to_redis() -> None:
     small, large = (CacheSnapshot(torch.zeros(n, dtype=torch.uint8)) for n in (100, 33 * 1024**2))
     store.put_many({"small": small, "large": large})
     assert [list(entries) for entries in sent] == [["small"]]
+
+
+@pytest.mark.slow
+def test_a_model_that_counts_positions_anew_after_its_cache_is_given_them() -> None:
+    loaded = loaded_as("bamba")
+    assert loaded.spec.plain.needs_positions
+    with torch.inference_mode():
+        expected = loaded.model(torch.tensor([(*LAYOUT.select((0,)).token_ids, 7)])).logits[0, -1].log_softmax(dim=-1)
+    session = engine_of(loaded, PassageStore([MemoryTier()])).open(LAYOUT.select((0,)), MitigationChoice("none"), 2)
+    session.advance(7)
+    assert float((session.next_log_probs() - expected).abs().max()) < 1e-4

@@ -339,3 +339,45 @@ def test_a_probe_bounds_its_answers_by_the_field_that_the_server_knows():
         generator.probe()
     chats = [body for body in server.bodies if "messages" in body]
     assert {(body.get("max_completion_tokens"), body.get("max_tokens")) for body in chats} == {(1, None)}
+
+
+def caching_in_blocks(block: int) -> Answering:
+    """A server with a prefix cache of whole blocks; five characters of a prompt are a token."""
+    seen: list[str] = []
+
+    def shared(prompt: str, other: str) -> int:
+        return next((i for i, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), len(prompt)) // 5
+
+    def reply(body: dict[str, Any]) -> Reply:
+        if "messages" not in body:
+            return error(404, "no completions")
+        prompt = content_of(body)
+        cached = max((shared(prompt, other) for other in seen), default=0) // block * block
+        seen.append(prompt)
+        usage = {"prompt_tokens": len(prompt) // 5, "prompt_tokens_details": {"cached_tokens": cached}}
+        return as_json({**judging("Yes", NEUTRAL), "usage": usage})
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("block", "of_passage", "of_long"),
+    [
+        # A sentence has 75 characters with its space, 15 tokens. Ten have 150, and nine blocks of 16 hold 144 of them.
+        # 110 have 1,650, of which 103 blocks of 16 hold 1,648 and three of 528 hold 1,584.
+        (16, 144, 1648),
+        (528, 0, 1584),
+    ],
+)
+def test_the_probe_finds_the_blocks_of_the_prefix_cache(block: int, of_passage: int, of_long: int):
+    with asking(caching_in_blocks(block)) as (generator, _):
+        facts = generator.probe()
+    assert facts.block_tokens == block
+    assert (facts.cached_passage_tokens, facts.cached_tokens) == (of_passage, of_long)
+    assert facts.shares_passages is (of_passage > 0)
+
+
+def test_a_server_that_does_not_say_what_it_cached_has_no_blocks():
+    with asking(lambda body: judge(body) if "messages" in body else error(404, "chat alone")) as (generator, _):
+        facts = generator.probe()
+    assert (facts.block_tokens, facts.cached_passage_tokens, facts.shares_passages) == (None, None, None)
