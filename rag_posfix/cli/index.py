@@ -44,6 +44,7 @@ _SKIPPED = {
 _NOTES = {
     "fields": "fields of records",
     "encoding": "encodings",
+    "lost": "not in the index",
     "rows": "records left out",
     "cut": "too long for a passage",
 }

@@ -56,6 +56,12 @@ _SECTION_OR_FOOTER = re.compile(r"<(/?)(article|section|main|footer)\b[^<>]*>", 
 _CAPTION = re.compile(r"(<table\b[^<>]*>)\s*<caption\b[^<>]*>(.{0,500}?)</caption\s*>", re.IGNORECASE | re.DOTALL)
 _RAISED = re.compile(r"<sup\b[^<>]*>(\d*)|</sup\s*>", re.IGNORECASE)
 _RAISED_DIGITS = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+_MAX_ATTRIBUTES = 1000
+_ENDLESS_TAG = re.compile(
+    r"""<[a-zA-Z](?>[^\s<>"']*)(?>\s+[^\s<>"'=]+(?>\s*=\s*(?:"[^"]*"|'[^']*'|[^\s<>"']+))?)"""
+    rf"{{{_MAX_ATTRIBUTES}}}"
+)
+"""Parsers compare each attribute of a tag with all others."""
 _ESCAPED = re.compile(r"(^```.*?^```)|\\([_*<>\[\]`~#$])", re.DOTALL | re.MULTILINE)
 _SPACES = re.compile(r"[^\S\xa0]+|\xa0+")
 
@@ -68,11 +74,14 @@ def read_html(source: str) -> FileText:
 
     Raises:
         ConfigError: trafilatura is not installed.
+        ValueError: a tag has more than 1,000 attributes.
     """
     try:
         from trafilatura import extract
     except ImportError as error:
         raise missing_extra("trafilatura (needed for HTML files)", "html") from error
+    if _ENDLESS_TAG.search(source):
+        raise ValueError(f"a tag has more than {_MAX_ATTRIBUTES:,} attributes")
     source = _simplified(source)
     page = _read_page(source)
     content = extract(source, output_format="markdown", include_formatting=True, favor_recall=True) or ""
@@ -81,8 +90,8 @@ def read_html(source: str) -> FileText:
     read = read_markdown(unescaped(clean_text(content)))
     words, kept = Counter(split_words(page.text)), Counter(split_words(read.text))
     left_out = (words - kept).total()
-    note = f"left out {left_out} of {words.total()} words outside navigation" if left_out else None
-    return FileText(read.text, page.title or read.title, blocks=read.blocks, encoding_note=note)
+    losses = (f"left out {left_out} of {words.total()} words outside navigation",) if left_out else ()
+    return FileText(read.text, page.title or read.title, blocks=read.blocks, losses=losses)
 
 
 def unescaped(markdown: str) -> str:

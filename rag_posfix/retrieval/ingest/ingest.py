@@ -44,8 +44,9 @@ _BEIR_QUESTIONS = ("queries.jsonl", "queries.jsonl.gz", "qrels")
 SkippedKind: TypeAlias = Literal["unsupported", "empty", "binary", "duplicate", "unreadable"]
 """Why a file gave no document of its own: type, no text, no text file, content of another file, or an error."""
 
-NoteKind: TypeAlias = Literal["fields", "encoding", "rows", "cut"]
-"""What is said about a file that was read: fields of its records, a guessed encoding, rows left out, cut sentences."""
+NoteKind: TypeAlias = Literal["fields", "encoding", "lost", "rows", "cut"]
+"""What is said about a file that was read: fields of its records, a guessed encoding, pages, words or values that are
+not in its text, rows left out, cut sentences."""
 
 Paths: TypeAlias = str | Path | Iterable[str | Path]
 """A path, or several."""
@@ -215,7 +216,7 @@ def _files_of(path: Path, skip: Callable[[SkippedFile], None], *, strict: bool) 
     elif strict:
         raise RetrievalError(f"cannot read {str(path)!r}: {_unsupported(path)}")
     else:
-        skip(SkippedFile(str(path), "unsupported", _unsupported(path)))
+        skip(SkippedFile(clean_text(str(path)), "unsupported", _unsupported(path)))
 
 
 def _unsupported(path: Path) -> str:
@@ -223,10 +224,13 @@ def _unsupported(path: Path) -> str:
 
 
 def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> Iterator[Path]:
+    def leave_out(path: str | Path, kind: SkippedKind, reason: str) -> None:
+        skip(SkippedFile(clean_text(str(path)), kind, reason))  # names need not be UTF-8
+
     def fail(error: OSError) -> None:
         if strict:
             raise RetrievalError(f"cannot read {str(error.filename)!r}: {error.strerror}") from error
-        skip(SkippedFile(str(error.filename), "unreadable", str(error.strerror or error)))
+        leave_out(error.filename, "unreadable", str(error.strerror or error))
 
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail):
@@ -238,15 +242,18 @@ def _walk(folder: Path, skip: Callable[[SkippedFile], None], strict: bool) -> It
             folders[:], names = [], [corpus]  # leave out queries and judgements
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for link in (Path(parent, name) for name in folders if os.path.islink(Path(parent, name))):
-            skip(SkippedFile(str(link), "unreadable", "a link to a folder, which is not followed; name it too"))
+            leave_out(link, "unreadable", "a link to a folder, which is not followed; name it too")
         files += [Path(parent, name) for name in names if not name.startswith(".")]
+    root = os.path.realpath(folder)
     for file in sorted(files, key=lambda file: file.relative_to(folder).parts):
         if not file.name.lower().endswith(readable_suffixes()):
-            skip(SkippedFile(str(file), "unsupported", _unsupported(file)))
-        elif file.is_file():
-            yield file
+            leave_out(file, "unsupported", _unsupported(file))
+        elif not file.is_file():
+            leave_out(file, "unreadable", "not a regular file, or a link to a file that is missing")
+        elif file.is_symlink() and os.path.commonpath([root, os.path.realpath(file)]) != root:
+            leave_out(file, "unreadable", "a link out of the folder, which is not followed; name it too")
         else:
-            skip(SkippedFile(str(file), "unreadable", "not a regular file, or a link to a file that is missing"))
+            yield file
 
 
 @dataclass(slots=True)
@@ -322,15 +329,14 @@ class _FileReader:
     def _text_items(self, file: Path, name: str) -> Iterator[_ReadDocument]:
         read = read_text(file)
         self._note_encoding(name, read.encoding_note)
-        title = read.title or title_from_path(file)
+        self.notes += [FileNote(name, "lost", loss) for loss in read.losses]
+        title = read.title or title_from_path(name)
         cut, text_hash = 0, content_hash(read.text)
         for passage, full_title in split_text(read, title, self.size, self.splitter):
             metadata: dict[str, Any] = {**read.metadata, "source": name, "start": passage.start, "end": passage.end}
             if full_title:
                 metadata["title"] = full_title
-            page = read.page_at(passage.start)
-            if page is not None:
-                metadata["page"] = page
+            metadata |= read.pages_of(passage.start, passage.end, len(passage.text))
             cut += passage.cut
             document = Document(
                 id=content_hash(full_title, passage.text), page_content=passage.text, metadata=metadata

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from rag_posfix.text import clean_text
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
@@ -73,10 +75,11 @@ class FileText:
     Attributes:
         text: Plain text and Markdown without images in it; the extracted text of other files.
         title: The title that the file itself states, else empty.
-        pages: The offset in ``text`` at which each page of a PDF file begins.
+        pages: The offset in ``text`` at which each page of a PDF file, or each slide, begins.
         blocks: The blocks of the text, in order.
         metadata: What the file states about itself: the front matter of Markdown.
         encoding_note: What is said about the encoding of the file, if that is a guess or wrong.
+        losses: What of the file is not in ``text``, each on one line.
     """
 
     text: str
@@ -85,15 +88,30 @@ class FileText:
     blocks: tuple[Block, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     encoding_note: str | None = None
+    losses: tuple[str, ...] = ()
 
     def page_at(self, offset: int) -> int | None:
         """Return the page number, from 1, of the character at ``offset``; None without pages."""
         return bisect_right(self.pages, offset) or None
 
+    def pages_of(self, start: int, end: int, length: int) -> dict[str, Any]:
+        """Return the metadata of the passage of ``length`` characters that ends with those from ``start`` to ``end``.
+
+        ``page`` is the number of the page on which it begins. If it goes on, ``pages`` are those on which there is
+        some of it, and ``page_starts`` where each begins in the passage.
+        """
+        page = self.page_at(start)
+        if page is None:
+            return {}
+        first = length - (end - start)
+        starts = {self.page_at(at): first + at - start for at in self.pages[page:] if at < end}
+        more = {"pages": [page, *starts], "page_starts": [0, *starts.values()]} if starts else {}
+        return {"page": page, **more}
+
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading in a text: its words, its level from 1, and its characters."""
+    """A heading in a text: its words, its level from 1, and its characters. Without words it only ends a section."""
 
     title: str
     level: int
@@ -118,7 +136,7 @@ def blocks_under(headings: Sequence[Heading], blocks: Sequence[Block]) -> tuple[
         limit = None if heading is None else heading.start
         while position < len(blocks) and (limit is None or blocks[position].start < limit):
             block = blocks[position]
-            titles = tuple(item.title for item in path)
+            titles = tuple(item.title for item in path if item.title)
             result.append(Block(block.kind, block.start, block.end, titles, block.header_end, index))
             position += 1
         if heading is None:
@@ -127,8 +145,8 @@ def blocks_under(headings: Sequence[Heading], blocks: Sequence[Block]) -> tuple[
             path.pop()
         following = headings[index + 1] if index + 1 < len(headings) else None
         has_text = position < len(blocks) and (following is None or blocks[position].start < following.start)
-        if not has_text and (following is None or following.level <= heading.level):
-            titles = tuple(item.title for item in path)
+        if heading.title and not has_text and (following is None or following.level <= heading.level):
+            titles = tuple(item.title for item in path if item.title)
             result.append(Block("heading", heading.start, heading.end, titles, section=index))
         path.append(heading)
     return tuple(result)
@@ -156,6 +174,74 @@ def passage_title(title: str, headings: Sequence[str]) -> str:
     if path and title and path[0].casefold() == title.casefold():
         path = path[1:]
     return HEADING_SEPARATOR.join([title, *path] if title else path)
+
+
+class Item(NamedTuple):
+    """A part of a file as a library types it.
+
+    Attributes:
+        kind: Also ``more``, which goes on with the text of the item before it.
+        level: Of a heading, from 1; one without text only ends the section before it.
+        page: The page or slide on which it begins, from 1; 0 if its file has none.
+    """
+
+    kind: BlockKind | Literal["more"]
+    text: str
+    level: int = 1
+    page: int = 0
+
+
+def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = ()) -> FileText:
+    """Return the text of items, which are separated by an empty line, or in a list by a line break."""
+    segments: list[str] = []
+    headings: list[Heading] = []
+    blocks: list[Block] = []
+    pages: list[int] = []
+    length = 0
+    for kind, raw, level, page in items:
+        text = clean_text(raw).rstrip().strip("\n")
+        name = " ".join(text.split())
+        if not name and kind != "heading":
+            continue
+        joined = bool(blocks) and blocks[-1].end == length and kind in ("list", "more") and blocks[-1].kind != "code"
+        joined = joined and (kind == "more" or blocks[-1].kind == "list")
+        gap = "" if not (segments and name) else "\n\n" if not joined else " " if kind == "more" else "\n"
+        start, length = length + len(gap), length + len(gap) + len(text)
+        segments += [gap, text]
+        pages += [start] * (page - len(pages))
+        if kind == "heading" and (not name or is_heading_text(name)):
+            headings.append(Heading(name, level, start, length))
+        elif joined:
+            blocks[-1] = replace(blocks[-1], end=length)
+        else:
+            header = text.find("\n", text.find("\n") + 1) + 1 if kind == "table" else 0
+            blocks.append(Block("text" if kind == "more" else kind, start, length, header_end=start + header))
+    return FileText(
+        "".join(segments),
+        title or stated_title(headings, blocks),
+        tuple(pages),
+        blocks_under(headings, blocks),
+        losses=tuple(losses),
+    )
+
+
+def table_items(rows: Sequence[Sequence[str]], page: int = 0) -> list[Item]:
+    """Return a table as it is written in Markdown, without its empty rows and columns.
+
+    Rows above it with one text, as a title in merged cells, are texts. A single row or column is text too.
+    """
+    cells = [[" ".join(cell.split()) for cell in row] for row in rows]
+    used = [n for n in range(max(map(len, cells), default=0)) if any(n < len(row) and row[n] for row in cells)]
+    cells = [[row[n] if n < len(row) else "" for n in used] for row in cells if any(row)]
+    first = 0
+    while len(used) > 1 and first < len(cells) - 2 and len({*cells[first]} - {""}) == 1:
+        first += 1
+    items = [Item("text", next(filter(None, row)), page=page) for row in cells[:first]]
+    cells = cells[first:]
+    if len(cells) < 2 or len(used) < 2:
+        return [*items, Item("text", "\n".join("\t".join(row) for row in cells), page=page)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [*items, Item("table", "\n".join([lines[0], "| --- " * len(used) + "|", *lines[1:]]), page=page)]
 
 
 def read_markdown(text: str) -> FileText:

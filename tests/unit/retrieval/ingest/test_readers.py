@@ -1,5 +1,7 @@
-import builtins
+import io
 import logging
+import sys
+import zipfile
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.passages import PassageSize
-from rag_posfix.retrieval.ingest.readers import read_text
+from rag_posfix.retrieval.ingest.readers import read_here, read_text
 from tests.support.pdf_files import pdf_of
 
 PAGES = ["First page line one.\nLine two.", "", "Third page, which has\nmore words than fit."]
@@ -24,18 +26,18 @@ def test_a_pdf_file_becomes_passages_with_the_page_that_each_begins_on(tmp_path)
         assert text[span] == document.page_content
         assert document.metadata["source"] == str(path)
         assert "title" not in document.metadata
-    pages = [(document.metadata["page"], document.page_content.split()) for document in documents]
+    pages = [(document.metadata["page"], document.page_content) for document in documents]
     assert pages == [
-        (1, ["First", "page", "line", "one.", "Line", "two."]),
-        (3, ["Third", "page,", "which", "has"]),
-        (3, ["more", "words", "than", "fit."]),
+        (1, "First page line one. Line two."),
+        (3, "Third page, which has more words"),
+        (3, "than fit."),
     ]
 
 
 def test_the_page_of_a_place_in_the_text(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf_of(["one", "two"]))
     read = read_text(tmp_path / "a.pdf")
-    assert read.text == "one\n\ntwo\n\n"
+    assert read.text == "one\n\ntwo"
     assert [read.page_at(place) for place in (0, 4, 5, 9)] == [1, 1, 2, 2]
     (tmp_path / "a.txt").write_text("x")
     assert read_text(tmp_path / "a.txt").page_at(0) is None
@@ -58,22 +60,30 @@ def test_an_encrypted_pdf_file_is_named(tmp_path):
     writer.write(tmp_path / "a.pdf")
     with pytest.raises(
         RetrievalError,
-        match=r"a\.pdf' as PDF: .*decrypted.*; leave the file out, or save it again without encryption$",
+        match=r"a\.pdf' as PDF: it is encrypted; leave the file out, or save it again without encryption$",
     ):
         read_text(tmp_path / "a.pdf")
 
 
-def test_without_pypdf_the_extra_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.pdf").write_bytes(pdf_of(PAGES))
-
-    def refuse(name, *args, imported=builtins.__import__, **kwargs):
-        if name == "pypdf":
-            raise ImportError(name)
-        return imported(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"pypdf .*\.\[pdf\]"):
-        read_documents([tmp_path])
+@pytest.mark.parametrize(
+    ("module", "suffix", "message"),
+    [
+        ("pypdf", ".pdf", r"pypdf .*\.\[pdf\]"),
+        ("xberg", ".pdf", r"xberg .*\.\[pdf\]"),
+        ("xberg", ".epub", r"xberg .*\.\[office\]"),
+        ("docx", ".docx", r"python-docx .*\.\[docx\]"),
+        ("pptx", ".pptx", r"python-pptx .*\.\[office\]"),
+        ("openpyxl", ".xlsx", r"openpyxl .*\.\[office\]"),
+        ("trafilatura", ".html", r"trafilatura .*\.\[html\]"),
+    ],
+)
+def test_without_a_library_the_extra_is_named(tmp_path, monkeypatch, module, suffix, message):
+    content = io.BytesIO()
+    zipfile.ZipFile(content, "w").close()
+    (tmp_path / f"a{suffix}").write_bytes(content.getvalue() if suffix not in (".pdf", ".html") else pdf_of(PAGES))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=message):
+        read_here(tmp_path / f"a{suffix}")
 
 
 def test_an_html_file_becomes_passages_of_its_text_with_its_title(tmp_path, caplog):

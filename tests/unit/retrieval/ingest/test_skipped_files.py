@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rag_posfix.errors import ConfigError, RetrievalError
+from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.indexing import update_index
 from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
 
@@ -178,15 +178,6 @@ def test_an_object_with_text_and_a_list_of_objects_is_one_record(tmp_path):
         listed = {name: "All questions.", "items": [{"text": "First."}, {"text": "Second."}]}
         (tmp_path / "a.json").write_text(json.dumps(listed))
         assert [document.page_content for document in read_documents([tmp_path])] == ["First.", "Second."]
-
-
-def test_without_python_docx_the_extra_is_named(tmp_path, monkeypatch):
-    import sys
-
-    (tmp_path / "a.docx").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "docx", None)
-    with pytest.raises(ConfigError, match=r"python-docx .*\.\[docx\]"):
-        read_documents([tmp_path])
 
 
 def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):

@@ -1,0 +1,100 @@
+"""Reads PDF files, e-books and notebooks with xberg, whose typed nodes become items."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rag_posfix.errors import missing_extra
+from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+
+if TYPE_CHECKING:
+    import xberg
+
+_TYPES = {
+    ".pdf": "application/pdf",
+    ".epub": "application/epub+zip",
+    ".ipynb": "application/x-ipynb+json",
+}
+_TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_WORDS = ("text", "content", "title", "definition", "label")
+
+
+def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
+    """Return what xberg finds in a file of one of the suffixes ``.pdf``, ``.epub`` and ``.ipynb``.
+
+    Raises:
+        ConfigError: xberg is not installed.
+        RuntimeError: the file is damaged or encrypted.
+    """
+    try:
+        import xberg
+        from xberg.options import ContentFilterConfig, PageConfig
+    except ImportError as error:
+        extra = "pdf" if suffix == ".pdf" else "office"
+        raise missing_extra(f"xberg (needed for {suffix} files)", extra) from error
+    config = xberg.ExtractionConfig(
+        use_cache=False,
+        enable_quality_processing=False,
+        disable_ocr=True,
+        include_document_structure=True,
+        escape_markdown=False,
+        pages=PageConfig(extract_pages=True),
+        content_filter=ContentFilterConfig(
+            include_headers=True, include_footers=True, include_footnotes=True, strip_repeating_text=False
+        ),
+    )
+    source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=_TYPES[suffix], filename=f"file{suffix}")
+    result = asyncio.run(xberg.extract(source, config))
+    if not result.results:
+        raise RuntimeError("; ".join(str(error) for error in result.errors) or "nothing was found in it")
+    return result.results[0]
+
+
+def read_book(data: bytes, suffix: str) -> FileText:
+    """Return an e-book with its title, or a notebook with its printed results.
+
+    Raises:
+        ConfigError: xberg is not installed.
+    """
+    found = extract(data, suffix)
+    return items_text(list(node_items(found)), found.metadata.title or "" if suffix == ".epub" else "")
+
+
+def node_items(found: xberg.ExtractedDocument) -> Iterator[Item]:
+    """Yield the items of nodes. Groups repeat the headings below them; pictures have no words of their own."""
+    nodes = found.document.nodes if found.document is not None else []
+    numbers: dict[int, int] = {}
+    ordered: set[int] = set()
+    for index, node in enumerate(nodes):
+        content = json.loads(str(node.content))
+        kind, page = content.pop("node_type"), node.page or 0
+        if kind == "list" and content.get("ordered"):
+            ordered.add(index)
+        if kind in ("group", "list", "image", "page_break", "slide"):
+            continue
+        if kind == "table":
+            yield from table_items(_grid(content["grid"]), page)
+            continue
+        text = ": ".join(str(content[name]) for name in ("key", "term", *_WORDS) if content.get(name))
+        text = _TERMINAL.sub("", text)
+        if kind == "list_item":
+            parent = -1 if node.parent is None else node.parent
+            numbers[parent] = numbers.get(parent, 0) + 1
+            yield Item("list", f"{numbers[parent]}. {text}" if parent in ordered else f"- {text}", page=page)
+        elif kind in ("heading", "title"):
+            yield Item("heading", text, content.get("level", 1), page)
+        else:
+            yield Item("code" if kind == "code" else "text", text, page=page)
+
+
+def _grid(grid: dict[str, Any]) -> list[list[str]]:
+    rows = [[""] * grid["cols"] for _ in range(grid["rows"])]
+    for cell in grid["cells"]:
+        for row in rows[cell["row"] : cell["row"] + cell["row_span"]]:
+            width = len(row[cell["col"] : cell["col"] + cell["col_span"]])
+            row[cell["col"] : cell["col"] + cell["col_span"]] = [cell["content"]] * width
+    return rows

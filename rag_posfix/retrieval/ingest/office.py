@@ -1,0 +1,135 @@
+"""Reads slides with python-pptx and workbooks with openpyxl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime, time
+from typing import Any, BinaryIO
+from zipfile import ZipFile
+
+from rag_posfix.errors import missing_extra
+from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+
+_MERGED = re.compile(rb'<mergeCell\b[^>]*\bref="([A-Z]+)(\d+):([A-Z]+)(\d+)"')
+_TEXT = "{http://schemas.openxmlformats.org/drawingml/2006/main}t"
+_DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds"
+_DATA = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}dm"
+_NUMBERED = ("DATE", "SLIDE_NUMBER")
+_MAX_MERGED = 100_000
+
+
+def read_slides(handle: BinaryIO) -> FileText:
+    """Return the slides, each under its title, with tables, charts and notes; a slide is a page.
+
+    Raises:
+        ConfigError: python-pptx is not installed.
+    """
+    try:
+        import pptx
+    except ImportError as error:
+        raise missing_extra("python-pptx (needed for .pptx files)", "office") from error
+    items: list[Item] = []
+    for number, slide in enumerate(pptx.Presentation(handle).slides, start=1):
+        title = slide.shapes.title
+        items.append(Item("heading", "" if title is None else title.text_frame.text, page=number))
+        for shape in slide.shapes:
+            if title is None or shape.shape_id != title.shape_id:
+                items += _shape_items(shape, number)
+        notes = slide.notes_slide.notes_text_frame if slide.has_notes_slide else None
+        items.append(Item("text", "" if notes is None else notes.text, page=number))
+    return items_text([item._replace(text=item.text.replace("\v", "\n")) for item in items])
+
+
+def _shape_items(shape: Any, page: int) -> Iterator[Item]:
+    if shape.is_placeholder and shape.placeholder_format.type.name in _NUMBERED:
+        return
+    if hasattr(shape, "shapes"):
+        for inner in shape.shapes:
+            yield from _shape_items(inner, page)
+    elif shape.has_text_frame:
+        yield Item("text", shape.text_frame.text, page=page)
+    elif getattr(shape, "has_table", False):
+        yield from table_items([[cell.text for cell in row.cells] for row in shape.table.rows], page)
+    elif getattr(shape, "has_chart", False):
+        for plot in shape.chart.plots:
+            rows = [[series.name, *map(str, series.values)] for series in plot.series]
+            yield from table_items([["", *map(str, plot.categories)], *rows], page)
+    else:
+        for diagram in shape._element.iter(_DIAGRAM):
+            from pptx.oxml import parse_xml
+
+            data = parse_xml(shape.part.related_part(diagram.get(_DATA)).blob)
+            yield Item("text", "\n".join(text.text or "" for text in data.iter(_TEXT)), page=page)
+
+
+def read_workbook(handle: BinaryIO) -> FileText:
+    """Return each sheet as a table under its name, each cell as it is stored; merged cells count for each row.
+
+    A title above the table is a heading. A formula without a stored value is its text, and a loss; so is each hidden
+    sheet, whose text is read.
+
+    Raises:
+        ConfigError: openpyxl is not installed.
+    """
+    try:
+        from openpyxl import load_workbook
+    except ImportError as error:
+        raise missing_extra("openpyxl (needed for .xlsx files)", "office") from error
+    items: list[Item] = []
+    losses: list[str] = []
+    missing = 0
+    formulas = load_workbook(handle, read_only=True).worksheets
+    for number, sheet in enumerate(load_workbook(handle, read_only=True, data_only=True).worksheets):
+        if sheet.sheet_state != "visible":
+            losses.append(f"the sheet {sheet.title!r} is hidden; its text is read")
+        with ZipFile(handle) as archive:
+            source = archive.read(str(sheet._worksheet_path))
+        rows = _rows(sheet)
+        if b"<f" in source:
+            for row, own in zip(rows, _rows(formulas[number]), strict=False):
+                empty = [n for n, cell in enumerate(own[: len(row)]) if cell.startswith("=") and not row[n]]
+                missing += len(empty)
+                for n in empty:
+                    row[n] = own[n]
+        _fill_merged(rows, source)
+        found = table_items(rows)
+        if any(item.text for item in found):
+            items.append(Item("heading", sheet.title, level=2))
+        captions = [item.text for item in found[:-1]]
+        items += [Item("heading", " ".join(captions), level=3)] * bool(captions) + found[-1:]
+    if missing:
+        losses.append(f"{missing} formulas have no stored value; open the file in a spreadsheet program and save it")
+    return items_text(items, losses=losses)
+
+
+def _rows(sheet: Any) -> list[list[str]]:
+    sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
+    return [[_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)]
+
+
+def _fill_merged(rows: list[list[str]], source: bytes) -> None:
+    """Write the text of merged cells into each of their rows, and that of a row over all columns into each of them."""
+    for left, top, right, bottom in _MERGED.findall(source)[:_MAX_MERGED]:
+        first, last = _column(left), _column(right)
+        if int(top) <= len(rows) and first < len(rows[int(top) - 1]):
+            text = rows[int(top) - 1][first]
+            for row in rows[int(top) - 1 : int(bottom)]:
+                row[first : last + 1] = [text] * len(row[first : last + 1])
+
+
+def _column(letters: bytes) -> int:
+    number = 0
+    for letter in letters:
+        number = 26 * number + letter - ord("A") + 1
+    return number - 1
+
+
+def _cell_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).upper()
+    if isinstance(value, float):
+        return f"{value:.15g}"  # as Excel computes
+    if isinstance(value, datetime):
+        return value.isoformat(" ") if value.time() != time() else value.date().isoformat()
+    return "" if value is None else str(value)

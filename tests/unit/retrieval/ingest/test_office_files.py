@@ -1,0 +1,303 @@
+"""Word files, slides, workbooks, notebooks and e-books: everything with words is text, under its own heading."""
+
+import json
+import zipfile
+
+import pytest
+
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
+from rag_posfix.retrieval.ingest.readers import read_here
+
+SPACE = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+MATHS = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
+
+
+def sections(path):
+    """Return the headings and the text of each block of a file."""
+    read = read_here(path)
+    return [(" > ".join(block.headings), read.text[block.start : block.end]) for block in read.blocks]
+
+
+def xml(source):
+    from docx.oxml import parse_xml
+
+    name = source[1:].split(">")[0].split()[0].rstrip("/")
+    return parse_xml(source.replace(f"<{name}", f"<{name} {SPACE} {MATHS}", 1))
+
+
+@pytest.fixture
+def word(tmp_path):
+    """Write a Word file of lines, each with the XML of its properties or None, and return its sections."""
+    import docx
+
+    document = docx.Document()
+
+    def write(*lines):
+        for text, properties in lines:
+            document.add_paragraph(text)
+            if properties is not None:
+                document.element.body[-2].get_or_add_pPr().append(xml(properties))
+        document.save(tmp_path / "a.docx")
+        return sections(tmp_path / "a.docx")
+
+    write.document = document
+    return write
+
+
+LEVELS = (
+    '<w:lvl w:ilvl="0"><w:start w:val="1"/><w:numFmt w:val="decimal"/><w:lvlText w:val="%1."/></w:lvl>'
+    '<w:lvl w:ilvl="1"><w:start w:val="1"/><w:numFmt w:val="decimal"/><w:lvlText w:val="%1.%2"/></w:lvl>'
+    '<w:lvl w:ilvl="2"><w:start w:val="3"/><w:numFmt w:val="lowerRoman"/><w:lvlText w:val="(%3)"/></w:lvl>'
+    '<w:lvl w:ilvl="3"><w:start w:val="1"/><w:numFmt w:val="bullet"/><w:lvlText w:val="o"/></w:lvl>'
+)
+
+
+def test_clauses_have_the_numbers_that_word_shows(word):
+    numbering = word.document.part.numbering_part.element
+    numbering.insert(0, xml(f'<w:abstractNum w:abstractNumId="77">{LEVELS}</w:abstractNum>'))
+    numbering.append(xml('<w:num w:numId="77"><w:abstractNumId w:val="77"/></w:num>'))
+    restart = '<w:lvlOverride w:ilvl="0"><w:startOverride w:val="7"/></w:lvlOverride>'
+    numbering.append(xml(f'<w:num w:numId="78"><w:abstractNumId w:val="77"/>{restart}</w:num>'))
+
+    def numbered(level, number=77):
+        return f'<w:numPr><w:ilvl w:val="{level}"/><w:numId w:val="{number}"/></w:numPr>'
+
+    found = word(
+        ("Rent", numbered(0)),
+        ("It is due in May.", numbered(1)),
+        ("A paragraph between.", None),
+        ("Notice", numbered(0)),
+        ("Half a year.", numbered(1)),
+        ("in writing", numbered(2)),
+        ("by post", numbered(2)),
+        ("with a stamp", numbered(3)),
+        ("One year.", numbered(1)),
+        ("Appendix", numbered(0, 78)),
+    )
+    assert found == [
+        ("", "1. Rent\n1.1 It is due in May."),
+        ("", "A paragraph between."),
+        (
+            "",
+            "2. Notice\n2.1 Half a year.\n(iii) in writing\n(iv) by post\n- with a stamp\n2.2 One year.\n7. Appendix",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        '<w:name w:val="Nadpis [1]"/><w:pPr><w:outlineLvl w:val="0"/></w:pPr>',
+        '<w:name w:val="Kapitel"/><w:basedOn w:val="Heading1"/>',
+        '<w:name w:val="heading 1"/>',
+    ],
+)
+def test_a_style_is_a_heading_by_its_outline_level_or_that_of_the_style_it_is_based_on(word, style):
+    word.document.styles.element.append(xml(f'<w:style w:type="paragraph" w:styleId="Own">{style}</w:style>'))
+    own = '<w:pStyle w:val="Own"/>'
+    found = word(("Germany", own), ("Fourteen months.", None), ("France", '<w:outlineLvl w:val="0"/>'), ("Six.", None))
+    assert found == [("Germany", "Fourteen months."), ("France", "Six.")]
+
+
+def test_a_second_line_in_the_style_of_titles_is_text(word):
+    word.document.add_heading("Lease", 0)
+    word.document.add_heading("of the shed", 0)
+    assert word(("It is let.", None)) == [("", "of the shed"), ("", "It is let.")]
+
+
+def test_text_boxes_footnotes_headers_and_equations_are_text_once(word):
+    box = "<w:txbxContent><w:p><w:r><w:t>Never above 63 degrees.</w:t></w:r></w:p></w:txbxContent>"
+    compatible = "http://schemas.openxmlformats.org/markup-compatibility/2006"
+    choice = (
+        f'<w:r><mc:AlternateContent xmlns:mc="{compatible}"><mc:Choice>{box}</mc:Choice><mc:Fallback>{box}'
+        "</mc:Fallback></mc:AlternateContent></w:r>"
+    )
+    square = "<m:sSup><m:e><m:r><m:t>r</m:t></m:r></m:e><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:sSup>"
+    ratio = "<m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num><m:den><m:r><m:t>c</m:t></m:r></m:den></m:f>"
+    word.document.sections[0].header.paragraphs[0].text = "Draft of May"
+    word.document.sections[0].footer.paragraphs[0].text = "7"
+    word.document.add_paragraph("The area is ")
+    paragraph = word.document.element.body[-2]
+    paragraph.append(xml(f"<m:oMath>{square}<m:r><m:t>=</m:t></m:r>{ratio}</m:oMath>"))
+    paragraph.append(xml(choice))
+    paragraph.append(xml('<w:r><w:t xml:space="preserve"> today.</w:t></w:r>'))
+    note = f'<w:footnotes {SPACE}><w:footnote w:id="2"><w:p><w:r><w:t>But on Sundays.</w:t></w:r></w:p></w:footnote>'
+    relation = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/footnotes"
+    from docx.opc.packuri import PackURI
+    from docx.opc.part import Part
+
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.footnotes+xml"
+    part = Part(PackURI("/word/footnotes.xml"), kind, f"{note}</w:footnotes>".encode(), word.document.part.package)
+    word.document.part.relate_to(part, relation)
+    paragraph.append(xml('<w:r><w:footnoteReference w:id="2"/></w:r>'))
+    assert [text for _, text in word()] == [
+        "Draft of May", "The area is r^2=(a+b)/c today.", "Never above 63 degrees.", "But on Sundays.",
+    ]  # fmt: skip
+
+
+def test_a_table_of_a_word_file_is_one_and_merged_cells_count_for_each_row(word):
+    table = word.document.add_table(rows=4, cols=3)
+    rows = [["Rates", "", ""], ["City", "Day", "Rate"], ["Rome", "Mon", "3|a"], ["", "Sun", "*4*"]]
+    for number, row in enumerate(rows):
+        for column, text in enumerate(row):
+            table.cell(number, column).text = text
+    table.cell(0, 0).merge(table.cell(0, 2))
+    table.cell(2, 0).merge(table.cell(3, 0))
+    assert [text for _, text in word()] == [
+        "Rates",
+        "| City | Day | Rate |\n| --- | --- | --- |\n| Rome | Mon | 3|a |\n| Rome | Sun | *4* |",
+    ]
+
+
+def test_a_slide_has_its_own_title_or_none_and_its_number(tmp_path):
+    import pptx
+    from pptx.util import Inches
+
+    place = (Inches(1), Inches(1), Inches(4), Inches(1))
+    slides = pptx.Presentation()
+
+    def add(layout, title=None):
+        slide = slides.slides.add_slide(slides.slide_layouts[layout])
+        if title:
+            slide.shapes.title.text = title
+        return slide
+
+    add(1, "Germany").placeholders[1].text = "Fourteen months."
+    add(6).shapes.add_textbox(*place).text_frame.text = "Spain: four months."
+    third = add(6)
+    third.shapes.add_group_shape().shapes.add_textbox(*place).text_frame.text = "In a group."
+    third.notes_slide.notes_text_frame.text = "Say hello."
+    table = add(5, "Prices").shapes.add_table(2, 2, *place).table
+    for number, row in enumerate([["Boat", "Price"], ["Canoe", "a_b"]]):
+        for column, text in enumerate(row):
+            table.cell(number, column).text = text
+    slides.save(tmp_path / "a.pptx")
+    documents = read_documents(tmp_path / "a.pptx")
+    assert [(d.metadata.get("title"), d.metadata["page"], d.page_content) for d in documents] == [
+        ("Germany", 1, "Fourteen months."),
+        (None, 2, "Spain: four months."),
+        (None, 3, "In a group.\n\nSay hello."),
+        ("Prices", 4, "| Boat | Price |\n| --- | --- |\n| Canoe | a_b |"),
+    ]
+
+
+def test_a_chart_of_a_slide_is_a_table_of_its_values(tmp_path):
+    import pptx
+    from pptx.chart.data import CategoryChartData
+    from pptx.enum.chart import XL_CHART_TYPE
+    from pptx.util import Inches
+
+    data = CategoryChartData()
+    data.categories = ["East", "West"]
+    data.add_series("Sales", (19.5, 21))
+    slides = pptx.Presentation()
+    slide = slides.slides.add_slide(slides.slide_layouts[5])
+    slide.shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, *[Inches(1)] * 4, data)
+    slides.save(tmp_path / "a.pptx")
+    assert [text for _, text in sections(tmp_path / "a.pptx")] == [
+        "|  | East | West |\n| --- | --- | --- |\n| Sales | 19.5 | 21.0 |"
+    ]
+
+
+@pytest.fixture
+def book():
+    import openpyxl
+
+    return openpyxl.Workbook()
+
+
+def test_a_title_above_a_sheet_is_no_header_and_merged_cells_count_for_each_row(tmp_path, book):
+    sheet = book.active
+    sheet.title = "Rates"
+    rows = (["Season 2026"], ["Boat", "Day", "Price"], ["Canoe", "Mon", 9], [None, "Sun", 12], ["Raft", "Mon", 4])
+    for row in rows:
+        sheet.append(row)
+    sheet.merge_cells("A1:C1")
+    sheet.merge_cells("A3:A4")
+    book.save(tmp_path / "a.xlsx")
+    assert sections(tmp_path / "a.xlsx") == [
+        (
+            "Rates > Season 2026",
+            "| Boat | Day | Price |\n| --- | --- | --- |\n| Canoe | Mon | 9 |\n| Canoe | Sun | 12 |\n"
+            "| Raft | Mon | 4 |",
+        )
+    ]
+
+
+def test_formulas_without_values_and_hidden_sheets_are_said(tmp_path, book):
+    for row in (["Item", "Price", "Twice"], ["Pump", 60, "=B2*2"], ["Rope", 5, "=B3*2"]):
+        book.active.append(row)
+    hidden = book.create_sheet("Costs")
+    hidden.append(["secret", "9"])
+    hidden.sheet_state = "hidden"
+    book.save(tmp_path / "a.xlsx")
+    read = read_files(tmp_path)
+    text = "\n".join(entry.document.page_content for entry in read.entries)
+    assert "| Pump | 60 | =B2*2 |" in text
+    assert "secret" in text
+    assert [(note.kind, note.message.partition(";")[0]) for note in read.notes] == [
+        ("lost", "the sheet 'Costs' is hidden"),
+        ("lost", "2 formulas have no stored value"),
+    ]
+
+
+def test_printed_results_of_a_notebook_are_text_and_pictures_are_not(tmp_path):
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": ["The total is 5312.\n"]},
+        {"output_type": "execute_result", "execution_count": 1, "metadata": {}, "data": {"text/plain": ["42"]}},
+        {"output_type": "display_data", "metadata": {}, "data": {"image/png": "iVBORw0KGgo" * 50}},
+        {"output_type": "error", "ename": "E", "evalue": "bad", "traceback": ["\x1b[0;31mE\x1b[0m: bad"]},
+    ]
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["# Catch\n", "\n", "We *count* `lock_file_name`.\n"]},
+        {"cell_type": "code", "metadata": {}, "execution_count": 1, "source": ["print(total)"], "outputs": outputs},
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}))
+    found = sections(tmp_path / "a.ipynb")
+    assert {headings for headings, _ in found} == {"Catch"}
+    assert [text for _, text in found][:4] == ["We count lock_file_name.", "print(total)", "The total is 5312.", "42"]
+    assert "iVBOR" not in str(found)
+    assert "\x1b" not in str(found)
+
+
+PACKAGE = (
+    '<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata '
+    'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>Lights of the north</dc:title></metadata><manifest>'
+    '<item id="c" href="c.xhtml" media-type="application/xhtml+xml"/></manifest><spine>{}</spine></package>'
+)
+CONTAINER = (
+    '<container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles><rootfile '
+    'full-path="content.opf" media-type="application/oebps-package+xml"/></rootfiles></container>'
+)
+
+
+def write_book(path, spine, page):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("mimetype", "application/epub+zip")
+        archive.writestr("META-INF/container.xml", CONTAINER)
+        archive.writestr("content.opf", PACKAGE.format(spine))
+        archive.writestr("c.xhtml", f'<html xmlns="http://www.w3.org/1999/xhtml"><body>{page}</body></html>')
+
+
+def test_an_e_book_is_read_without_marks_of_markdown(tmp_path):
+    page = "<h1>Torvane</h1><p>Set lock_file_name to 2*3*4, 5 &lt; 6.</p><ul><li>use MAX_LEN</li></ul>"
+    write_book(tmp_path / "a.epub", '<itemref idref="c"/>', page)
+    (document,) = read_documents(tmp_path)
+    assert document.metadata["title"] == "Lights of the north > Torvane"
+    assert document.page_content == "Set lock_file_name to 2*3*4, 5 < 6.\n\n- use MAX_LEN"
+
+
+@pytest.mark.parametrize(
+    ("spine", "page", "reason"),
+    [
+        ('<itemref idref="c"/>' * 5000, "<p>x</p>", "its spine refers 5,000 times to 4 parts"),
+        ('<itemref idref="c"/>', "<p>x</p>" * 3_000_000, "unpack to 24,0"),
+        ("<!DOCTYPE x [<!ENTITY a 'b'>]>", "<p>x</p>", "declares entities"),
+    ],
+)
+def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path, spine, page, reason):
+    write_book(tmp_path / "a.epub", spine, page)
+    (tmp_path / "b.txt").write_text("Others are read.")
+    read = read_files(tmp_path, strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["Others are read."]
+    assert [(skipped.kind, reason in skipped.reason) for skipped in read.skipped] == [("unreadable", True)]

@@ -1,0 +1,135 @@
+"""PDF files: paragraphs under headings, on their pages, without what is printed on every page."""
+
+import zlib
+
+import pytest
+
+from benchmarks.end_to_end.files import pdf_of as printed_pdf
+from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
+from rag_posfix.retrieval.ingest.readers import read_here
+from tests.support.pdf_files import assemble_pdf, pdf_of
+
+SENTENCE = "Pumps of this series are tested for nine hours\nbefore they leave the yard in Halden."
+
+
+def text_of(path, pages):
+    path.write_bytes(pdf_of(pages))
+    return read_here(path).text
+
+
+def test_words_that_are_broken_at_line_ends_are_whole(tmp_path):
+    text = text_of(tmp_path / "a.pdf", ["The members voted on the new in-\nsurance, which the trea-\nsurer wanted."])
+    assert text == "The members voted on the new insurance, which the treasurer wanted."
+
+
+def test_a_heading_over_two_lines_is_one(tmp_path):
+    large = "BT /F2 18 Tf 20 TL 50 800 Td (Rules for guests who stay in the) Tj T* (boathouse over night) Tj ET"
+    small = " ".join(f"({line}) Tj T*" for line in f"{SENTENCE}\n{SENTENCE}\n{SENTENCE}".split("\n"))
+    (tmp_path / "a.pdf").write_bytes(assemble_pdf([f"{large} BT /F1 11 Tf 14 TL 50 730 Td {small} ET"]))
+    (document,) = read_documents(tmp_path)
+    assert document.metadata["title"].endswith("Rules for guests who stay in the boathouse over night")
+    assert document.page_content == " ".join([SENTENCE.replace("\n", " ")] * 3)
+
+
+def test_a_passage_over_two_pages_says_where_each_begins(tmp_path):
+    pages = [f"{SENTENCE}\nThe rent is due in May.", f"A late payment costs nine crowns.\n{SENTENCE}"]
+    (tmp_path / "a.pdf").write_bytes(pdf_of(pages))
+    (document,) = read_documents(tmp_path)
+    assert (document.metadata["page"], document.metadata["pages"]) == (1, [1, 2])
+    second = document.page_content[document.metadata["page_starts"][1] :]
+    assert second.startswith("A late payment")
+
+
+def test_a_sentence_that_goes_on_on_the_next_page_is_one_paragraph(tmp_path):
+    text = text_of(tmp_path / "a.pdf", [f"{SENTENCE}\nThe rent is due on the", f"first of May.\n{SENTENCE}"])
+    assert "The rent is due on the first of May." in text
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_lines_on_most_pages_and_page_numbers_are_left_out(tmp_path, count):
+    names = ("pier", "crane", "mill", "light", "shed", "yard")[:count]
+    pages = [
+        f"11/29/26, 9:09 AM Harbour guide\nThe {name} is old and it has a long story.\nIt was built in 18{n}1.\n"
+        f"Norrvik harbour office\nharbour.example/guide {n}/{count}"
+        for n, name in enumerate(names, start=1)
+    ]
+    text = text_of(tmp_path / "a.pdf", pages)
+    assert "9:09" not in text
+    assert "harbour.example" not in text
+    assert text.count("Norrvik harbour office") == 1
+    assert all(f"The {name} is old" in text and f"built in 18{n}1." in text for n, name in enumerate(names, start=1))
+
+
+def test_page_numbers_in_running_heads_that_differ_are_left_out(tmp_path):
+    heads = ["Chapter 1: Piers 5", "Chapter 1: Piers 6", "Chapter 2: Cranes 7", "Chapter 3: Mills 8"]
+    pages = [
+        f"{head}\nThe part number {n} of the story is told here.\nIt has {n} ends." for n, head in enumerate(heads)
+    ]
+    text = text_of(tmp_path / "a.pdf", pages)
+    assert "Chapter" not in text
+    assert all(f"It has {n} ends." in text for n in range(4))
+
+
+def test_numbers_at_the_ends_of_pages_that_do_not_count_pages_stay(tmp_path):
+    years = (1871, 1883, 1902, 1950)
+    text = text_of(tmp_path / "a.pdf", [f"The story of the year is told.\n{SENTENCE}\n{year}" for year in years[:2]])
+    assert all(str(year) in text for year in years[:2])
+
+
+def test_pages_without_text_are_counted(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf_of(["One.", "", "Three.", ""]))
+    read = read_files(tmp_path)
+    assert [(note.kind, note.message) for note in read.notes] == [
+        ("lost", "2 of 4 pages have no text: pages 2, 4; scanned?")
+    ]
+
+
+def test_a_damaged_page_costs_that_page_and_is_named(tmp_path):
+    pages = [f"BT /F1 12 Tf 50 800 Td (Page {name} of the book.) Tj ET" for name in ("one", "two", "three")]
+    whole = assemble_pdf(pages)
+    packed = zlib.compress(pages[1].encode())
+    damaged = whole.replace(
+        f"<< /Length {len(pages[1])} >>\nstream\n{pages[1]}".encode(),
+        f"<< /Length {len(packed)} /Filter /FlateDecode >>\nstream\n".encode() + b"\xff" * len(packed),
+    )
+    (tmp_path / "a.pdf").write_bytes(damaged)
+    read = read_files(tmp_path)
+    text = " ".join(entry.document.page_content for entry in read.entries)
+    assert ("Page one" in text, "Page two" in text, "Page three" in text) == (True, False, True)
+    assert [note.message for note in read.notes] == ["page 2 unreadable: damaged"]
+
+
+def test_the_values_of_a_filled_form_are_text(tmp_path):
+    field = "<< /FT /Tx /T (boat) /V (Kermoal) /Type /Annot /Subtype /Widget /Rect [50 700 200 720] >>"
+    whole = pdf_of(["Application for a mooring\nName of boat:"]).replace(
+        b"/Type /Catalog", b"/Type /Catalog /AcroForm 9 0 R"
+    )
+    whole = whole.replace(b"/Type /Page ", b"/Type /Page /Annots [8 0 R] ")
+    more = f"8 0 obj\n{field}\nendobj\n9 0 obj\n<< /Fields [8 0 R] >>\nendobj\n".encode()
+    (tmp_path / "a.pdf").write_bytes(whole.replace(b"xref\n", more + b"xref\n", 1))
+    text = read_here(tmp_path / "a.pdf").text
+    assert "Name of boat:" in text
+    assert "boat: Kermoal" in text
+
+
+@pytest.mark.parametrize("step", ["Step", "Lesson"])
+def test_lines_with_numbers_that_are_none_of_pages_stay(tmp_path, step):
+    pages = [
+        f"{step} {n}\nThe {name} is cleaned.\nTotal of the day: {n}{n} euros" for n, name in enumerate("abcde", 1)
+    ]
+    text = text_of(tmp_path / "a.pdf", pages)
+    assert all(f"{step} {n}" in text and f"day: {n}{n} euros" in text for n in range(1, 6))
+
+
+def test_an_outline_counts_before_large_letters(tmp_path):
+    import pypdf
+
+    (tmp_path / "plain.pdf").write_bytes(printed_pdf([f"Pumps\n\nSafety\n\n{SENTENCE}\n\nTools\n\n{SENTENCE}"]))
+    writer = pypdf.PdfWriter(clone_from=tmp_path / "plain.pdf")
+    writer.add_outline_item(title="Tools", page_number=0)
+    writer.write(tmp_path / "a.pdf")
+    read = read_here(tmp_path / "a.pdf")
+    assert [block.headings for block in read.blocks if "Halden" in read.text[block.start : block.end]] == [
+        (),
+        ("Tools",),
+    ]
