@@ -117,7 +117,11 @@ class PosfixRAG(Portable, Checked, RunnableSerializable[RAGInput, Any]):
         return mitigation
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _validate_pipeline(self) -> Self:
+        self._complete()
+        return self
+
+    def _complete(self) -> None:
         """Build the pipeline if none was passed, after the checks of the fields: loading a model takes long."""
         if self.pipeline is None:
             from rag_posfix.pipeline.build import build_pipeline
@@ -128,7 +132,6 @@ class PosfixRAG(Portable, Checked, RunnableSerializable[RAGInput, Any]):
             self.pipeline = self.pipeline.with_retriever(as_retriever(self.retriever))
         if self.template is not None:
             self.pipeline = self.pipeline.with_template(self.template)
-        return self
 
     def __getstate__(self) -> dict[Any, Any]:
         if not self._is_from_settings:

@@ -222,9 +222,9 @@ def _not_read(path: Path, error: Exception) -> RetrievalError:
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror
     reason = "it is encrypted" if "requires a password" in reason else reason.removeprefix("Parsing error: ")
+    kind, advice = _NAMES.get(suffix, f"{suffix} file"), _ADVICE.get(suffix, "with another program")
     return RetrievalError(
-        f"cannot read {str(path)!r} as {_NAMES.get(suffix, f'{suffix} file')}: {reason}; leave the file out, or save it "
-        f"again {_ADVICE.get(suffix, 'with another program')}"
+        f"cannot read {str(path)!r} as {kind}: {reason}; leave the file out, or save it again {advice}"
     )
 
 
