@@ -262,7 +262,7 @@ def _compare_joined(model: Any, forward: PlainForward, ids: Tensor, full: Tensor
     if form is None:
         return inf
     shorter, rows = ids[:, skipped:], (PlainCache(), PlainCache())
-    parts, single = (shorter[:, :-_STEPS], *shorter[:, -_STEPS:].split(1, dim=1)), PlainCache()
+    parts, single = (shorter[:, :-_STEPS], *torch.split(shorter[:, -_STEPS:], 1, dim=1)), PlainCache()
     alone = torch.cat([forward(model, part, single, 1) for part in parts], dim=1)
     joined_at = half if forward.joins == "question" else _PLAIN_TOKENS
     forward(model, ids[:, :joined_at], rows[0], 1)
