@@ -300,7 +300,7 @@ def similarity_of(retriever: Retriever) -> SimilarityRange | None:
 def has_most_words(document: Document, words: Set[str]) -> bool:
     """Return whether a passage with its title has more than half of the words, two at least."""
     text = titled_text(document.metadata.get("title"), document.page_content)
-    count = len(words.intersection(split_words(text)))
+    count = len(words & set(split_words(text)))
     return count > max(1, len(words) / 2)
 
 
