@@ -225,9 +225,7 @@ def _has_channels(engine: Generator, count: int) -> bool:
 
 
 def _support_test(engine: Generator, settings: Settings) -> SupportTest:
-    """Return what says whether passages support an answer: of a server, what its reranker said of them."""
-    if isinstance(engine, RemoteGenerator):
-        return SupportTest(is_trusted=True)
+    """Return what says whether passages support an answer; of a server's model nobody knows how it judges."""
 
     @functools.cache
     def judge() -> GuardedReranker | None:
