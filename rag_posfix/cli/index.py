@@ -122,8 +122,7 @@ def index(
     if show is not None:
         _print_summary(show, paths or [], as_json)
         return
-    if not paths:
-        raise typer.BadParameter("give files or folders, or --show INDEX", param_hint="PATHS")
+    paths = _given(paths)
     if explain:
         _check_paths(paths, None)
         size = _passage_size(passage_tokens, overlap, settings)
@@ -161,6 +160,12 @@ def index(
     if choice is not None:
         data["precomputed"] = _precompute(output, embeddings, choice, settings)
     emit(data, as_json, _show)
+
+
+def _given(paths: list[Path] | None) -> list[Path]:
+    if not paths:
+        raise typer.BadParameter("give files or folders, or --show INDEX", param_hint="PATHS")
+    return paths
 
 
 def _print_summary(folder: Path, paths: list[Path], as_json: bool) -> None:

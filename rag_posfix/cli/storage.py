@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 cache = typer.Typer(help="Show or clear the answer and passage KV caches.", no_args_is_help=True)
 models = typer.Typer(help="List, fetch and remove packaged weights.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help=f"Choose one of {', '.join(WEIGHTS)}.")]
+Name = Annotated[str, typer.Argument(help="Choose a packaged model by its name in models list.")]
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def clear(as_json: AsJson = False) -> None:
 
 @models.command("list")
 def list_models(as_json: AsJson = False) -> None:
-    """List the packaged models: size, where they are, and what readers need and answer.
+    """List the packaged models: size, place, memory and right answers.
 
     Memory, seconds a question and right answers were measured on two cores, on 60 questions about files of 20 kinds.
     """
@@ -103,7 +103,7 @@ def _show_models(data: dict[str, Any]) -> None:
 def fetch_models(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Fetch any of {', '.join(WEIGHTS)}.", show_default="the default models"),
+        typer.Argument(help="Fetch packaged models by their names in models list.", show_default="the default models"),
     ] = None,
     configured: Annotated[
         bool, typer.Option("--configured", help="Fetch the packaged models that the settings name.")

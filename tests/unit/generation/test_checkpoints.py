@@ -285,7 +285,7 @@ class TestErrors:
             with pytest.raises(ConfigError) as caught:
                 read(str(tiny), dtype="float32", device="cpu")
             assert str(caught.value).startswith(f"model {str(tiny)!r} cannot be loaded: ")
-            assert str(caught.value).endswith("; give a folder, a Hub id, or one of smollm2, gemma3-270m")
+            assert "; give a folder, a Hub id, or one of smollm2, " in str(caught.value)
 
 
 class TestAdapterBesideTheWeights:
