@@ -78,7 +78,7 @@ def clear(as_json: AsJson = False) -> None:
 
 @models.command("list")
 def list_models(as_json: AsJson = False) -> None:
-    """List the packaged models: size, place, memory and right answers.
+    """List the packaged models: place, size, memory, answers.
 
     Memory, seconds a question and right answers were measured on two cores, on 60 questions about files of 20 kinds.
     """

@@ -103,7 +103,8 @@ _PHRASES = (
     r"un resumen|háblame|cuéntame|qué (?:sabes|se sabe)|diferencias? entre"
 )
 _BROAD = re.compile(
-    rf"(?:^|[.!?:,]\s*|\b(?:please|bitte) )(?:{_VERBS})\b|\b(?:{_PHRASES})\b|"
+    rf"(?:^|[.!?:,]\s*|\b(?:please|bitte|(?:can|could|will|would) you|kannst du|können sie) )(?:{_VERBS})\b|"
+    rf"\b(?:{_PHRASES})\b|"
     "列出|列举|比较|总结|概括|概述|介绍一下|知道什么|区别|나열|비교|요약|개요|알려진|알고 있|차이",
     re.IGNORECASE,
 )

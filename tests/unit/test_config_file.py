@@ -41,8 +41,9 @@ def file(tmp_path, monkeypatch):
     return write
 
 
-def test_each_group_of_settings_reads_its_table_of_the_file(file):
+def test_each_group_of_settings_reads_its_table_of_the_file(file, monkeypatch):
     file(FILE)
+    monkeypatch.delenv("RAG_POSFIX_MODEL")  # that of the tests
     settings, service = Settings(), ServiceSettings()
     assert (settings.model, settings.k, settings.floor) == ("/models/from-file", 4, "0.25")
     assert settings.cache == CacheSettings()

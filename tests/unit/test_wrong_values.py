@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import warnings
 from pathlib import Path
 
 import pytest
@@ -116,9 +115,7 @@ def test_wrong_values_raise_errors_of_this_package_only(name):
     escaped = []
     for parameter, value in itertools.product(parameters_of(function), WRONG):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # fields under their former names
-                function(**{**arguments, parameter: value})
+            function(**{**arguments, parameter: value})
         except RagPosfixError as error:
             if not str(error):
                 escaped.append(f"{name}({parameter}={value!r}): no message")
@@ -173,7 +170,6 @@ def test_names_that_are_read_from_source_are_those_of_the_registry():
         assert declared.aliases(name) == MITIGATIONS.aliases(name)
         assert declared.presets(name) == MITIGATIONS.presets(name)
         assert declared.get(name).files == set(entry.file_parameters)
-        assert declared.get(name).former == dict(entry.renamed)
 
 
 def test_a_wrong_variable_is_named_and_a_secret_is_not_shown(monkeypatch):

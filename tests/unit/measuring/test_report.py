@@ -177,6 +177,7 @@ def test_without_two_positions_there_is_no_curve(rows):
 TWO = {"measured": {"none": NUMBERS, "default": {**NUMBERS, "worst": 0.5}}}
 
 
+@pytest.mark.slow
 def test_the_script_is_in_the_page_once_for_all_charts_and_absent_without():
     rows = by_position("none", p0="11", p1="10")
     page = report_page([ExperimentRecord({"kind": "measure", "summary": TWO}, rows)] * 2)

@@ -11,7 +11,6 @@ import pytest
 
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
-from rag_posfix.laboratory.tasks import TASKS
 from rag_posfix.probing import PROBES
 from rag_posfix.probing.all_probes import run_probes
 from rag_posfix.probing.attention_mass import AttentionMass
@@ -134,9 +133,3 @@ def test_wrong_values_are_told_before_a_model_is_loaded(capsysbinary, tmp_path):
     assert "the probe slot-attention needs questions; give a file with --data" in " ".join(told.split())
     _, _, told = call("probe", "causal-perturbation", "--first", "900", "--out", tmp_path)
     assert "must not fall from left to right" in " ".join(told.split())
-
-
-def test_the_former_name_of_the_paper_of_a_probe_and_of_a_task_warns():
-    for cls in (RopeWaveform, TASKS.get("counting")):
-        with pytest.warns(DeprecationWarning, match="source is now paper"):
-            assert cls.source == cls.paper
