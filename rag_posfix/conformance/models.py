@@ -12,7 +12,6 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.install import install
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plugins import plugin_entries
-from rag_posfix.settings import Settings
 
 VOCABULARY = 131
 TOLERANCE = 1e-5
@@ -34,6 +33,8 @@ COMMON: dict[str, Any] = {
 
 def plugins(kind: str) -> list[Any]:
     """Return name and entry of each plug-in of a kind; those of RAG_POSFIX_PLUGINS are imported first."""
+    from rag_posfix.settings import Settings  # needs pydantic, which the models here do not
+
     Settings()
     return [(name, entry) for name, entry, _ in plugin_entries(kind)]
 
