@@ -65,7 +65,7 @@ def followers():
     return [
         child
         for child in psutil.Process().children()
-        if "rag_posfix.generation.tensor_parallel.launch" in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE and "rag_posfix.generation.tensor_parallel.launch" in child.cmdline()
     ]
 
 

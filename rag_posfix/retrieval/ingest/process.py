@@ -100,6 +100,7 @@ class ReaderProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        threading.Thread(target=self._running.wait, daemon=True).start()  # it ends by itself, and leaves no zombie
         return self._running
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:

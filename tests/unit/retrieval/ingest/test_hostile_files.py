@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rag_posfix.errors import RetrievalError
@@ -10,6 +11,7 @@ from rag_posfix.retrieval.indexing import update_index
 from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
 from rag_posfix.retrieval.ingest.process import ReaderProcess
 from tests.support.pdf_files import pdf_of
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -23,6 +25,18 @@ def reader():
     yield start
     for one in readers:
         one.close()
+
+
+@pytest.mark.slow
+def test_a_reading_process_that_ended_leaves_no_zombie_and_the_next_file_is_read(tmp_path, reader):
+    page, started = tmp_path / "a.html", reader()
+    page.write_text("<p>One page.")
+    before = set(psutil.Process().children())
+    started.read(page)
+    (child,) = set(psutil.Process().children()) - before
+    child.terminate()
+    wait_until(lambda: not child.is_running())  # a zombie counts as running
+    assert "One page." in started.read(page).text
 
 
 @pytest.mark.slow
