@@ -229,6 +229,6 @@ def test_every_term_of_the_concepts_is_marked_where_it_is_first_used(term):
     assert first[0].startswith("*"), f"{term} is used before it is defined: {prose[first.start() :][:60]!r}"
 
 
-def test_that_the_default_model_is_for_trying_out_is_said_at_the_top_of_the_first_pages():
+def test_that_the_default_reader_is_small_is_said_at_the_top_of_the_first_pages():
     for name in ("index.md", "choosing-a-model.md", "langchain.md"):
-        assert "for trying out" in (DOCS / name).read_text("utf-8")[:2500], name
+        assert "For real use" in (DOCS / name).read_text("utf-8")[:2500], name

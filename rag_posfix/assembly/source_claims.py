@@ -62,6 +62,10 @@ _MARKS = (
 )  # fmt: skip
 
 
+_SEARCHED_CHARACTERS = 1_000_000
+"""Characters of a text that are searched: more than any context window holds."""
+
+
 def _has_claim(text: str) -> bool:
     lowered = text.lower()
     found = any(word in lowered for word in _MARKS) and any(word in lowered for word in _SUBJECTS)
@@ -77,6 +81,8 @@ def without_source_claims(text: str) -> str:
 
     Cost: one search of a text that has words of such sentences, a few looks at any other.
     """
+    if len(text) > _SEARCHED_CHARACTERS:
+        return without_source_claims(text[:_SEARCHED_CHARACTERS]) + text[_SEARCHED_CHARACTERS:]
     if not _has_claim(text):
         return text
     retained, start, is_cut = [], 0, False

@@ -111,6 +111,11 @@ def find_evidence(text: str, question: str, answer: str = "") -> set[str]:
     return _content(stated, functional) - set(_words(question))
 
 
+def passage_words(passage: str) -> frozenset[str]:
+    """Return the words of a passage, of its first ``MOST_CHARACTERS``."""
+    return frozenset(_words(_WRAPPED.sub(" ", passage[:MOST_CHARACTERS])))
+
+
 class PassageSentences:
     """The sentences of a passage and their words. Cost: linear in the passage, once.
 

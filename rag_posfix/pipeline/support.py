@@ -19,7 +19,7 @@ from rag_posfix.assembly.source_claims import without_source_claims
 from rag_posfix.contracts.answer import SupportVerdict
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed
-from rag_posfix.pipeline.citations import COVERAGE, PAIR_COVERAGE, STEM, PassageSentences, find_evidence
+from rag_posfix.pipeline.citations import COVERAGE, PAIR_COVERAGE, STEM, find_evidence, passage_words
 from rag_posfix.pipeline.language import is_broad, same_language
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.text import clean_text, is_pair, titled_text
@@ -88,7 +88,7 @@ def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSu
         return WordSupport("unknown")
     numbers = {word for word in evidence if any(map(str.isdigit, word))}
     needed = (PAIR_COVERAGE if any(map(is_pair, evidence)) else COVERAGE) * len(evidence)
-    shared = [_shared(evidence, PassageSentences(passage).words) for passage in passages]
+    shared = [_shared(evidence, passage_words(passage)) for passage in passages]
     holders = tuple(i for i, words in enumerate(shared) if numbers <= words and len(words) >= needed)
     if holders:
         return WordSupport("all", holders)
@@ -107,7 +107,7 @@ def _shared(evidence: Set[str], words: Set[str]) -> Set[str]:
 def has_words_of(sentence: str, passage: str, question: str) -> bool:
     """Return whether a passage has a word of a sentence of an answer: of those that are not asked, if it has any."""
     evidence = find_evidence(sentence, question) or find_evidence(sentence, "")
-    return bool(_shared(evidence, PassageSentences(passage).words))
+    return bool(_shared(evidence, passage_words(passage)))
 
 
 def verdict_of(odds: Sequence[float | None], words: WordSupport) -> tuple[SupportVerdict, tuple[int, ...]]:

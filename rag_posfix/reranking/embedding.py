@@ -19,6 +19,9 @@ from rag_posfix.text import checked_question, titled_text
 # The vector of one text differs by about 1e-7 with the batch that it was embedded in.
 _SCORE_DECIMALS = 6
 
+_READ_CHARACTERS = 1000
+"""Characters of a passage that are read: those of a request may have any length."""
+
 
 @RERANKERS.register("embedding")
 class EmbeddingReranker(ScoringReranker):
@@ -30,7 +33,7 @@ class EmbeddingReranker(ScoringReranker):
     Source: Karpukhin et al. (2020), Dense Passage Retrieval, section 3, https://arxiv.org/abs/2004.04906
     Formula: relevance_score = the cosine of the vectors of question and passage (title and text), or 0 if negative.
     Cost: tokens read, by the embedding model: each passage and the question once; nothing is cached.
-    Limits: the embedding model cuts a text that exceeds its window, without any notice.
+    Limits: of a passage, its title and text up to 1,000 characters are read.
 
     Attributes:
         embeddings: Any langchain embedding model; its vectors need not have length one.
@@ -62,7 +65,7 @@ class EmbeddingReranker(ScoringReranker):
 
 
 def _text(document: CheckedDocument) -> str:
-    return titled_text(document.title, document.text)
+    return titled_text(document.title, document.text)[:_READ_CHARACTERS]
 
 
 def _texts(documents: Sequence[CheckedDocument]) -> list[str]:

@@ -33,6 +33,9 @@ __all__ = ["EncodeTexts", "SentenceEmbeddings", "embedding_identity"]
 MAX_TEXT_TOKENS = 8192
 """Most tokens of a text that are embedded; OpenAI's embedding models read as many."""
 
+MAX_QUESTION_TOKENS = 256
+"""Most tokens of a question that are embedded: anybody may send a long one, and every window costs a pass."""
+
 _log = logging.getLogger(__name__)
 
 EncodeTexts: TypeAlias = Callable[[Sequence[str]], "NDArray[np.float32]"]
@@ -50,7 +53,8 @@ class SentenceEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, each vector of length one.
 
     A text longer than the model reads (``max_tokens``) is embedded in windows of equal length: its vector is the mean
-    of theirs, weighted by their tokens. Of a text, the first 8,192 tokens are embedded; a longer one logs a warning.
+    of theirs, weighted by their tokens. Of a text, the first 8,192 tokens are embedded, of a
+    question the first 256; a longer one logs a warning.
 
     The model is loaded, and sentence-transformers imported, when the first text is embedded. Instances may be shared
     between threads.
@@ -142,7 +146,8 @@ class SentenceEmbeddings(Embeddings):
         """Return the vector of each text: of its only window, or the mean of its windows' vectors."""
         with self._lock:
             model = self._load()
-            windows = [self._windows(text) for text in texts]
+            most = MAX_QUESTION_TOKENS if method == "encode_query" else MAX_TEXT_TOKENS
+            windows = [self._windows(text, most) for text in texts]
             parts = [part for each in windows for part, _ in each]
             if not (at_once and self._encoder is not None):
                 options = {"show_progress_bar": False, "convert_to_numpy": True, "normalize_embeddings": True}
@@ -151,19 +156,19 @@ class SentenceEmbeddings(Embeddings):
             self._encode_many = self._encode_many or self._encoder(model)
         return _mean_vectors(self._encode_many(parts), windows)
 
-    def _windows(self, text: str) -> list[tuple[str, int]]:
-        """Return the windows of a text that the model reads one by one, and the tokens of each."""
+    def _windows(self, text: str, most: int) -> list[tuple[str, int]]:
+        """Return the windows of the first tokens of a text, read one by one, and the tokens of each."""
         model = self._load()
         if model.max_seq_length in (None, math.inf):
             return [(clean_text(text), 1)]
         # A tokenizer reads all characters, also those that are then cut off.
-        beginning = text_beginning(text, MAX_TEXT_TOKENS, self.count_tokens)
+        beginning = text_beginning(text, most, self.count_tokens)
         options = {"add_special_tokens": False, "truncation": False, "return_offsets_mapping": True, "verbose": False}
         cleaned = clean_text(beginning)
         starts: list[int] = [start for start, _ in model.tokenizer(cleaned, **options)["offset_mapping"]]
-        if len(beginning) < len(text) or len(starts) > MAX_TEXT_TOKENS:
-            _log.warning("a text has more than %d tokens; only the first are embedded", MAX_TEXT_TOKENS)
-            cleaned, starts = cleaned[: [*starts, len(cleaned)][MAX_TEXT_TOKENS]], starts[:MAX_TEXT_TOKENS]
+        if len(beginning) < len(text) or len(starts) > most:
+            _log.warning("a text has more than %d tokens; only the first are embedded", most)
+            cleaned, starts = cleaned[: [*starts, len(cleaned)][most]], starts[:most]
         return split_windows(cleaned, starts, max(1, model.max_seq_length - self._added_tokens()))
 
     def _added_tokens(self) -> int:

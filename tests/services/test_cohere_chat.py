@@ -177,6 +177,7 @@ def test_a_failure_in_the_stream_is_its_last_event():
         ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
         ({"logprobs": True}, 400, "logprobs"),
         ({"p": -0.1}, 400, "top_p=-0.1"),
+        ({"p": 0, "temperature": -1}, 400, "temperature=-1"),
         ({"posfix": {"order": "nothing_like_it"}}, 400, "nothing_like_it"),
         ({"posfix": {"orders": "reverse"}}, 422, "posfix.orders"),
     ],

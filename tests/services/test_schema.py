@@ -56,6 +56,17 @@ NOT_IN_A_SCHEMA = (
     "text.format",  # likewise
     "writes no JSON by a schema",  # depends on the generator
     "response_format",  # a schema in JSON Schema, which the service reads
+    "is the id of no call before it",  # of an earlier message
+    "a block of type 'tool_use' is not supported",  # of the user: only answers have calls
+    "an item of type",  # 'message' without a role
+    "needs a name of 1 to 128",  # a tool of an old call
+    "a tool_choice of type",  # with the name of a tool of the request
+    "tool_choice=",
+    "a tool of type",
+    "is not supported; use one of system",  # the role of results of tools, where the format takes none
+    "tool_calls is not supported here",  # of a message that is no answer
+    "the arguments of a call must be",  # JSON in a text
+    "guided_grammar",
     "is empty; give",  # Python's white space has U+001C to U+001F, and JSON Schema's has not
 )
 """Beginnings of the messages that refuse a body for a rule that JSON Schema cannot state."""

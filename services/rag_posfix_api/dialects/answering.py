@@ -237,7 +237,7 @@ def chosen_sampling(defaults: Sampling, fields: Mapping[str, Any]) -> Sampling:
     """
     chosen = {name: value for name, value in fields.items() if value is not None}
     if chosen.get("top_p") == 0:
-        chosen |= {"top_p": 1.0, "temperature": 0.0}
+        return replace(replace(defaults, **{**chosen, "top_p": 1.0}), temperature=0.0)  # temperature is checked, too
     return replace(defaults, **chosen)
 
 

@@ -312,11 +312,11 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 @chat_route(router, "/api/chat", OLLAMA, "ollama_chat", OllamaChatResponse, lines=LINES)
 def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer] | Response:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
+    tools = tool_use(lambda: definitions(body.tools), "auto")
     if not body.messages:
         return _loaded(body, service, {"message": OllamaMessage(content="")})
     for message in body.messages:
         reject_fields(message.model_extra, {"images": (None, [])})
-    tools = tool_use(lambda: definitions(body.tools), "auto")
     check_free_answer(tools, {"format": bool(body.format)})
     question = _question(body, service, conversation(body.messages), role=body.messages[-1].role, tools=tools)
     return question, OllamaRenderer(body.model, chat=True)

@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.base import PassageRetriever
-from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings, split_windows
+from rag_posfix.retrieval.embeddings import MAX_QUESTION_TOKENS, MAX_TEXT_TOKENS, SentenceEmbeddings, split_windows
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.indexing import build_index
 from tests.support.cross_encoder import tiny_cross_encoder
@@ -191,10 +191,12 @@ def test_of_a_text_without_end_the_first_tokens_are_embedded_and_a_warning_says_
     embeddings = SentenceEmbeddings(encoder, device="cpu")
     words = ["t"] * MAX_TEXT_TOKENS  # a token each
     assert embeddings.embedded_tokens(" ".join(words)) == MAX_TEXT_TOKENS
-    within = embeddings.embed_query(" ".join(words))
+    within = embeddings.embed_documents([" ".join(words)])
     assert caplog.text == ""
-    assert embeddings.embed_query(" ".join([*words, "r"])) == within
+    assert embeddings.embed_documents([" ".join([*words, "r"])]) == within
     assert caplog.text.count("a text has more than 8192 tokens; only the first are embedded") == 1
+    asked = embeddings.embed_query(" ".join(words[:MAX_QUESTION_TOKENS]))
+    assert embeddings.embed_query(" ".join([*words[:MAX_QUESTION_TOKENS], "r"])) == asked
     assert embeddings.embedded_tokens("tiber " * 100_000) > MAX_TEXT_TOKENS
 
 
