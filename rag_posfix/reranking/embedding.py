@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from langchain_core.callbacks import Callbacks
@@ -19,9 +20,6 @@ from rag_posfix.text import checked_question, titled_text
 # The vector of one text differs by about 1e-7 with the batch that it was embedded in.
 _SCORE_DECIMALS = 6
 
-_READ_CHARACTERS = 1000
-"""Characters of a passage that are read: those of a request may have any length."""
-
 
 @RERANKERS.register("embedding")
 class EmbeddingReranker(ScoringReranker):
@@ -33,7 +31,7 @@ class EmbeddingReranker(ScoringReranker):
     Source: Karpukhin et al. (2020), Dense Passage Retrieval, section 3, https://arxiv.org/abs/2004.04906
     Formula: relevance_score = the cosine of the vectors of question and passage (title and text), or 0 if negative.
     Cost: tokens read, by the embedding model: each passage and the question once; nothing is cached.
-    Limits: of a passage, its title and text up to 1,000 characters are read.
+    Limits: of a passage, what the embedding model reads at a time.
 
     Attributes:
         embeddings: Any langchain embedding model; its vectors need not have length one.
@@ -54,18 +52,23 @@ class EmbeddingReranker(ScoringReranker):
         scores: Sequence[DocumentScore] = ()
         if distinct.documents:
             texts = _texts(distinct.documents)
-            vectors = await self.embeddings.aembed_documents(texts)
+            beginnings = getattr(self.embeddings, "embed_beginnings", None)
+            vectors = await (
+                self.embeddings.aembed_documents(texts) if beginnings is None else asyncio.to_thread(beginnings, texts)
+            )
             scores = _scores(distinct.documents, texts, vectors, await self.embeddings.aembed_query(question))
         return self._ranked(documents, distinct, scores)
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:
         texts = _texts(documents)
-        vectors = self.embeddings.embed_documents(texts)
+        embed: Callable[[list[str]], list[list[float]]]
+        embed = getattr(self.embeddings, "embed_beginnings", self.embeddings.embed_documents)
+        vectors = embed(texts)
         return _scores(documents, texts, vectors, self.embeddings.embed_query(question))
 
 
 def _text(document: CheckedDocument) -> str:
-    return titled_text(document.title, document.text)[:_READ_CHARACTERS]
+    return titled_text(document.title, document.text)
 
 
 def _texts(documents: Sequence[CheckedDocument]) -> list[str]:

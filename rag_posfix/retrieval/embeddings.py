@@ -53,8 +53,8 @@ class SentenceEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, each vector of length one.
 
     A text longer than the model reads (``max_tokens``) is embedded in windows of equal length: its vector is the mean
-    of theirs, weighted by their tokens. Of a text, the first 8,192 tokens are embedded, of a
-    question the first 256; a longer one logs a warning.
+    of theirs, weighted by their tokens. Of a text of more than 8,192 tokens, and of a question of more than 256, the
+    first window alone is embedded, with a warning.
 
     The model is loaded, and sentence-transformers imported, when the first text is embedded. Instances may be shared
     between threads.
@@ -138,15 +138,20 @@ class SentenceEmbeddings(Embeddings):
                 self._progress(len(vectors), len(texts))
         return vectors
 
+    def embed_beginnings(self, texts: Sequence[str]) -> list[list[float]]:
+        """Return the vector of the first window of each text: anybody may send long ones, at a bounded cost."""
+        return self._embed("encode_document", texts, most=MAX_QUESTION_TOKENS)
+
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question, with the model's query prompt if it has one."""
-        return self._embed("encode_query", [text])[0]
+        return self._embed("encode_query", [text], most=MAX_QUESTION_TOKENS)[0]
 
-    def _embed(self, method: str, texts: Sequence[str], *, at_once: bool = False) -> list[list[float]]:
+    def _embed(
+        self, method: str, texts: Sequence[str], *, at_once: bool = False, most: int = MAX_TEXT_TOKENS
+    ) -> list[list[float]]:
         """Return the vector of each text: of its only window, or the mean of its windows' vectors."""
         with self._lock:
             model = self._load()
-            most = MAX_QUESTION_TOKENS if method == "encode_query" else MAX_TEXT_TOKENS
             windows = [self._windows(text, most) for text in texts]
             parts = [part for each in windows for part, _ in each]
             if not (at_once and self._encoder is not None):
@@ -166,10 +171,12 @@ class SentenceEmbeddings(Embeddings):
         options = {"add_special_tokens": False, "truncation": False, "return_offsets_mapping": True, "verbose": False}
         cleaned = clean_text(beginning)
         starts: list[int] = [start for start, _ in model.tokenizer(cleaned, **options)["offset_mapping"]]
-        if len(beginning) < len(text) or len(starts) > most:
-            _log.warning("a text has more than %d tokens; only the first are embedded", most)
-            cleaned, starts = cleaned[: [*starts, len(cleaned)][most]], starts[:most]
-        return split_windows(cleaned, starts, max(1, model.max_seq_length - self._added_tokens()))
+        size = max(1, model.max_seq_length - self._added_tokens())
+        if len(beginning) < len(text) or len(starts) > most:  # such texts cost no more than short ones
+            _log.warning("a text has more than %d tokens; only its first %d are embedded", most, size)
+            starts = starts[: size + 1]
+            cleaned, starts = cleaned[: starts[size]] if len(starts) > size else cleaned, starts[:size]
+        return split_windows(cleaned, starts, size)
 
     def _added_tokens(self) -> int:
         """Return how many tokens the model adds to a text: the special ones, and its longest prompt."""

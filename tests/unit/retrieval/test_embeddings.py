@@ -191,12 +191,14 @@ def test_of_a_text_without_end_the_first_tokens_are_embedded_and_a_warning_says_
     embeddings = SentenceEmbeddings(encoder, device="cpu")
     words = ["t"] * MAX_TEXT_TOKENS  # a token each
     assert embeddings.embedded_tokens(" ".join(words)) == MAX_TEXT_TOKENS
-    within = embeddings.embed_documents([" ".join(words)])
+    embeddings.embed_documents([" ".join(words)])
     assert caplog.text == ""
-    assert embeddings.embed_documents([" ".join([*words, "r"])]) == within
-    assert caplog.text.count("a text has more than 8192 tokens; only the first are embedded") == 1
-    asked = embeddings.embed_query(" ".join(words[:MAX_QUESTION_TOKENS]))
-    assert embeddings.embed_query(" ".join([*words[:MAX_QUESTION_TOKENS], "r"])) == asked
+    size = embeddings.max_tokens - 2  # beside the model's own first and last tokens
+    first = embeddings.embed_documents([" ".join(words[:size])])
+    assert embeddings.embed_documents([" ".join([*words, "r"])]) == first
+    assert caplog.text.count(f"a text has more than 8192 tokens; only its first {size} are embedded") == 1
+    assert embeddings.embed_query(" ".join([*words[:MAX_QUESTION_TOKENS], "r"])) == first[0]
+    assert embeddings.embed_documents(["t" * 300_000])[0]  # a word without end is one token
     assert embeddings.embedded_tokens("tiber " * 100_000) > MAX_TEXT_TOKENS
 
 
