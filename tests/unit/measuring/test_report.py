@@ -210,6 +210,7 @@ def test_without_its_extra_a_report_is_written_without_charts_and_says_what_to_i
     assert "m,default,0.5" in files["csv"].read_text()
 
 
+@pytest.mark.slow
 def test_a_chart_that_cannot_be_drawn_costs_its_file_alone(tmp_path, monkeypatch, caplog):
     import vl_convert
 
