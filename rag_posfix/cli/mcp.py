@@ -24,7 +24,7 @@ def mcp(settings: Settings, index: Index = None) -> None:
     check_answer_fits(settings)
     import asyncio
 
-    from rag_posfix.mcp.stdio import serve_stdio
+    from rag_posfix.mcp.server import serve_stdio
     from rag_posfix.pipeline.build import build_pipeline, resolve_methods
 
     methods = resolve_methods(settings)

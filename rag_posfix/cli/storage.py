@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,24 +77,16 @@ def clear(as_json: AsJson = False) -> None:
 
 @models.command("list")
 def list_models(as_json: AsJson = False) -> None:
-    """List the packaged models: place, size, memory, answers.
-
-    Memory, seconds a question and right answers were measured on two cores, on 60 questions about files of 20 kinds.
-    """
+    """List the packaged models: use, size, memory and place."""
     settings = settings_from()
     emit({"models": [_describe_model(name, settings) for name in WEIGHTS]}, as_json, _show_models)
 
 
 def _show_models(data: dict[str, Any]) -> None:
-    rows = table("model", "use", "MB", "memory, GB", "s a question", "right", "here")
+    rows = table("model", "use", "MB", "memory, GB", "here")
     for model in data["models"]:
-        reader = model["reader"]
-        measured = (
-            ("-",) * 3
-            if reader is None
-            else (f"{reader['memory_megabytes'] / 1000:.1f}", f"{reader['seconds']:.1f}", f"{reader['right']:.0%}")
-        )
-        rows.add_row(model["name"], model["use"], str(model["megabytes"]), *measured, model["path"] or "no")
+        memory = f"{model['memory_megabytes'] / 1000:.1f}" if model["memory_megabytes"] else "-"
+        rows.add_row(model["name"], model["use"], str(model["megabytes"]), memory, model["path"] or "no")
     out().print(rows)
 
 
@@ -181,7 +172,7 @@ def _describe_model(name: str, settings: Settings) -> dict[str, Any]:
         "use": weights.use,
         "megabytes": weights.megabytes,
         "default": weights.default,
-        "reader": None if weights.reader is None else asdict(weights.reader),
+        "memory_megabytes": weights.memory_megabytes,
         "version": package_version(name),
         "path": None if paths is None else str(paths[0].parent),
     }

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from langchain_core.documents import Document
 from mcp.server import Server, ServerRequestContext
+from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
 from mcp_types import (
     INVALID_PARAMS,
@@ -25,6 +26,7 @@ from mcp_types import (
     ToolAnnotations,
 )
 
+from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.filters import combine_filters, matches, parse_filter
 from rag_posfix.contracts.retrieval import Retriever, current_of, retrieve_matching
@@ -208,3 +210,29 @@ def _retriever(pipeline: Pipeline, place: Place) -> Retriever:
     if retriever is None:
         raise ConfigError("this server has no index to search; name an index or a collection")
     return current_of(retriever)
+
+
+class PipelineBackend:
+    """Runs the tools on one pipeline, whose passages are all for the one caller."""
+
+    gives_text = True
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return ("index",) if self._pipeline.indexes else ()
+
+    async def run(self, work: Callable[[Pipeline], T], collection: str | None) -> T:
+        return await run_until_cancelled(lambda: work(self._pipeline))
+
+    def answered(self, answer: Answer) -> None:
+        """Count nothing: nobody else uses the process."""
+
+
+async def serve_stdio(pipeline: Pipeline, version: str) -> None:
+    """Serve until stdin ends. Nothing else may write to stdout."""
+    server = build_server(PipelineBackend(pipeline), version)
+    async with stdio_server() as (incoming, outgoing):
+        await server.run(incoming, outgoing, server.create_initialization_options())

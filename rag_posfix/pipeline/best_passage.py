@@ -11,10 +11,10 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.contracts.retrieval import SimilarityRange
+from rag_posfix.text import titled_text
 
 FAR_AHEAD = 0.2
-"""Lead in cosine of the packaged embedding model, chosen on half of the questions about own files: there every first
-passage with it had the answer. Models whose cosines are closer to each other have it more rarely."""
+"""Lead in cosine, for the packaged embedding model. Where cosines are closer to each other, it is rarer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BestPassage:
         first, second = (float(document.metadata.get("relevance_score") or 0.0) for document in documents[:2])
         if first - second < FAR_AHEAD or first < similarity.low:
             return False
-        text = _titled(documents[0])
+        text = titled_text(documents[0].metadata.get("title"), documents[0].page_content).strip()
         rest = _without_words(self.without_copies(text, question), question).strip()
         return rest == text or (bool(rest) and self._cosine(question, rest) >= similarity.low)
 
@@ -57,8 +57,3 @@ def _without_words(text: str, question: str) -> str:
     """Return the text without the words of the question in a row: a short question copied."""
     words = map(re.escape, re.findall(r"\w+", question))
     return re.sub(r"\b" + r"\W+".join(words) + r"\b\W*", "", text, flags=re.IGNORECASE)
-
-
-def _titled(document: Document) -> str:
-    title = document.metadata.get("title")
-    return f"{title}\n{document.page_content}".strip() if title else document.page_content.strip()

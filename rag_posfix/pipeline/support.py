@@ -33,8 +33,7 @@ JUDGING_HIDDEN_SIZE = 1536
 NO_BELOW, YES_FROM = 0.0, 0.6
 """Log-odds of the best passage: below the first no passage has the answer, from the second on one has it.
 
-Below 0 each passage makes "yes" less likely than no passage does. On lists of ten passages a model of 1.5 billion
-parameters gives the right ones .62 and more, wrong ones .24 at most.
+Below 0 each passage makes "yes" less likely than no passage does.
 """
 
 _ASKS = re.compile(

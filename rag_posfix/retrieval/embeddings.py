@@ -53,8 +53,8 @@ class SentenceEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, each vector of length one.
 
     A text longer than the model reads (``max_tokens``) is embedded in windows of equal length: its vector is the mean
-    of theirs, weighted by their tokens. Of a text of more than 8,192 tokens, and of a question of more than 256, the
-    first window alone is embedded, with a warning.
+    of theirs, weighted by their tokens. Of a text of more than 8,192 tokens the first window alone is embedded, with
+    a warning; of a question, and of a passage that is ranked, of more than 256 tokens too, without one.
 
     The model is loaded, and sentence-transformers imported, when the first text is embedded. Instances may be shared
     between threads.
@@ -173,7 +173,8 @@ class SentenceEmbeddings(Embeddings):
         starts: list[int] = [start for start, _ in model.tokenizer(cleaned, **options)["offset_mapping"]]
         size = max(1, model.max_seq_length - self._added_tokens())
         if len(beginning) < len(text) or len(starts) > most:  # such texts cost no more than short ones
-            _log.warning("a text has more than %d tokens; only its first %d are embedded", most, size)
+            if most == MAX_TEXT_TOKENS:
+                _log.warning("a text has more than %d tokens; only its first %d are embedded", most, size)
             starts = starts[: size + 1]
             cleaned, starts = cleaned[: starts[size]] if len(starts) > size else cleaned, starts[:size]
         return split_windows(cleaned, starts, size)

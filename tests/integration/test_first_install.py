@@ -80,7 +80,7 @@ def test_the_first_snippet_runs_after_the_lines_before_it(environment):
     answered = run(str(python), "-c", PYTHON)
     assert answered.returncode == 0, answered.stderr
     assert "Ilse Korvanth" in answered.stdout
-    assert "reading with SmolLM2-135M-Instruct; a better reader is" in answered.stderr
+    assert "reading with SmolLM2-135M-Instruct; a larger reader is" in answered.stderr
     assert answered.stderr.rstrip().count("rag-posfix models fetch") == 1
     assert run("rag-posfix", "models", "remove", "minilm").stdout.startswith("removed ")
     assert run("rag-posfix", "models", "path", "minilm").returncode == 1

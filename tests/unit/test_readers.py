@@ -10,7 +10,7 @@ import pytest
 from rag_posfix import weight_packages
 from rag_posfix.process import memory_of_machine
 from rag_posfix.settings import Settings
-from rag_posfix.weight_packages import READERS, WEIGHTS, Reader, Weights, choose_reader, reader_notice
+from rag_posfix.weight_packages import READERS, WEIGHTS, Weights, choose_reader, reader_notice
 from tests.support.command_line import command_line
 
 LARGE, MIDDLE, SMALL = READERS
@@ -21,14 +21,10 @@ GB = 10**9
 def fetched(monkeypatch, tmp_path):
     """Return a function that puts readers of 10, 2 and 1 GB of memory into the folder of caches."""
     known = {
-        name: Weights(
-            f"{name}-title, a reader", ((f"{name[:3]}_weights", "x"),), "1", "", 100, reader=Reader(mb, 1, 0.5)
-        )
+        name: Weights(f"{name}-title, a reader", ((f"{name[:3]}_weights", "x"),), "1", "", 100, memory_megabytes=mb)
         for name, mb in ((LARGE, 10_000), (MIDDLE, 2_000), (SMALL, 1_000))
     }
-    known[LARGE] = Weights(
-        "large-title, a reader", (("large_weights", "x"),), "1", "", 100, reader=Reader(10_000, 1, 0.5)
-    )
+    known[LARGE] = Weights("large-title, a reader", (("large_weights", "x"),), "1", "", 100, memory_megabytes=10_000)
     monkeypatch.setattr(weight_packages, "WEIGHTS", known)
 
     def fetch(*names: str) -> Path:
@@ -59,12 +55,12 @@ def test_the_best_reader_that_is_fetched_and_fits_the_memory_is_taken(fetched, h
 def test_the_line_names_the_reader_and_what_a_better_one_costs(fetched):
     folder = fetched(SMALL)
     notice = reader_notice(SMALL, folder)
-    assert notice.startswith("reading with smollm2-title; a better reader is 100 MB and takes 2.0 GB of memory: ")
+    assert notice.startswith("reading with smollm2-title; a larger reader is 100 MB and takes 2.0 GB of memory: ")
     assert notice.endswith(f"rag-posfix models fetch {MIDDLE}")
     fetched(MIDDLE)
     for name in (SMALL, MIDDLE):
         assert reader_notice(name, folder).endswith(
-            "the best fetched reader that fits the memory; --model names another"
+            "the largest fetched reader that fits the memory; --model names another"
         )
 
 
@@ -90,17 +86,13 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path):
     assert memory_of_machine(limit) == 1000
 
 
-def test_the_list_has_size_memory_speed_and_score_of_each_reader(capsysbinary):
+def test_the_list_has_size_and_memory_of_each_reader(capsysbinary):
     code, text, _ = command_line(capsysbinary)("models", "list", "--json")
     assert code == 0
     listed = {model["name"]: model for model in json.loads(text)["models"]}
     assert listed.keys() == WEIGHTS.keys()
-    for name in READERS:
-        reader = listed[name]["reader"]
-        assert listed[name]["megabytes"] < reader["memory_megabytes"]
-        assert reader["seconds"] > 0
-        assert 0 < reader["right"] <= 1
-    assert listed["minilm"]["reader"] is None
+    assert all(listed[name]["megabytes"] < listed[name]["memory_megabytes"] for name in READERS)
+    assert listed["minilm"]["memory_megabytes"] == 0
     code, text, _ = command_line(capsysbinary)("models", "list")
     assert code == 0
     assert "memory, GB" in text

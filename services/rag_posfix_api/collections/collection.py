@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +30,13 @@ from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.documents import IndexEntry, deep_copy, stored_copy
 from rag_posfix.retrieval.ingest.passages import PassageSize
-from rag_posfix_api.collections.collection_files import collection_file
 from rag_posfix_api.collections.external import ExternalPassages, PassageStore, check_reserved, sent_copies
 from rag_posfix_api.collections.passages import EmbeddedPassages, Passages, check_ids, split_documents
 from rag_posfix_api.http.errors import NotFoundError, StorageError, TooLargeError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
+_FILE = re.compile(r"documents-[^.]*\.sqlite")
 _TEXTS_PER_STEP = 64
 _ROWS_PER_STEP = 1000
 WAIT_SECONDS = 30.0
@@ -48,6 +50,42 @@ _MOST_COPIES = 16_000_000
 """Characters of metadata that one request stores: each passage has the metadata of its document."""
 
 Removed = Callable[[Sequence[Document]], None]
+
+
+def collection_file(folder: Path) -> Path | None:
+    """Return the file of the collection in ``folder``; None if there is no collection.
+
+    Its name has an id that is new whenever a collection is created, so that a process that has the file open sees that
+    the collection was deleted and created again.
+
+    Raises:
+        OSError: the folder cannot be listed; whether there is a collection is then unknown.
+        RetrievalError: there are several files.
+    """
+    files = sorted(filter(_FILE.fullmatch, file_names(folder)))
+    if len(files) > 1:
+        raise RetrievalError(
+            f"collection {str(folder)!r} is damaged: it has {len(files)} files, {', '.join(files)}; move away those "
+            "that are copies"
+        )
+    return folder / files[0] if files else None
+
+
+def is_collection(folder: Path) -> bool:
+    """Return whether there is a collection in ``folder``; a folder that cannot be listed counts as one."""
+    try:
+        return any(_FILE.fullmatch(name) for name in file_names(folder))
+    except OSError:
+        return True
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return the names in ``folder``, which need not exist. ``Path.glob`` and ``exists`` pass over other errors."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @dataclass(frozen=True, slots=True)

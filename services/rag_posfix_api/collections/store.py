@@ -24,8 +24,15 @@ from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.index.document_file import DocumentFile
 from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
 from rag_posfix.retrieval.ingest.passages import PassageSize
-from rag_posfix_api.collections.collection import Collection, CollectionFailures, existing_file, storage_errors
-from rag_posfix_api.collections.collection_files import collection_file, file_names, is_collection
+from rag_posfix_api.collections.collection import (
+    Collection,
+    CollectionFailures,
+    collection_file,
+    existing_file,
+    file_names,
+    is_collection,
+    storage_errors,
+)
 from rag_posfix_api.collections.external import PassageStore
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, StorageError, TooLargeError
 

@@ -6,8 +6,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from mcp import Client
 from mcp.shared.exceptions import MCPError
 
-from rag_posfix.mcp.server import build_server
-from rag_posfix.mcp.stdio import PipelineBackend
+from rag_posfix.mcp.server import PipelineBackend, build_server
 from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
