@@ -13,18 +13,9 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.text import NO_PASSAGE_TEXT
-from tests.support.serving import BRIDGE, CHAT, QUESTION, ListRetriever, chat, client_for, make_pipeline
+from tests.support.serving import BRIDGE, CHAT, CHAT_BODIES, QUESTION, ListRetriever, chat, client_for, make_pipeline
 
 MEMORY = f"No passages for: {QUESTION}"
-MESSAGES = [{"role": "user", "content": QUESTION}]
-
-DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "openai": (CHAT, {"model": "fake", "messages": MESSAGES}),
-    "responses": ("/v1/responses", {"model": "fake", "input": QUESTION}),
-    "anthropic": ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 32}),
-    "cohere": ("/v2/chat", {"model": "fake", "messages": MESSAGES}),
-    "ollama": ("/api/chat", {"model": "fake", "messages": MESSAGES, "stream": False}),
-}
 
 
 def answer(client: TestClient, **fields: Any) -> tuple[str, bool]:
@@ -34,13 +25,12 @@ def answer(client: TestClient, **fields: Any) -> tuple[str, bool]:
     return body["choices"][0]["message"]["content"], body["grounded"]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_index_without_a_passage_for_it_is_told_in_every_format(dialect: str):
-    path, body = DIALECTS[dialect]
-    response = client_for(make_pipeline(retriever=ListRetriever())).post(path, json=body)
+@pytest.mark.parametrize("path", CHAT_BODIES)
+def test_an_index_without_a_passage_for_it_is_told_in_every_format(path: str):
+    response = client_for(make_pipeline(retriever=ListRetriever())).post(path, json=CHAT_BODIES[path])
     assert response.status_code == 200
     assert NO_PASSAGE_TEXT in response.text
-    extra = response.json() if dialect == "openai" else response.json()["posfix"]
+    extra = response.json() if path == CHAT else response.json()["posfix"]
     assert (extra["grounded"], extra["truncated"], extra["documents"]) == (False, [], [])
 
 
