@@ -1,5 +1,6 @@
 """Settings of the whole test run. Weights are found without the network; nothing here loads a model."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,15 @@ def _settings_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 def _own_data(monkeypatch: pytest.MonkeyPatch, _settings_folder: Path) -> None:
     """The keys that a service of a test creates are not those of the next test."""
     monkeypatch.setenv("RAG_POSFIX_SERVICE_DATA_DIR", str(_settings_folder / uuid4().hex))
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    """A service or command that a test starts in this process leaves the level of the log as it was."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

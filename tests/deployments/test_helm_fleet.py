@@ -173,6 +173,7 @@ def test_egress_rules_of_ones_own_are_added_to_the_others():
     kubernetes_validate.validate(policy, "1.37", strict=True)
 
 
+@pytest.mark.slow
 def test_a_ray_service_is_what_ray_serve_and_the_application_take(tmp_path):
     schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
     values = rendered_with(RAY, {"ingress": {"enabled": True, "hosts": ["a.example"]}})

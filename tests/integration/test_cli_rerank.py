@@ -56,6 +56,7 @@ class TestRerank:
         for name in ("record", "page", "plot"):
             assert Path(found[name]).is_file()
 
+    @pytest.mark.slow
     def test_a_folder_is_enough_and_the_result_is_a_table(self, run, folder, tmp_path):
         code, out, _ = run("eval", "rerank", "--corpus", folder, "--reranker", "embedding", "--out", tmp_path / "out")
         assert code == 0

@@ -83,6 +83,7 @@ def test_help_starts_with_at_most_sixty_characters():
         ("hybrid", "hybrid (first stage)"),
     ],
 )
+@pytest.mark.slow
 def test_methods_describes_orders_rerankers_and_first_stages(run, name, first_line):
     code, out, _ = run("methods", name)
     lines = out.splitlines()

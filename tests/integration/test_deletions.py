@@ -159,6 +159,7 @@ def test_the_log_outlives_a_full_redis_that_evicts_every_entry(redis_server, ope
     assert redis_server.command("TTL", "rag_posfix:answer-deletions") == b":-1\r\n"
 
 
+@pytest.mark.slow
 def test_clear_reaches_the_memory_of_other_processes(redis_server, open_cache, clock):
     cache = open_cache()
     with Process(redis_server.url) as other:

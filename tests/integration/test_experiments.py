@@ -137,6 +137,7 @@ def test_questions_may_be_given_in_place_of_a_file(data, settings):
     assert len(given.head["data"]["sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_reranking(run, settings, tmp_path):
     folder, out = write_collection(tmp_path / "beir"), tmp_path / "out"
     printed = run("eval", "rerank", "--corpus", folder, "--reranker", "embedding", "--depth", 3, "--out", out)

@@ -240,6 +240,7 @@ def test_copies_of_killed_processes_are_not_found_and_go_with_the_collection(tmp
     assert copies(tenants) == []
 
 
+@pytest.mark.slow
 def test_collections_stay_in_their_store(tmp_path: Path):
     address = qdrant(tmp_path)
     tenants = opened(tmp_path, address)

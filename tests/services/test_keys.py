@@ -419,6 +419,7 @@ def test_an_unknown_id_cannot_be_revoked(tmp_path: Path):
         KeyStore(tmp_path).revoke("0")
 
 
+@pytest.mark.slow
 def test_a_file_of_keys_that_cannot_be_written_is_no_fault_of_the_caller(tmp_path: Path):
     tenants = Tenants(tmp_path)
     admin = tenants.client("ops", scopes=("admin",))

@@ -106,6 +106,7 @@ def test_an_origin_that_is_no_origin_is_refused(origin: str):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+@pytest.mark.slow
 def test_a_compressed_body_is_refused_with_the_encoding_that_is_taken(encoding: str):
     response = client_for().post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": encoding})
     assert response.status_code == 415

@@ -64,6 +64,7 @@ def test_a_conversation_with_documents(client: openai.OpenAI):
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_ten_types_of_events_in_order(client: openai.OpenAI):
     events = list(client.responses.create(model="fake", input=QUESTION, stream=True))
     assert [event.type for event in events] == [

@@ -32,6 +32,7 @@ def client(generator: PromptKeeper, allowed: str) -> Any:
 
 
 @pytest.mark.parametrize("path", CHAT_BODIES)
+@pytest.mark.slow
 def test_a_template_is_chosen_in_every_dialect(generator: PromptKeeper, path: str):
     service = client(generator, "any")
     for template, opening in (("full-de", "Beantworte die Frage nur"), (FIELDS, "Read.\n\n")):

@@ -99,10 +99,12 @@ class WarmPython:
     ) -> WarmProcess:
         """Start a program in ``folder``; stdout and stderr go to the file ``output``.
 
-        Sources are those of ``PYTHONPATH`` in ``environment``; without it, those of ``folder``.
+        Sources are those of ``PYTHONPATH`` in ``environment``; without it, those of ``folder``. No coverage is
+        measured: a test run inside of this one would write its own over that of the worker.
         """
         own = os.pathsep.join([str(folder), str(folder / "services")])
         variables = {**os.environ, "PYTHONPATH": own} if environment is None else dict(environment)
+        variables = {name: value for name, value in variables.items() if not name.startswith("SLIPCOVER_")}
         words = [str(argument) for argument in arguments]
         output.write_text("")
         pid = self.ask(arguments=words, folder=str(folder), output=str(output), environment=variables)

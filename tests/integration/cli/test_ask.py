@@ -43,6 +43,7 @@ class TestAsk:
         assert set(found["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
         assert {"retrieve", "assemble", "cache", "queue", "prefill", "decode"} == set(found["timings"])
 
+    @pytest.mark.slow
     def test_the_second_time_the_answer_comes_from_the_cache_on_disk_if_there_is_one(
         self, run, index, cache_dir, monkeypatch
     ):
@@ -105,6 +106,7 @@ class TestAsk:
         assert (allowed.code, allowed.json["grounded"], allowed.json["documents"]) == (0, False, [])
         assert allowed.json["usage"]["completion_tokens"] > 0
 
+    @pytest.mark.slow
     def test_filters_choose_among_the_passages(self, run, index):
         arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json"]
         ids = {document["id"] for document in run(*arguments).json["documents"]}

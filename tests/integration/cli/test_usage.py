@@ -221,6 +221,7 @@ class TestUsage:
         assert done.stderr == "WARNING rag_posfix.x: ours\n"
 
 
+@pytest.mark.slow
 def test_an_error_is_printed_although_nobody_reads_its_json():
     reader, writer = os.pipe()
     os.close(reader)

@@ -40,6 +40,7 @@ def all_families(vocabulary):
     return ((name, stock_tokenizer(vocabulary, name)) for name in CONTROLS)
 
 
+@pytest.mark.slow
 def test_ids_and_spans_are_those_of_the_stock_tokenizer(families):
     vocabulary, tokenizers = families
     for name, tokenizer, encoder in tokenizers:

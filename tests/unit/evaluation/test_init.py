@@ -29,6 +29,7 @@ def test_an_unknown_name_is_an_attribute_error():
         evaluation.evaluate  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_no_model_library():
     code = (
         "import json, sys, rag_posfix.evaluation; rag_posfix.evaluation.read_record; "

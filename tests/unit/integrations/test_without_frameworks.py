@@ -11,6 +11,7 @@ import pytest
         ("rag_posfix.integrations.llama_index", "llama_index", "llama-index"),
     ],
 )
+@pytest.mark.slow
 def test_an_adapter_whose_framework_is_missing_names_the_extra(module, framework, extra):
     code = f"import sys; sys.modules['{framework}'] = None; import {module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

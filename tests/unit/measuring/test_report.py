@@ -96,6 +96,7 @@ def ticks(svg, axis):
     return ["".join(text.itertext()) for text in labels]
 
 
+@pytest.mark.slow
 def test_ticks_on_the_chart_of_cost_are_round_numbers_and_shares_go_from_0_to_1():
     measured = {"none": {**NUMBERS, "ttft_ratio": 1.0}, "default": {**NUMBERS, "ttft_ratio": 2.2}}
     svg = ElementTree.fromstring(draw_cost({"measured": measured}).svg())

@@ -34,6 +34,7 @@ def test_a_tiny_copy_loads_as_the_table_says(name):
 
 
 @pytest.mark.parametrize("name", CHAT_MODELS)
+@pytest.mark.slow
 def test_the_default_answer_is_the_same_in_every_order_of_passages(name):
     model = tiny_model(CHAT_MODELS[name].config())
     engine = Engine(LoadedModel(model, prepare(model)), ToyEncoder(), name, name)

@@ -111,6 +111,7 @@ def test_commands_follow_from_the_registry(capsysbinary):
     assert all(flag in options for flag in ("--pairs", "--rounds", "--seed", "--out", "--model", "--json"))
 
 
+@pytest.mark.slow
 def test_a_saved_decoder_is_probed_from_the_command_line(capsysbinary, tmp_path):
     small_decoder("rope").decoder.save(tmp_path / "model")
     call = command_line(capsysbinary)

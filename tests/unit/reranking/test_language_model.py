@@ -33,6 +33,7 @@ def test_of_more_candidates_than_the_window_the_first_are_read_and_the_others_st
     assert result[3].metadata["reranking"] == {"reranker": "attention_sorting", "raw_score": None, "read": False}
 
 
+@pytest.mark.slow
 def test_ten_thousand_candidates_are_one_window_and_the_rest():
     reader, reranker = sorting()
     given = documents(*map(str, range(10_000)))

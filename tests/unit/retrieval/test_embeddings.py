@@ -30,6 +30,7 @@ def minilm():
     return SentenceEmbeddings(batch_size=2)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_or_loaded_before_the_first_text():
     code = (
         "import sys\n"

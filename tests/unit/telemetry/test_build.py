@@ -60,6 +60,7 @@ def test_it_is_off_unless_it_is_configured():
     assert (OFF.tracer_provider, OFF.meter_provider, OFF.content) == (None, None, False)
 
 
+@pytest.mark.slow
 def test_opentelemetry_is_imported_only_when_it_is_used():
     code = (
         "import sys; from rag_posfix.settings import TelemetrySettings; "

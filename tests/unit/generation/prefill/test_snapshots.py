@@ -155,6 +155,7 @@ def test_short_passages_and_rows_of_several_passages_are_not_stored() -> None:
     assert store.stats()["tiers"][0]["entries"] == 0
 
 
+@pytest.mark.slow
 def test_rows_whose_caches_cannot_be_joined_are_read_one_after_another() -> None:
     loaded = loaded_as("deepseek_v4")
     assert loaded.snapshots is not None
