@@ -97,6 +97,7 @@ def test_an_answer_that_was_being_computed_during_the_deletion_is_not_served(ope
     assert cache.get("key") == ANSWER, "the document may have been added again"
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_read_the_log_serves_nothing_after_the_lease(redis_server, open_cache, clock):
     strict, lenient = open_cache(timeout_seconds=2), open_cache(lease_seconds=0.0, timeout_seconds=2)
     stored(strict, "a")
@@ -116,6 +117,7 @@ def test_a_process_that_cannot_read_the_log_serves_nothing_after_the_lease(redis
     wait_until(lambda: lenient.get("b") is None)
 
 
+@pytest.mark.slow
 def test_a_redis_that_lost_everything_is_told_the_deletions_again(redis_server, open_cache, tmp_path, clock):
     first, second = open_cache(), open_cache(DiskTier(tmp_path, BlobCodec(), busy_seconds=60))
     stored(second)

@@ -169,6 +169,7 @@ def test_the_name_of_the_service_comes_from_the_standard_variable(monkeypatch: p
     assert named["service.name"] == "answers"
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_down_costs_no_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")  # nobody listens on the discard port
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")  # for this test; ten seconds otherwise
