@@ -20,8 +20,6 @@ from rag_posfix.generation.engine import Engine
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 APART = {
-    "parallel_windows": {},
-    "set_prompting": {},
     "parallel_encoding": {},
     "context_experts": {},
     "passage_answers": {"answer_tokens": 3},  # the drafts take most of the time
@@ -71,7 +69,7 @@ def sessions_of(half, asked, folder):
 
 @pytest.mark.parametrize(
     ("question", "name"),
-    [(QUESTIONS[0], name) for name in METHODS] + [(QUESTIONS[1], "parallel_windows"), (QUESTIONS[1], "none")],
+    [(QUESTIONS[0], name) for name in METHODS if name != "none"] + [(QUESTIONS[1], "none")],
     ids=lambda value: getattr(value, "id", value),
 )
 def test_the_answer_is_the_same_whatever_the_store_holds(half, tmp_path, monkeypatch, question, name):

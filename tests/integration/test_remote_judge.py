@@ -53,11 +53,11 @@ def build(server: str, tmp_path: Path) -> Iterator[Callable[..., Pipeline]]:
         pipeline.close()
 
 
-def answers_in_all_orders(pipeline: Pipeline, documents: tuple[Document, ...]) -> list[Any]:
+def answers_in_three_orders(pipeline: Pipeline, documents: tuple[Document, ...]) -> list[Any]:
     sampling = Sampling(max_tokens=3)
     return [
         pipeline.ask(Question(QUESTION, documents=order, sampling=sampling, use_cache=False))
-        for order in itertools.permutations(documents)
+        for order in itertools.islice(itertools.permutations(documents), 0, None, 2)
     ]
 
 
@@ -69,12 +69,12 @@ def answers_in_all_orders(pipeline: Pipeline, documents: tuple[Document, ...]) -
         ("yes_no:mass=0.7", "repeated_passages", None, True),
     ],
 )
-def test_answers_are_the_same_in_every_order_of_the_passages(
+def test_answers_are_the_same_in_three_orders_of_the_passages(
     build, reranker: str, mitigation: str, n_read: int | None, kept: bool
 ):
     pipeline = build(reranker=reranker, mitigation=mitigation, cache=CacheSettings(enabled=kept))
-    answers = answers_in_all_orders(pipeline, PASSAGES[:3])
-    assert len(answers) == 6
+    answers = answers_in_three_orders(pipeline, PASSAGES[:3])
+    assert len(answers) == 3
     assert len({answer.text for answer in answers}) == 1
     assert len({tuple((document.id, document.score) for document in answer.documents) for answer in answers}) == 1
     scores = [document.score for document in answers[0].documents]
@@ -85,7 +85,7 @@ def test_answers_are_the_same_in_every_order_of_the_passages(
 
 
 def test_rotations_vote_and_do_not_depend_on_the_order(build):
-    answers = answers_in_all_orders(build(reranker="yes_no", mitigation="canonical_rotations:rows=3"), PASSAGES[:3])
+    answers = answers_in_three_orders(build(reranker="yes_no", mitigation="canonical_rotations:rows=3"), PASSAGES[:3])
     assert len({answer.text for answer in answers}) == 1
     assert answers[0].usage.completion_tokens > 3, "three rows wrote"
 

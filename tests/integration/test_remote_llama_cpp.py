@@ -238,7 +238,7 @@ def test_prompts_that_are_read_alone_have_equal_scores_in_every_order(alone: str
 
 @pytest.mark.parametrize(
     ("mitigation", "reranker", "n_read", "every"),
-    [("none", "yes_no:top_n=3", 3, 1), ("canonical_rotations:rows=3", "yes_no", 4, 23)],
+    [("none", "yes_no:top_n=3", 3, 4), ("canonical_rotations:rows=3", "yes_no", 4, 23)],
 )
 def test_one_answer_over_all_orders(
     server: str, tmp_path: Path, mitigation: str, reranker: str, n_read: int, every: int
