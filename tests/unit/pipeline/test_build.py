@@ -139,6 +139,7 @@ def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_p
     assert closed == [True]
 
 
+@pytest.mark.slow
 def test_a_model_that_differs_in_its_last_byte_answers_for_itself(tmp_path, monkeypatch):
     """Its first MiB is that of the other: only a digest of the whole file tells them apart."""
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
