@@ -120,7 +120,7 @@ def test_requests_sent_ahead_are_not_parsed_beyond_sixteen_and_all_are_answered_
         assert generator.entered.wait(10)
         (protocol,) = (each for each in server.server_state.connections if getattr(each, "pipeline", None))
         for _ in range(3):  # the event loop has read what it reads by then
-            assert httpx2.get(url + "/livez").status_code == 200
+            assert httpx2.get(url + "/livez", timeout=60).status_code == 200
         assert len(protocol.pipeline) == MAX_QUEUED == 16
         generator.gate.set()
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -156,7 +156,7 @@ def test_trailers_count_as_head_bytes():
 
 
 def test_a_connection_without_a_request_stays_open_for_keep_alive_seconds():
-    with running(make_pipeline(), keep_alive_seconds=90) as (url, server), httpx2.Client() as client:
+    with running(make_pipeline(), keep_alive_seconds=90) as (url, server), httpx2.Client(timeout=60) as client:
         assert client.get(url + "/livez").status_code == 200
         assert server.config.timeout_keep_alive == 90
     with running(make_pipeline()) as (_, server):

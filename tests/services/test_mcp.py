@@ -72,7 +72,7 @@ async def test_the_tools_answer_over_http(mode):
             assert [source["id"] for source in answer["sources"]] == ["bridge"]
             (contents,) = (await client.read_resource(answer["sources"][0]["uri"])).contents
             assert contents.text == BRIDGE
-        metrics = httpx2.get(url + "/metrics").text
+        metrics = httpx2.get(url + "/metrics", timeout=60).text
     assert 'route="/mcp"' in metrics
     assert 'dialect="mcp"' in metrics
 
@@ -93,9 +93,9 @@ async def test_a_collection_of_the_tenant_is_searched_asked_and_read(keys):
     secrets = {tenant: keys.create(tenant, scopes=("read", "write"))[1] for tenant in ("a", "b")}
     with serving(pipeline(), data_dir=keys.folder) as url:
         headers = {"authorization": f"Bearer {secrets['a']}"}
-        httpx2.post(url + "/v1/collections", json={"name": "notes"}, headers=headers).raise_for_status()
+        httpx2.post(url + "/v1/collections", json={"name": "notes"}, headers=headers, timeout=60).raise_for_status()
         body = {"documents": [{"id": "n1", "text": "The mill of Orva was built in 1870."}]}
-        httpx2.post(url + "/v1/collections/notes/documents", json=body, headers=headers).raise_for_status()
+        httpx2.post(url + "/v1/collections/notes/documents", json=body, headers=headers, timeout=60).raise_for_status()
         async with agent(url, secrets["a"]) as client:
             found = await client.call_tool("search", {"query": "mill", "collection": "notes"})
             (passage,) = found.structured_content["passages"]
@@ -117,14 +117,14 @@ def test_a_missing_wrong_or_scopeless_key_is_refused_before_the_message_is_read(
     with serving(pipeline(), data_dir=keys.folder) as url:
         for key, status in ((None, 401), ("rpx-wrong", 401), (metrics_only, 403)):
             sent = HEADERS | ({} if key is None else {"authorization": f"Bearer {key}"})
-            assert httpx2.post(url + "/mcp", json=LIST, headers=sent).status_code == status
+            assert httpx2.post(url + "/mcp", json=LIST, headers=sent, timeout=60).status_code == status
 
 
 def test_messages_count_against_the_quota_of_a_key(keys):
     key = keys.create("a", scopes=("read",), requests_per_minute=2)[1]
     with serving(pipeline(), data_dir=keys.folder) as url:
         sent = HEADERS | {"authorization": f"Bearer {key}"}
-        statuses = [httpx2.post(url + "/mcp", json=LIST, headers=sent).status_code for _ in range(3)]
+        statuses = [httpx2.post(url + "/mcp", json=LIST, headers=sent, timeout=60).status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
 
 

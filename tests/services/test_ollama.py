@@ -196,14 +196,16 @@ def embedding_client() -> Iterator[ollama.Client]:
 @pytest.mark.parametrize(("path", "body"), [("/api/generate", {}), ("/api/chat", {"messages": []})])
 @pytest.mark.parametrize(("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload")])
 def test_a_request_without_a_question_loads_the_model(url: str, path, body, stream, keep_alive, reason):
-    response = httpx2.post(url + path, json={"model": "fake", "stream": stream, "keep_alive": keep_alive, **body})
+    response = httpx2.post(
+        url + path, json={"model": "fake", "stream": stream, "keep_alive": keep_alive, **body}, timeout=60
+    )
     answer = response.json()
     assert (answer["done"], answer["done_reason"], answer["model"]) == (True, reason, "fake")
     assert answer.get("response", answer.get("message", {}).get("content")) == ""
 
 
 def test_a_model_that_is_not_served_cannot_be_loaded(url: str):
-    assert httpx2.post(url + "/api/generate", json={"model": "llama3"}).status_code == 404
+    assert httpx2.post(url + "/api/generate", json={"model": "llama3"}, timeout=60).status_code == 404
 
 
 def test_the_client_lists_the_model_in_memory(client: ollama.Client):

@@ -154,7 +154,7 @@ def test_a_server_that_is_busy_for_hours_costs_no_permit(tmp_path: Path):
         for _ in range(3):
             response = httpx2.post(url + CHAT, json=BODIES[CHAT], timeout=60)
             assert (response.status_code, response.headers["retry-after"]) == (429, "600")
-        assert "rag_posfix_running_answers 0.0" in httpx2.get(url + "/metrics", timeout=60).text
+        wait_until(lambda: "rag_posfix_running_answers 0.0" in httpx2.get(url + "/metrics", timeout=60).text)
     assert len(server.bodies) == 3
 
 
