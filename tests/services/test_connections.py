@@ -117,7 +117,7 @@ def test_requests_sent_ahead_are_not_parsed_beyond_sixteen_and_all_are_answered_
         many_lines = b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 40 + b"\r\n"
         unknown = as_bytes("/unknown", b"\n" * 5000)
         connection.sendall(as_bytes(CHAT, question) + LIVE * 200 + (many_lines + unknown) * 10)
-        assert generator.entered.wait(10)
+        assert generator.entered.wait(60)
         (protocol,) = (each for each in server.server_state.connections if getattr(each, "pipeline", None))
         for _ in range(3):  # the event loop has read what it reads by then
             assert httpx2.get(url + "/livez", timeout=60).status_code == 200

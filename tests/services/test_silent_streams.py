@@ -148,7 +148,7 @@ def test_an_error_of_the_first_moment_keeps_its_status():
         ThreadPoolExecutor(1) as pool,
     ):
         first = pool.submit(post, url)
-        assert generator.entered.wait(10)
+        assert generator.entered.wait(60)
         assert post(url, stream=True, documents=["other"]).status_code == 429
         generator.gate.set()
         answer: Any = first.result().json()
