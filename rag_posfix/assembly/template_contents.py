@@ -21,6 +21,8 @@ _MOST_MESSAGES = 256
 """Of a conversation whose contents are looked for: the cost grows with the square of their number."""
 
 _warned: WeakSet[TokenEncoder] = WeakSet()
+_probed: WeakSet[TokenEncoder] = WeakSet()
+_PROBE = "A passage of some words, and of two lines.\nIt is the second.\n\n"
 
 
 def written_contents(
@@ -38,22 +40,55 @@ def written_contents(
 
     Returns:
         None if ``filled`` is what the template writes, or if the places cannot be told, which logs a warning.
+
+    Raises:
+        ConfigError: the template refuses a content.
     """
     try:
         rendered = encoder.render_chat(messages, open_answer=True)
-        if rendered == filled:
-            return None
+    except ConfigError:
+        if all(message["content"].strip() for message in messages):
+            raise
+        warn_once(encoder)  # passages may fill what is empty
+        return None
+    if rendered == filled:
+        return None
+    try:
         spans = [
             _find(encoder, messages, n, rendered) for n in range(len(messages)) if len(messages) <= _MOST_MESSAGES
         ]
-    except ConfigError:  # it refuses a content, or one that is marked
+    except ConfigError:  # it refuses a content that is marked
         spans = [None]
-        rendered = ""
     found = [span for span in spans if span is not None]
     if len(found) == len(messages) and all(a.stop <= b.start for a, b in pairwise(found)):
         return rendered, found
     warn_once(encoder)
     return None
+
+
+def probe_passages(encoder: TokenEncoder, messages: Sequence[ChatMessage], place: int, offset: int, text: str) -> None:
+    """Warn if the chat template writes passages otherwise than as they are, or other text around them.
+
+    Passages are encoded without the template, so one that counts or changes their words cannot be followed. Cost: one
+    rendering for the first prompt of an encoder.
+
+    Args:
+        place: The message with the passages.
+        offset: Where in its content they are.
+        text: The rendering of ``messages``, which have none.
+    """
+    if encoder in _probed:
+        return
+    _probed.add(encoder)
+    content = messages[place]["content"]
+    changed = [*messages]
+    changed[place] = {**changed[place], "content": content[:offset] + _PROBE + content[offset:]}
+    try:
+        written = encoder.render_chat(changed, open_answer=True)
+    except ConfigError:
+        written = ""
+    if written.count(_PROBE) != 1 or written.replace(_PROBE, "") != text:
+        warn_once(encoder)
 
 
 def warn_once(encoder: TokenEncoder) -> None:
@@ -82,7 +117,18 @@ def _find(encoder: TokenEncoder, messages: Sequence[ChatMessage], index: int, re
         stop = len(rendered) - len(after)
         if len(before) <= stop and rendered.startswith(before) and rendered.endswith(after):
             return Span(len(before), stop)
-    return None
+    # A template that tests the ends of a content leaves a mark in its middle.
+    middle = len(content) // 2
+    changed = [*messages]
+    changed[index] = {**changed[index], "content": f"{content[:middle]}{_MARK}{content[middle:]}"}
+    text = encoder.render_chat(changed, open_answer=True)
+    start = text.find(_MARK) - middle
+    written = content
+    if not rendered.startswith(content, max(start, 0)):  # a template may trim it
+        written = content.strip()
+        start += content.find(written)
+    is_there = start >= 0 and bool(written) and rendered.startswith(written, start)
+    return Span(start, start + len(written)) if is_there and text.replace(_MARK, "", 1) == rendered else None
 
 
 def rewritten_pieces(pieces: Sequence[str], split: int | None, written: str) -> list[str] | None:

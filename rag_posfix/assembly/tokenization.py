@@ -16,7 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rag_posfix.assembly.budget import truncate
-from rag_posfix.assembly.template_contents import rewritten_pieces, warn_once, written_contents
+from rag_posfix.assembly.template_contents import (
+    probe_passages,
+    rewritten_pieces,
+    warn_once,
+    written_contents,
+)
 from rag_posfix.assembly.templates import BLANK_LINE, PromptTemplate, merge_messages
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, takes_tool_messages
@@ -428,7 +433,10 @@ def _as_template_writes(
     messages: list[ChatMessage] = [
         {"role": message.role, "content": content} for message, content in zip(chat.messages, contents, strict=True)
     ]
-    found = written_contents(encoder, messages, text)
+    found, (place, piece) = written_contents(encoder, messages, text), chat.split
+    if chat.has_passages:
+        offset = len(clean_text("".join(chat.messages[place].pieces[:piece])))
+        probe_passages(encoder, messages, place, offset, text if found is None else found[0])
     if found is None:
         return filled
     rendered, spans = found

@@ -179,9 +179,9 @@ def build_pipeline(
     with ExitStack() as cleanup:  # closes the opened stores if a later step fails
         engine = generator if generator is not None else _load(settings, cleanup, deferred, cache)
         engine, passages = _with_passages(engine, settings, cleanup)
-        load_own = functools.cache(lambda model: _load(settings_with_model(settings, model), cleanup, True, cache))
-        writer = None if settings.writer is None else load_own(settings.writer)
-        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings), load_own)
+        own = _OwnModels(settings, cleanup, cache, passages)
+        writer = None if settings.writer is None else own.load(settings.writer)
+        models = RerankerModels(lambda: embeddings, lambda: _load_generator(engine), connect_with(settings), own.load)
         reranker = GuardedReranker(
             reranker=build_reranker(chosen.reranker, models), deadline_seconds=settings.reranker_deadline_seconds
         )
@@ -196,7 +196,7 @@ def build_pipeline(
             reranker=reranker,
             cache=cache,
             defaults=_defaults(settings, chosen, template, engine, embeddings),
-            passages=passages,
+            passages=own.passages,
             on_close=cleanup.pop_all().close,
             candidates=settings.candidates if settings.reranker is not None else 0,
             embeddings=embeddings,
@@ -210,6 +210,33 @@ def build_pipeline(
     for store in stores:
         store.add_delete_listener(pipeline.invalidate)
     return pipeline
+
+
+class _OwnModels:
+    """Loads models beside the served one, each once. They share its passage KV store, or one that is made for them.
+
+    Keys of entries hold the model, and a document that is removed is dropped from the one store.
+    """
+
+    def __init__(
+        self, settings: Settings, cleanup: ExitStack, cache: TieredAnswerCache | None, passages: PassageStore | None
+    ) -> None:
+        self._settings, self._cleanup, self._cache = settings, cleanup, cache
+        self._loaded: dict[str, Generator] = {}
+        self.passages = passages
+
+    def load(self, model: str) -> Generator:
+        """Return the generator of ``model``, which is loaded by its first answer."""
+        settings = self._settings
+        if model not in self._loaded:
+            if self.passages is None and not is_remote(model):
+                device = usable_device(settings.device)
+                self.passages = build_passage_store(settings.passages, settings.cache_dir, device)
+                if self.passages is not None:
+                    self._cleanup.callback(self.passages.close)
+            beside = settings_with_model(settings, model)
+            self._loaded[model] = _load(beside, self._cleanup, True, self._cache, self.passages)
+        return self._loaded[model]
 
 
 def settings_with_model(settings: Settings, model: str) -> Settings:
@@ -451,10 +478,16 @@ def _load_generator(engine: Generator) -> Generator:
     return engine.loaded() if isinstance(engine, DeferredGenerator) else engine
 
 
-def _load(settings: Settings, cleanup: ExitStack, deferred: bool, cache: TieredAnswerCache | None = None) -> Generator:
+def _load(
+    settings: Settings,
+    cleanup: ExitStack,
+    deferred: bool,
+    cache: TieredAnswerCache | None = None,
+    passages: PassageStore | None = None,
+) -> Generator:
     """Return the generator of ``settings.model``: remote, deferred, in this process, or split over several.
 
-    ``cache`` keeps the judgements of a remote generator.
+    ``cache`` keeps the judgements of a remote generator; ``passages`` is for a deferred one, in place of a new store.
     """
     if is_remote(settings.model):
         remote = open_remote_generator(settings, cache)
@@ -462,9 +495,10 @@ def _load(settings: Settings, cleanup: ExitStack, deferred: bool, cache: TieredA
         return remote
     if settings.tp == 1 and deferred and settings.device_map is None:
         # Made before the model: what is deleted until then is dropped too.
-        passages = build_passage_store(settings.passages, settings.cache_dir, usable_device(settings.device))
-        if passages is not None:
-            cleanup.callback(passages.close)
+        if passages is None:
+            passages = build_passage_store(settings.passages, settings.cache_dir, usable_device(settings.device))
+            if passages is not None:
+                cleanup.callback(passages.close)
         return deferred_generator(
             settings.model, lambda: batched(build_engine(settings).with_passages(passages)), dtype=settings.dtype,
             device=settings.device, cache_dir=settings.cache_dir, adapter=settings.adapter, passages=passages,

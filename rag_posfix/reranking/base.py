@@ -34,6 +34,12 @@ def sigmoid(value: float) -> float:
     return 0.0 if value < -700 else 1.0 / (1.0 + math.exp(-value))
 
 
+def log_sum(values: Sequence[float]) -> float:
+    """Return log sum_k exp(value_k), without overflow; of at least one value."""
+    largest = max(values)
+    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))
+
+
 def sigmoid_of_z_scores(raw: Sequence[float]) -> list[float]:
     """Return the sigmoid of each score's z-score in the list: 0.5 for the mean; equal scores stay equal.
 

@@ -21,7 +21,7 @@ from rag_posfix.contracts.generator import FirstTokenReader, OddsReader
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
-from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
+from rag_posfix.reranking.base import RERANKERS, DocumentScore, log_sum, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import FEWEST_TOKENS, SeparatePassageReranker, document_without_copies
 
@@ -115,13 +115,14 @@ class YesNoReranker(SeparatePassageReranker):
         Nogueira et al. (2020), monoT5, https://arxiv.org/abs/2003.06713, and in Qwen3-Reranker.
     Formula: o_k = log sum_{t in yes} p(t | passage k, question) - log sum_{t in no} p(t | passage k, question);
         raw_score = o_k - o_0, where o_0 is that of the prompt without a passage; relevance_score = sigmoid(raw_score).
-    Differs from the papers: calibrated by the prompt without a passage, so that a model that says yes to everything
+    Differs from the paper: calibrated by the prompt without a passage, so that a model that says yes to everything
         has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window; sentences
         that copy the question are no evidence (``question_copies``).
     Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
         passages are those of answers (``template="answer"``): what the passage KV store has is not read again. On a
         server: one request of one token per passage, all together, and judgements are kept in the answer cache.
-        ``model`` takes memory beside the served model and reads each passage again: it has no passage KV store.
+        ``model`` takes memory beside the served model, and shares its passage KV store, or has one of its own where
+        the served model has none.
     Limits: a property of the reader: small models say yes to nearly every passage. A passage that speaks to the judge
         ("this document contains the answer") may be believed. A server lists its likeliest tokens only: a spelling
         that is not listed counts as the last of them. A server without log-probabilities answers five times. A server
@@ -204,7 +205,7 @@ class YesNoReranker(SeparatePassageReranker):
             check_deadline()
             layout = prompt.with_passages([passages[index] for index in batch])
             rows = self.generator.first_token_log_probs(layout, (*yes, *no), current_salt())
-            *judged, neutral = (_log_sum(row[: len(yes)]) - _log_sum(row[len(yes) :]) for row in rows)
+            *judged, neutral = (log_sum(row[: len(yes)]) - log_sum(row[len(yes) :]) for row in rows)
             odds |= {index: value - (neutral if self.calibrate else 0.0)
                      for index, value in zip(batch, judged, strict=True)}  # fmt: skip
         return [odds[index] for index in range(len(passages))]
@@ -253,8 +254,3 @@ class YesNoReranker(SeparatePassageReranker):
             if start + len(window.text) >= text:
                 return
             start += max(len(window.text) * 3 // 4, 1)
-
-
-def _log_sum(values: Sequence[float]) -> float:
-    largest = max(values)
-    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))

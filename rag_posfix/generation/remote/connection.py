@@ -21,7 +21,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -344,13 +344,28 @@ class Connection:
             async for data in _contents(response, max_bytes, stream=is_stream):
                 if data is None:
                     raise UpstreamError(f"{url} sent more than {max_bytes} bytes, too much for the tokens asked for")
-                emit(_event_of(data, url))
+                for event in _events_of(data, url):
+                    emit(event)
         return None
+
+
+def _events_of(data: str | bytes, url: str) -> list[Event]:
+    """Return the JSON object of an answer or of an event; those of its lines if they are no object together.
+
+    Some servers put one newline behind an event, where two end it.
+    """
+    try:
+        return [_event_of(data, url)]
+    except UpstreamError:
+        lines = data.split("\n") if isinstance(data, str) else []
+        if len(lines) < 2:
+            raise
+        return [_event_of(line, url) for line in lines if line.strip()]
 
 
 def _event_of(data: str | bytes, url: str) -> Event:
     """Return the JSON object of an answer or of an event, ``DONE`` for the mark of an end."""
-    if data == _DONE:
+    if isinstance(data, str) and data.strip() == _DONE:
         return DONE
     try:
         event = json.loads(data)
@@ -387,24 +402,42 @@ def _proxies() -> str:
 
 
 async def _contents(response: httpx2.Response, max_bytes: int, *, stream: bool) -> AsyncIterator[str | bytes | None]:
-    """Yield the body, or with ``stream`` the data of each event; None if there are more than ``max_bytes``."""
+    """Yield the body, or with ``stream`` the data of each event; None if there are more than ``max_bytes``.
+
+    A server that does not stream sends a whole answer as JSON. Gateways give streams any type, or none.
+    """
     import httpx2
 
-    if not stream:
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not stream or kind.endswith("json"):
         content = await _read_up_to(response, max_bytes + 1)
         yield content if len(content) <= max_bytes else None
         return
-    if response.headers.get("content-type", "").partition(";")[0].strip() == "text/plain":  # of some gateways
-        response.headers["content-type"] = "text/event-stream"
+    if kind in ("text/html", "application/xhtml+xml"):
+        raise httpx2.SSEError(f"its answer is a page, of type {kind}")
     size = 0
-    async for event in httpx2.EventSource(response, max_bytes):
+    async for event in httpx2.EventSource(cast("httpx2.Response", _EndedStream(response)), max_bytes):
         size += len(event.data)
         if size > max_bytes:
             yield None
         if event.data:
             yield event.data
-        if event.data == _DONE:
+        if event.data.rstrip().endswith(_DONE):
             return
+
+
+class _EndedStream:
+    """A response as ``EventSource`` reads it, with the blank line that ends the last event: some servers omit it."""
+
+    headers: ClassVar[Mapping[str, str]] = {"content-type": "text/event-stream"}
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self.request, self._response = response.request, response
+
+    async def aiter_text(self) -> AsyncIterator[str]:
+        async for text in self._response.aiter_text():
+            yield text
+        yield "\n\n"
 
 
 async def _read_up_to(response: httpx2.Response, max_bytes: int) -> bytes:

@@ -63,7 +63,7 @@ def error_message(payload: Any) -> str:
         payload = payload[0]
     if not isinstance(payload, dict):
         return ""
-    inner = payload.get("error", payload)
+    inner = payload.get("error") or payload
     if not isinstance(inner, dict):
         inner = {"message": inner}
     detail = inner.get("detail")

@@ -248,6 +248,7 @@ class RemoteGenerator:
         texts: list[str] = []
         half = ""  # the beginning of a character, which max_tokens may cut
         end: End | None = None
+        choice: Event | None = None
         usage, stop_reason, withheld = None, None, None
         matcher, held_back, sent = StopMatcher(request.cues), "", 0
         with closing(events):
@@ -256,13 +257,16 @@ class RemoteGenerator:
                     end = end or End("stop")
                     break
                 usage = event.get("usage") or usage
-                choice = first_choice(event, url, is_part=True)
-                if choice is None:
+                current = first_choice(event, url, is_part=True)
+                if current is None:
                     continue
-                delta = choice.get("delta")
+                choice = current
+                delta, ended = choice.get("delta"), end_of(choice, url)
+                if delta is None and not any(texts) and choice.get("message") is not None:  # it did not stream
+                    delta, ended = choice["message"], ended or End("stop")
                 content = content_of(delta, url)
                 withheld = delta if withholds(delta) else withheld
-                end = end_of(choice, url) or end
+                end = ended or end
                 stop_reason = choice.get("stop_reason") or stop_reason
                 if content is None:
                     continue
@@ -281,6 +285,8 @@ class RemoteGenerator:
         if held_back:
             texts.append(held_back)
             yield Chunk(held_back)
+        if end is None and choice is None:
+            raise unreadable(url, "a stream without choices")
         if end is None:
             raise UpstreamError(f"{url} ended its stream in the middle of the answer; try again")
         if not texts or (withheld is not None and not any(texts)):

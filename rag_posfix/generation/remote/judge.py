@@ -20,6 +20,7 @@ from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import LEAST, Usage, own_tags
 from rag_posfix.contracts.spent_usage import spend, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
+from rag_posfix.generation.remote.answers import joined_texts
 from rag_posfix.generation.remote.connection import Connection, Event
 from rag_posfix.generation.remote.failures import error_message
 from rag_posfix.text import content_hash
@@ -371,7 +372,7 @@ def _choice(answer: Event) -> Mapping[str, Any]:
 
 def _text(answer: Event) -> str:
     message = _choice(answer).get("message")
-    content = message.get("content") if isinstance(message, Mapping) else None
+    content = joined_texts(message.get("content")) if isinstance(message, Mapping) else None
     return content if isinstance(content, str) else ""
 
 

@@ -8,6 +8,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly import PromptTemplate, tokenize_passage, tokenize_prompt
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from tests.support.stock_prompts import stock_ids, turn_of
 from tests.support.vocabularies import stock_tokenizer
@@ -34,6 +35,7 @@ TEMPLATES = {
                 "{% set ns.think = false %}{% endif %}{% endfor %}"
                 + loop("{{ m.content.replace('/no_think', '').strip() }}")
                 + OPEN + "{% if ns.think %}Think.\n{% else %}Be quick.\n{% endif %}",
+    "last sign": loop("{{ m.content | trim }}{% if not m.content.endswith('?') %}.{% endif %}") + OPEN,
     "length": loop("{% if m.content | length > 10 %}[long] {% endif %}{{ m.content }}") + OPEN,
 }  # fmt: skip
 
@@ -73,3 +75,21 @@ def test_a_template_whose_text_cannot_be_followed_warns_once(caplog):
         texts = [encoder.decode(tokenize_prompt(encoder, LAST, "who?").with_passages(passages).token_ids)] * 2
     assert [record.getMessage()[:34] for record in caplog.records] == ["the chat template writes other tex"]
     assert "u001f" not in texts[1]
+
+
+def test_a_template_that_counts_the_words_of_passages_warns_once(caplog):
+    tokenizer = stock_tokenizer("llama-3", "qwen2.5")
+    tokenizer.chat_template = loop("{{ m.content }} ({{ m.content.split() | length }} words)") + OPEN
+    encoder = Tokenizer(tokenizer)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tokenize_prompt(encoder, LAST, "who?")
+    assert [record.getMessage()[:34] for record in caplog.records] == ["the chat template writes other tex"]
+
+
+def test_a_content_that_the_template_refuses_is_an_error_with_its_reason():
+    tokenizer = stock_tokenizer("llama-3", "qwen2.5")
+    refusal = "{% if 'who' in m.content %}{{ raise_exception('no names') }}{% endif %}"
+    tokenizer.chat_template = loop(refusal + "{{ m.content }}") + OPEN
+    with pytest.raises(ConfigError, match="refused messages with the roles user: no names"):
+        tokenize_prompt(Tokenizer(tokenizer), LAST, "who?")

@@ -19,7 +19,7 @@ from rag_posfix.pipeline.query import search_query
 from rag_posfix.reranking import YesNoReranker
 from rag_posfix.reranking.base import sigmoid
 from rag_posfix.reranking.build import RerankerModels, build_reranker, parse_reranker
-from rag_posfix.settings import RemoteSettings, Settings
+from rag_posfix.settings import PassageStoreSettings, RemoteSettings, Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tiny import save_tiny
 from tests.support.toy_encoder import ToyEncoder
@@ -70,7 +70,41 @@ def test_the_model_is_loaded_by_the_first_question_and_once(build, judge, monkey
     (engine,) = engines
     assert first == again == pytest.approx(scores(YesNoReranker(generator=engine)))
     assert len(set(first.values())) == 3
-    assert engine.passages is None, "removing a document would not reach a store of its own"
+    assert engine.passages is None, "the store is the pipeline's"
+
+
+def test_a_second_question_reads_the_judges_passages_from_its_store_with_the_same_bits(build, judge):
+    with closing(build(f"yes_no:model={judge}")) as pipeline:
+        cold = judged(pipeline)
+        before = pipeline.passages.stats()["hits"]
+        assert judged(pipeline) == cold
+        assert pipeline.passages.stats()["hits"] - before == len(DOCUMENTS) + 1, "the passages and what precedes them"
+
+
+def test_a_removed_document_is_dropped_from_the_judges_store(build, judge):
+    with closing(build(f"yes_no:model={judge}")) as pipeline:
+        judged(pipeline)
+        pipeline.invalidate(DOCUMENTS[:1])
+        before = pipeline.passages.stats()["misses"]
+        judged(pipeline)
+        assert pipeline.passages.stats()["misses"] - before == 1
+
+
+def test_the_judge_shares_the_store_of_the_served_model_and_not_its_entries(build, judge, tmp_path):
+    with closing(build(f"yes_no:model={judge}")) as pipeline:
+        alone = judged(pipeline)
+    served = load_engine(str(save_tiny(tmp_path / "served", "qwen2", max_position_embeddings=2048)), dtype="float32")
+    with closing(build(f"yes_no:model={judge}", served, mitigation="none")) as pipeline:
+        assert judged(pipeline) == judged(pipeline) == alone
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_without_a_store_in_the_settings_the_judge_has_none(build, judge, served):
+    generator = load_engine(str(judge), dtype="float32") if served else None
+    settings = PassageStoreSettings(enabled=False)
+    with closing(build(f"yes_no:model={judge}", generator, passages=settings)) as pipeline:
+        assert pipeline.passages is None
+        judged(pipeline)
 
 
 def test_a_fusion_and_an_experiment_load_it_by_its_name(judge, tmp_path):

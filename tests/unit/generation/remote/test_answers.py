@@ -38,12 +38,25 @@ def answers(content: Any, finish: Any = "stop", *parts: dict[str, Any]) -> Itera
 
 
 class TestHowAnAnswerEnded:
-    @pytest.mark.parametrize("reason", ["model_length", "MAX_TOKENS", "model_context_window_exceeded"])
+    @pytest.mark.parametrize(
+        "reason",
+        [
+            "model_length",
+            "MAX_TOKENS",
+            "model_context_window_exceeded",
+            "token_limit",
+            "max_new_tokens",
+            "FINISH_REASON_MAX_TOKENS",
+            {"type": "length", "length": 20},
+        ],
+    )
     def test_a_length_in_other_words_is_a_length(self, reason: str):
         for generation in answers("In ", reason):
             assert (generation.text, generation.finish_reason, generation.is_known_end) == ("In ", "length", True)
 
-    @pytest.mark.parametrize("reason", ["eos", "STOP", "end_turn", "COMPLETE"])
+    @pytest.mark.parametrize(
+        "reason", ["eos", "STOP", "end_turn", "COMPLETE", "stop_str", "null", "FINISH_REASON_STOP"]
+    )
     def test_an_end_in_other_words_is_a_stop(self, reason: str):
         for generation in answers("In 1901.", reason):
             assert (generation.finish_reason, generation.is_known_end) == ("stop", True)
@@ -54,7 +67,11 @@ class TestHowAnAnswerEnded:
             ("network_error", "gave up"),
             ("insufficient_system_resource", "gave up"),
             ("repetition_truncation", "gave up"),
+            ("USER_CANCEL", "gave up"),
+            ("malformed_model_output", "gave up"),
+            ("not_finished", "gave up"),
             ("sensitive", "withheld the answer"),
+            ("IMAGE_SAFETY", "withheld the answer"),
             ("SAFETY", "withheld the answer"),
         ],
     )
@@ -79,8 +96,31 @@ class TestHowAnAnswerEnded:
         for generation in answers("In 1901.", None):
             assert (generation.text, generation.finish_reason) == ("In 1901.", "stop")
 
+    def test_a_reason_of_null_in_words_ends_no_stream(self):
+        parts = event(piece("In ", "null")), event(piece("1901.", "null"))
+        with asking(Reply(*parts)) as generator, pytest.raises(UpstreamError, match="in the middle"):
+            list(generator.stream(request_of(generator)))
+
 
 class TestContent:
+    @pytest.mark.parametrize(
+        "content",
+        [
+            ["In ", "1901."],
+            [{"text": "In 1901."}],
+            {"type": "text", "text": "In 1901."},
+            [{"type": "text", "text": {"value": "In 1901.", "annotations": []}}],
+            [
+                {"type": "text", "text": "In "},
+                {"type": "reference", "reference_ids": [1]},
+                {"type": "text", "text": "1901."},
+            ],
+        ],
+    )
+    def test_texts_of_parts_of_other_forms_are_read(self, content: Any):
+        for generation in answers(content):
+            assert generation.text == "In 1901."
+
     def test_the_texts_of_parts_are_joined_and_thoughts_withheld(self):
         thought = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
         parts = [thought, {"type": "text", "text": "In "}, {"type": "text", "text": "1901."}]
@@ -112,10 +152,61 @@ class TestContent:
         with asking(Reply(event(piece("In ")), half)) as generator:
             assert list(generator.stream(request_of(generator)))[-1].generation.text == "In "
 
-    def test_a_stream_may_be_labelled_as_plain_text(self):
+
+class TestStreams:
+    @staticmethod
+    def read(*parts: bytes, content_type: str = "text/event-stream") -> str:
+        with asking(Reply(*parts, content_type=content_type)) as generator:
+            chunks = list(generator.stream(request_of(generator)))
+        assert chunks[-1].generation is not None
+        assert "".join(chunk.text for chunk in chunks) == chunks[-1].generation.text
+        return chunks[-1].generation.text
+
+    @pytest.mark.parametrize(
+        "kind", ["text/plain; charset=utf-8", "Text/Event-Stream", "application/octet-stream", ""]
+    )
+    def test_a_stream_may_have_any_type(self, kind: str):
         parts = [event(piece("In 1901.")), event(piece(finish="stop")), event(b"[DONE]")]
-        with asking(Reply(*parts, content_type="text/plain; charset=utf-8")) as generator:
-            assert list(generator.stream(request_of(generator)))[-1].generation.text == "In 1901."
+        assert self.read(*parts, content_type=kind) == "In 1901."
+
+    def test_a_page_is_no_stream(self):
+        with pytest.raises(UpstreamError, match="its answer is a page, of type text/html"):
+            self.read(b"<html>Sign in</html>", content_type="text/html; charset=utf-8")
+
+    @pytest.mark.parametrize("end", [b"data: [DONE]\n", b"data: [DONE] \n\n", b"data:[DONE]\n\n", b""])
+    def test_events_of_one_line_each_are_read(self, end: bytes):
+        parts = [event(piece(text))[:-1] for text in ("In ", "1901.")] + [event(piece(finish="stop"))[:-1]]
+        assert self.read(*parts, end) == "In 1901."
+
+    def test_a_server_that_does_not_stream_is_read(self):
+        assert self.read(*whole("In 1901.", None).body, content_type="application/json") == "In 1901."
+
+    def test_a_message_in_place_of_a_delta_is_read_and_is_not_repeated(self):
+        message = {"choices": [{"message": {"role": "assistant", "content": "In 1901."}, "finish_reason": "stop"}]}
+        assert self.read(event(message), event(b"[DONE]")) == "In 1901."
+        assert self.read(event(piece("In ")), event(piece("1901.")), event(message)) == "In 1901."
+
+    @pytest.mark.parametrize("sign", [{"type": "ping"}, {}, {"status": "processing"}])
+    def test_a_sign_of_life_ends_nothing(self, sign: dict[str, str]):
+        parts = [event(piece("In ")), b"event: ping\n" + event(sign), event(piece("1901.", "stop"))]
+        assert self.read(*parts) == "In 1901."
+
+    @pytest.mark.parametrize(
+        "failed",
+        [
+            {"message": "CUDA out of memory", "code": 500},
+            {"object": "error", "message": "CUDA out of memory"},
+            {"choices": [], "error": None, "detail": "CUDA out of memory"},
+            {"choices": [{"index": 0, "delta": {}, "error": {"code": 502, "message": "CUDA out of memory"}}]},
+        ],
+    )
+    def test_an_error_of_another_form_is_no_end_of_an_answer(self, failed: dict[str, Any]):
+        with pytest.raises(UpstreamError, match="failed while it generated the answer: CUDA out of memory"):
+            self.read(event(piece("In ")), event(failed), event(b"[DONE]"))
+
+    def test_a_stream_without_choices_is_named(self):
+        with pytest.raises(UpstreamError, match="a stream without choices; is it an OpenAI-compatible server"):
+            self.read(event({"model": "m", "response": "In 1901.", "done": True}))
 
 
 class TestPauses:

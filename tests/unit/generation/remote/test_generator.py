@@ -220,7 +220,6 @@ BROKEN_STREAMS = {
     "ends without finish_reason where it was empty": Reply(event(piece("In ", "")), event(piece("19", ""))),
     "given up": streamed("In ", finish="abort"),
     "failed": streamed("In ", finish="error"),
-    "not a stream": whole("In 1901."),
     "a web page": Reply(b"<html>welcome</html>", content_type="text/html"),
     "error event": Reply(event(piece("In ")), event({"error": {"message": "out of memory"}})),
     "nothing": Reply(),

@@ -120,12 +120,14 @@ def test_completions_serve_where_chat_gives_no_log_probabilities():
     assert any("passage 1\n\nQuestion: why?" in body.get("prompt", "") for body in server.bodies)
 
 
-def test_samples_vote_where_a_server_gives_no_log_probabilities(caplog):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_samples_vote_where_a_server_gives_no_log_probabilities(in_parts: bool, caplog):
     def sampling(body: dict[str, Any]) -> Reply:
         if "messages" not in body:
             return error(404, "no such route")
         said_yes = "passage 1" in content_of(body) and body.get("seed", 0) < 4
-        return whole("Yes, it does." if said_yes else "no.")
+        said = "Yes, it does." if said_yes else "no."
+        return whole([{"type": "text", "text": said}] if in_parts else said)
 
     with asking(sampling) as (generator, server):
         found = generator.log_odds(layout_of("passage 1"), YES, NO)
