@@ -1,4 +1,4 @@
-"""Reads PDF files, e-books and notebooks with xberg, whose typed nodes become items."""
+"""Reads PDF files and notebooks with xberg, whose typed nodes become items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _TYPES = {
     ".pdf": "application/pdf",
-    ".epub": "application/epub+zip",
     ".ipynb": "application/x-ipynb+json",
 }
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -24,7 +23,7 @@ _WORDS = ("text", "content", "title", "definition", "label")
 
 
 def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
-    """Return what xberg finds in a file of one of the suffixes ``.pdf``, ``.epub`` and ``.ipynb``.
+    """Return what xberg finds in a file of the suffix ``.pdf`` or ``.ipynb``.
 
     Raises:
         ConfigError: xberg is not installed.
@@ -54,14 +53,13 @@ def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
     return result.results[0]
 
 
-def read_book(data: bytes, suffix: str) -> FileText:
-    """Return an e-book with its title, or a notebook with its printed results.
+def read_notebook(data: bytes) -> FileText:
+    """Return a notebook with its printed results.
 
     Raises:
         ConfigError: xberg is not installed.
     """
-    found = extract(data, suffix)
-    return items_text(list(node_items(found)), found.metadata.title or "" if suffix == ".epub" else "")
+    return items_text(node_items(extract(data, ".ipynb")))
 
 
 def node_items(found: xberg.ExtractedDocument) -> Iterator[Item]:

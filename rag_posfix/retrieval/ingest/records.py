@@ -21,7 +21,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.ingest.readers import decode_text
+from rag_posfix.retrieval.ingest.decoding import decode_text
 from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
 from rag_posfix.text import allow_long_cells, clean_text, content_hash, parse_json
 

@@ -225,10 +225,11 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
     )
 
 
-def table_items(rows: Sequence[Sequence[str]], page: int = 0) -> list[Item]:
+def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| --- ") -> list[Item]:
     """Return a table as it is written in Markdown, without its empty rows and columns.
 
-    Rows above it with one text, as a title in merged cells, are texts. A single row or column is text too.
+    Rows above it with one text, as a title in merged cells, are texts. A single row or column is text too. ``rule`` is
+    a cell of the line below its header.
     """
     cells = [[" ".join(cell.split()) for cell in row] for row in rows]
     used = [n for n in range(max(map(len, cells), default=0)) if any(n < len(row) and row[n] for row in cells)]
@@ -241,7 +242,7 @@ def table_items(rows: Sequence[Sequence[str]], page: int = 0) -> list[Item]:
     if len(cells) < 2 or len(used) < 2:
         return [*items, Item("text", "\n".join("\t".join(row) for row in cells), page=page)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
-    return [*items, Item("table", "\n".join([lines[0], "| --- " * len(used) + "|", *lines[1:]]), page=page)]
+    return [*items, Item("table", "\n".join([lines[0], rule * len(used) + "|", *lines[1:]]), page=page)]
 
 
 def read_markdown(text: str) -> FileText:

@@ -70,17 +70,16 @@ def test_an_encrypted_pdf_file_is_named(tmp_path):
     [
         ("pypdf", ".pdf", r"pypdf .*\.\[pdf\]"),
         ("xberg", ".pdf", r"xberg .*\.\[pdf\]"),
-        ("xberg", ".epub", r"xberg .*\.\[office\]"),
+        ("xberg", ".ipynb", r"xberg .*\.\[office\]"),
         ("docx", ".docx", r"python-docx .*\.\[docx\]"),
         ("pptx", ".pptx", r"python-pptx .*\.\[office\]"),
         ("openpyxl", ".xlsx", r"openpyxl .*\.\[office\]"),
-        ("trafilatura", ".html", r"trafilatura .*\.\[html\]"),
     ],
 )
 def test_without_a_library_the_extra_is_named(tmp_path, monkeypatch, module, suffix, message):
     content = io.BytesIO()
     zipfile.ZipFile(content, "w").close()
-    (tmp_path / f"a{suffix}").write_bytes(content.getvalue() if suffix not in (".pdf", ".html") else pdf_of(PAGES))
+    (tmp_path / f"a{suffix}").write_bytes(content.getvalue() if suffix not in (".pdf", ".ipynb") else pdf_of(PAGES))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=message):
         read_here(tmp_path / f"a{suffix}")
@@ -158,6 +157,8 @@ def test_comments_of_a_shell_are_no_headings(tmp_path):
         "![p](data:image/png;base64,{})",
         "[p]: data:image/svg+xml;charset=utf-8;base64,{}",
         '<img src="data:image/gif;base64,{}">',
+        "![p](DATA:image/png;base64,{})",
+        "![p](data:image/png;base64,\n{}\nAAAA)",
     ],
 )
 def test_images_within_text_are_left_out(tmp_path, image):
