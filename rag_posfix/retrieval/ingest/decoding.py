@@ -9,6 +9,13 @@ import re
 from rag_posfix.errors import NotTextError
 from rag_posfix.text import clean_text
 
+_BASE64 = "[A-Za-z0-9+/=%_-]"
+_EMBEDDED = re.compile(
+    rf"data:[\w/+.-]*(?:;[\w=.-]+)*;base64,{_BASE64}*(?:\r?\n{_BASE64}{{40,}})*(?:\r?\n{_BASE64}+(?=[)\"'>]))?",
+    re.IGNORECASE,
+)
+MAX_RATIO, MIN_UNPACKED = 100, 16 * 2**20
+"""Unpacked bytes for each packed one of a file, from 16 MiB on. Sheets of numbers have up to 30."""
 _SAMPLE_BYTES = 8192
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)  # the first begins with that of UTF-16
@@ -29,6 +36,8 @@ _WESTERN = frozenset(
 )
 _MARK_IN_WORD = re.compile(r"[^\W\d_][²³½¼¿¡£®©][^\W\d_]")
 _MAX_WESTERN_SHARE = 0.3
+_MIN_ZEROS = 0.5
+"""Share of zeros among the high bytes of UTF-16 with Latin letters, at least."""
 
 
 _SUPERSETS = {
@@ -58,6 +67,10 @@ def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
     if data.startswith(_UTF16_MARKS):
         return clean_text(data.decode("utf-16", "replace")), None
     if b"\0" in data[:_SAMPLE_BYTES]:
+        wide = _wide_encoding(data[:_SAMPLE_BYTES])
+        with contextlib.suppress(UnicodeDecodeError):
+            if wide is not None:
+                return clean_text(data.decode(wide)), f"no byte order mark, read as {wide}: a guess"
         raise NotTextError(f"{source!r} is binary, not text; leave it out, or give the file its own suffix")
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
@@ -68,6 +81,24 @@ def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
     if encoding == "utf-8":
         note = "damaged UTF-8; undecodable bytes were replaced"
     return clean_text(data.decode(encoding, "replace")), note
+
+
+def without_embedded(text: str) -> str:
+    """Return a text without the images and fonts that are written into it."""
+    return _EMBEDDED.sub("", text) if "base64," in text.lower() else text
+
+
+def _wide_encoding(sample: bytes) -> str | None:
+    """Return the encoding of two or four bytes for each character that a text without a mark is in, if it is."""
+    sample = sample[: len(sample) // 4 * 4]
+    share = [sample[n::4].count(0) * 4 / max(1, len(sample)) for n in range(4)]
+    if min(share[2:]) == 1 and share[0] == 0:
+        return "utf-32-le"
+    if min(share[:2]) == 1 and share[3] == 0:
+        return "utf-32-be"
+    if max(share[::2]) == 0 and min(share[1::2]) > _MIN_ZEROS:
+        return "utf-16-le"
+    return "utf-16-be" if max(share[1::2]) == 0 and min(share[::2]) > _MIN_ZEROS else None
 
 
 def guess_encoding(data: bytes, source: str) -> str:

@@ -6,7 +6,6 @@ Files that a library reads are read in another process.
 from __future__ import annotations
 
 import io
-import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,17 +15,11 @@ from typing import BinaryIO
 
 from rag_posfix.errors import RagPosfixError, RetrievalError
 from rag_posfix.registry import Registry
-from rag_posfix.retrieval.ingest.decoding import decode_text
+from rag_posfix.retrieval.ingest.decoding import MAX_RATIO, MIN_UNPACKED, decode_text, without_embedded
 from rag_posfix.retrieval.ingest.html import read_epub, read_html
 from rag_posfix.retrieval.ingest.process import read_in_process
 from rag_posfix.retrieval.ingest.structure import FileText, read_markdown, read_plain
 from rag_posfix.text import clean_text
-
-_BASE64 = "[A-Za-z0-9+/=%_-]"
-_EMBEDDED = re.compile(
-    rf"data:[\w/+.-]*(?:;[\w=.-]+)*;base64,{_BASE64}*(?:\r?\n{_BASE64}{{40,}})*(?:\r?\n{_BASE64}+(?=[)\"'>]))?",
-    re.IGNORECASE,
-)
 
 PARSED_SUFFIXES = (".docx", ".epub", ".htm", ".html", ".ipynb", ".pdf", ".pptx", ".xlsx")
 """Suffixes of files that libraries read."""
@@ -42,8 +35,6 @@ _ADVICE = {".pdf": "without encryption", ".docx": "as .docx"}
 _ARCHIVES = (".docx", ".epub", ".pptx", ".xlsx")
 _MARKUP = (".xml", ".rels", ".xhtml", ".html", ".htm", ".opf", ".ncx", ".svg")
 
-_MAX_RATIO, _MIN_UNPACKED = 100, 16 * 2**20
-"""Unpacked bytes for each packed one, from 16 MiB on. Sheets of numbers have up to 30."""
 _MAX_PARTS = 20_000
 _MAX_CHARACTERS = 50_000_000
 
@@ -68,7 +59,7 @@ def read_text(path: str | Path) -> FileText:
     if suffix in PARSED_SUFFIXES:
         return read_in_process(path)
     text, note = decode_text(_read_bytes(path), str(path))
-    text = _EMBEDDED.sub("", text)
+    text = without_embedded(text)
     read = read_markdown(text) if suffix == ".md" else read_plain(text)
     return replace(read, encoding_note=note or read.encoding_note)
 
@@ -148,7 +139,7 @@ def _check_archive(data: bytes) -> None:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = archive.infolist()
         unpacked = sum(part.file_size for part in parts)
-        if unpacked > max(_MIN_UNPACKED, _MAX_RATIO * len(data)):
+        if unpacked > max(MIN_UNPACKED, MAX_RATIO * len(data)):
             raise ValueError(f"{len(data):,} bytes unpack to {unpacked:,}")
         if len(parts) > _MAX_PARTS:
             raise ValueError(f"an archive of {len(parts):,} parts")

@@ -32,8 +32,11 @@ _FRONT_MATTER = re.compile(r"---[^\S\n]*\r?\n(.*?)^(?:---|\.\.\.)[^\S\n]*$", re.
 _FRONT_FIELD = re.compile(r"^([A-Za-z][\w-]*)[^\S\n]*:[^\S\n]*(\S[^\r\n]*?)[^\S\n]*\r?$", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->\s*", re.DOTALL)
 
-_DATED_NAME = re.compile(r"(?:19|20)\d\d[-_. ]?(?:\d\d|W\d\d)(?:[-_. ]?\d\d)?")
-_SHELL_COMMENT = re.compile(r"^# .*\n(?=# |[a-z$./~-])", re.MULTILINE)
+_DATED_NAME = re.compile(
+    r"(?:19|20)\d\d(?:[-_. ]?(?:\d\d|W\d\d|Q\d)(?:[-_. ]?\d\d)?(?:[-_. T]?\d{4}(?:\d\d)?)?)?|"
+    r"\d{1,2}[-_.]\d{1,2}[-_.](?:19|20)\d\d"
+)
+_SHELL_COMMENT = re.compile(r"^# .*\n(?=# |[a-z$./~-]|[A-Z_]+=)", re.MULTILINE)
 """A comment above a command or another comment, and no heading; below a heading is an empty line or a sentence."""
 
 # Marks that plain text shares with Markdown: headings, underlined headings, and fences.
