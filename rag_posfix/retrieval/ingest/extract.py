@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import missing_extra
+from rag_posfix.retrieval.ingest.html import read_html
 from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
 
 if TYPE_CHECKING:
@@ -59,7 +60,33 @@ def read_notebook(data: bytes) -> FileText:
     Raises:
         ConfigError: xberg is not installed.
     """
-    return items_text(node_items(extract(data, ".ipynb")))
+    return items_text(node_items(extract(_notebook(json.loads(data)), ".ipynb")))
+
+
+def _notebook(notebook: dict[str, Any]) -> bytes:
+    """Return a notebook in version 4 of its format, with the words of each printed result as plain text."""
+    sheets = notebook.get("worksheets") or [notebook]  # version 3
+    cells = [cell for sheet in sheets for cell in sheet.get("cells", ())]
+    for cell in cells:
+        cell["source"] = _joined(cell.get("source", cell.pop("input", "")))
+        if cell.get("cell_type") == "heading":
+            cell |= {"cell_type": "markdown", "source": f"{'#' * cell.get('level', 1)} {cell['source']}"}
+        for output in cell.get("outputs", ()):
+            kind = {"pyout": "execute_result", "pyerr": "error"}.get(output["output_type"], output["output_type"])
+            output |= {"output_type": kind, "name": output.get("stream", output.get("name", "stdout"))}
+            if kind in ("execute_result", "display_data"):
+                found = output.setdefault("data", {"text/plain": output.get("text", "")})
+                shown = next(
+                    (found[name] for name in ("text/markdown", "text/plain", "text/latex") if name in found), ""
+                )
+                if not shown and "text/html" in found:
+                    shown = read_html(_joined(found["text/html"]).encode()).text
+                output["data"] = {"text/plain": _joined(shown)}
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}).encode()
+
+
+def _joined(text: str | list[str]) -> str:
+    return text if isinstance(text, str) else "".join(text)
 
 
 def node_items(found: xberg.ExtractedDocument) -> Iterator[Item]:
