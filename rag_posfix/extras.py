@@ -9,7 +9,7 @@ from rag_posfix.errors import ConfigError, missing_extra
 _EXTRA_PACKAGES = MappingProxyType({
     "local": (
         "torch", "transformers", "accelerate", "gguf", "jinja2", "safetensors", "sentence_transformers", "faiss",
-        "bm25s", "filelock", "numpy", "trafilatura",
+        "bm25s", "filelock", "numpy",
     ),
     "server": ("fastapi", "starlette", "uvicorn", "prometheus_client", "fastapi_offline"),
     "mcp": ("mcp", "mcp_types"),

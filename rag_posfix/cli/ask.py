@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -216,7 +217,7 @@ def _show_support(answer: Answer) -> None:
 
 
 def _show_sources(answer: Answer, settings: Settings) -> None:
-    from rag_posfix.pipeline.citations import source_sentence
+    from rag_posfix.pipeline.citations import source_span
 
     _show_omissions(answer)
     if not answer.documents:
@@ -237,8 +238,10 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
     quotes = [citation for citation in answer.citations if citation.origin == "quote"]
     for document in answer.documents[:_SHOWN_SOURCES]:
         quoted = [citation.text for citation in quotes if document.id in citation.document_ids]
-        sentence = source_sentence(document.text, answer.text, quoted)
-        say(f"[{document.position + 1}] {_source_name(document)}", f"    {_shorten(sentence)}")
+        start, end = source_span(document.text, answer.text, quoted)
+        sentence = " ".join(document.text[start:end].split())
+        name = _source_name(replace(document, page=document.page_at(start)))
+        say(f"[{document.position + 1}] {name}", f"    {_shorten(sentence)}")
     n_hidden = len(answer.documents) - _SHOWN_SOURCES
     if n_hidden > 0:
         say(f"and {n_hidden} more; --json lists all")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Literal
@@ -215,9 +216,11 @@ class AnswerDocument:
         title: Its title, or None.
         source: Its file, or None.
         text: Its text, complete even if the prompt holds a part of it.
-        page: The page of its file on which it begins, or None.
+        page: The page or slide of its file on which it begins, or None.
         weight: Its weight in the mixture of a method whose experts read one passage each, 0 to 1; None for methods
             that attend to all passages.
+        pages: The pages on which there is some of it, if these are several.
+        page_starts: Where in its text each of ``pages`` begins.
     """
 
     id: str
@@ -229,6 +232,12 @@ class AnswerDocument:
     text: str = ""
     page: int | None = None
     weight: float | None = None
+    pages: tuple[int, ...] = ()
+    page_starts: tuple[int, ...] = ()
+
+    def page_at(self, offset: int) -> int | None:
+        """Return the page of the character at ``offset`` of the text; None without pages."""
+        return self.pages[max(0, bisect_right(self.page_starts, offset) - 1)] if self.pages else self.page
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +252,7 @@ class Citation:
         origin: The evidence. ``quote``: the documents contain what the sentence adds to the question.
             ``attention``: the document dominated the attention, or the weights, while the sentence was generated. The
             JSON field is called ``from``.
+        pages: The page or slide of each of these documents on which the words are; None for one without pages.
     """
 
     start: int
@@ -250,6 +260,7 @@ class Citation:
     text: str
     document_ids: tuple[str, ...]
     origin: Literal["quote", "attention"] = "quote"
+    pages: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -256,15 +257,22 @@ def _parse_comparison(field: str, operator: object, value: object, path: str) ->
                 raise ConfigError(f"{where}={_shown(value)} must be true or false")
             return Exists(field) if value else Negation(Exists(field))
         case "$gt" | "$gte" | "$lt" | "$lte":
+            value = plain_scalar(value)
             if not (isinstance(value, str) or _is_number(value)):
                 raise ConfigError(f"{where}={_shown(value)} must be a finite number or a text")
             return InRange(field, operator, value)  # type: ignore[arg-type]  # checked above
     raise ConfigError(f"{path} {field!r}: {_shown(operator)} is not understood; use one of {', '.join(COMPARISONS)}")
 
 
+def plain_scalar(value: Any) -> Any:
+    """Return a scalar of numpy as a value of Python; other values as they are."""
+    numpy = sys.modules.get("numpy")  # there is no scalar of it before it is imported
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
 def _scalars(field: str, values: Iterable[object], path: str) -> tuple[Scalar, ...]:
     scalars: dict[tuple[str, object], Scalar] = {}
-    for value in values:
+    for value in map(plain_scalar, values):
         if not (value is None or isinstance(value, str | bool) or _is_number(value)):
             raise ConfigError(
                 f"{path} {field!r}: {_shown(value)} is not understood; give text, a finite number, a boolean or None, "

@@ -78,6 +78,7 @@ class CitationOutput(BaseModel):
 
     text: str
     passages: list[str] = Field(description="Ids of passages.")
+    pages: list[int | None] = Field(description="The page of each passage on which the sentence is; null without one.")
 
 
 class AskOutput(BaseModel):
@@ -179,7 +180,10 @@ def answer_output(answer: Answer, place: Place, *, with_text: bool) -> AskOutput
         answer=answer.text,
         grounded=answer.grounded,
         sources=[_source(document, place, with_text=with_text) for document in answer.documents],
-        citations=[CitationOutput(text=one.text, passages=list(one.document_ids)) for one in answer.citations],
+        citations=[
+            CitationOutput(text=one.text, passages=list(one.document_ids), pages=list(one.pages))
+            for one in answer.citations
+        ],
         warnings=list(answer.warnings),
     )
 

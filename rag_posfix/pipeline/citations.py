@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rag_posfix.contracts.answer import AnswerDocument
 from rag_posfix.contracts.request import TokenSource
 from rag_posfix.pipeline.language import is_functional_pair, stop_words
 from rag_posfix.text import is_pair, split_words
@@ -24,28 +25,41 @@ MOST_CHARACTERS = 500_000
 """Characters of a passage that are searched: as many as a context window of 128,000 tokens holds."""
 
 _ABBREVIATIONS = (
-    "Abb|Abs|Art|Bd|Capt|Col|Dipl|Dr|Fig|Gen|Hon|Ing|Jr|Lt|Mag|Mlle|Mme|Mr|Mrs|Ms|Mt|Nr|Prof|Rev|Sgt|Sr|Sra|St|Vol|"
-    "approx|bzw|ca|cf|geb|gest|max|min|sog|vgl|vs|z.B|d.h|e.g|i.e|u.a"
+    "Abb|Abs|Anm|Art|Bd|Capt|Col|Dipl|Dr|Fa|Fig|Frl|Gen|Gov|Hon|Hr|Hrsg|Ing|Jr|Kap|Lt|Mag|Mlle|Mme|Mr|Mrs|Ms|Mt|Nr|"
+    "Prof|Rep|Rev|Sen|Sgt|Sr|Sra|St|Tab|Vol|Ziff|approx|bzw|ca|cf|ed|eds|evtl|geb|gest|ggf|inkl|max|min|pp|sog|vgl|vs|"
+    "z.B|d.h|e.g|i.e|u.a|h.c|o.g|v.a"
+).replace(".", r"\.")
+_MONTHS = (
+    "Jan|Feb|M\u00e4r|Mar|Apr|Jun|Jul|Aug|Sept?|Okt|Oct|Nov|Dez|Dec|janv|f\u00e9vr|avr|juil|ene|abr|ago|dic|No|Nos|p|S|"
+    "refs?"
 )
-_ORDINAL_BEFORE = (
-    "Januar|Jan|J\u00e4nner|Februar|Feb|M\u00e4rz|April|Apr|Mai|Juni|Juli|August|Aug|September|Sept|Oktober|Okt|November|Nov|"
-    "Dezember|Dez|Jahrhundert|Quartal|Stock|Klasse"
-)
-_SMALL = r"[^\W\d_A-Z\u00c0-\u00de]"  # a letter that is no capital
-_STOP = (  # a full stop that is none of an abbreviation, of an initial before a name, or of an ordinal number
-    r"\.(?=\s)"
-    + "".join(rf"(?<!\b{re.escape(short)}\.)" for short in _ABBREVIATIONS.split("|"))
-    + r"(?!(?<=\b[A-Z]\.)\s+[A-Z\u00c0-\u00de](?:[^\W\d_]|\.\s))(?!(?<=\bNo\.)\s+\d)"
-    + "".join(rf"(?!(?<=\b{digits}\.)\s+(?:(?:{_ORDINAL_BEFORE})\b|{_SMALL}))" for digits in (r"\d", r"\d\d"))
-)
-_SENTENCE = re.compile(rf"\S.*?(?:{_STOP}|[!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
+_OF_ORDINALS = r"am|im|zum|vom|beim|ab|bis|seit|zur|ein\w*|jede[mnrs]?|de[mnrs]|die|das"
+_GOES_ON = (  # what a full stop ends, and what follows it where it ends no sentence
+    (re.compile(rf"(?<!\w)(?:{_ABBREVIATIONS})\.$"), re.compile(r"\S")),
+    (re.compile(r"(?<!\w)(?:[zduov]|Co)\.$"), re.compile(r"[Bhag]\.|KG|Ltd|Inc")),
+    (re.compile(rf"(?<!\w)(?:{_MONTHS})\.$", re.IGNORECASE), re.compile(r"\d")),
+    (re.compile(r"(?<!\w)[A-Z]\.$"), re.compile(r"[A-Z\u00c0-\u00de](?:[^\W\d_]|\.\s)")),  # an initial before a name
+    (re.compile(rf"(?<!\w)(?:{_OF_ORDINALS})\s+\d{{1,2}}\.$", re.IGNORECASE), re.compile(r"\w")),
+    (re.compile(r"(?<![\w.])\d{1,2}\.$"), re.compile(
+        "(?:Januar|Jan|J\u00e4nner|Februar|Feb|M\u00e4rz|April|Apr|Mai|Juni|Juli|August|Aug|September|Sept|Oktober|Okt|"
+        r"November|Nov|Dezember|Dez|Jahrhundert|Quartal|Stock|Klasse)\b"
+    )),
+    (re.compile(r"\d{1,2}\.\s?\d{1,2}\.$"), re.compile(r"\d")),
+    (re.compile(r"(?<!\w)(?:\w{1,3}|[IVXL]+|\w+\.\w+)\.$"), re.compile(r"[^\W\d_A-Z\u00c0-\u00de]")),
+)  # fmt: skip
+_LONGEST_ABBREVIATION = 24
+_SENTENCE = re.compile(r"\S.*?(?:[.!?\u2026](?=\s)|(?=\n)|$|[\u3002\uff01\uff1f])", re.DOTALL)
 
-_SOURCE = r"(?:document|doc|source|passage|reference|ref|dokument|quelle|abschnitt|fuente|fonte)s?\.?"
-_MARKER = re.compile(  # of a source: [1], [Document 1, 2], (source 1), passage 1, a raised number behind a mark
-    rf"[\[\u3010(]\s*{_SOURCE}\s*[\d\s,;&-]*[\])\u3011]|[\[\u3010]\^?\d{{1,3}}(?:\s*[,;-]\s*\d{{1,3}})*[\]\u3011]|"
-    rf"(?:\b(?:according to|as stated in|in|see|per|laut|siehe)\s+)?\b{_SOURCE}\s+\d{{1,3}}\b|"
-    r"(?<=[^\w\s])[\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+",
-    re.IGNORECASE,
+_SOURCE = (
+    r"(?:documents?|docs?|sources?|passages?|references?|refs?|dokumente?|quellen?|abschnitte?|fuentes?|pages?|pp?)\.?"
+)
+_WHICH = r"[:#]?\s*(?:no\.?\s*)?(?:\[?\d{1,3}|[A-Z]\b|(?i:one|two|three)\b)"
+_MARKER = re.compile(  # of a source: [1], [Document 1, 2], (source 1: a.pdf), passage 1, a raised number behind a mark
+    rf"[\[\u3010(<{{]\s*(?:(?:see|from)\s+)?(?i:{_SOURCE})\s*{_WHICH}[^\n()\u3011>}}]{{0,80}}[\])\u3011>}}]|"
+    r"[\[\u3010]\^?\d{1,3}(?:\s*[,;\u2020&\u2013-][^\n\]\u3011]{0,40})?[\]\u3011]|[({<]\d{1,2}[)}>](?=\s*(?:[.!?,;]|$))|"
+    rf"(?i:\b(?:according to|as stated in|as|in|see|per|from|by|laut|siehe)\s+)?\b(?i:{_SOURCE})\s+\d{{1,3}}\b"
+    r"(?i:\s+(?:states?|says?|shows?|notes?|mentions?)\b)?|"
+    r"(?:(?<=[^\w\s])|(?<=[^\W\d_]{4}))[\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
 )
 _NUMBER_WORDS = (
     "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|"
@@ -54,7 +68,7 @@ _NUMBER_WORDS = (
 )
 _REPEATED = re.compile(rf"(\b(?:{_NUMBER_WORDS})) \(\d+\)", re.IGNORECASE)
 """A number that is written twice, as contracts do: six (6)."""
-_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[.,'\u2019\u00a0\u202f]\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:[.,'\u2019\u00a0\u202f ]\d{3})+|(?:,\d\d)+,\d{3})(?!\d)")
 
 _WRAPPED = re.compile(r"\n(?=[^\W\d_A-Z\u00c0-\u00de])")
 """A line break inside of a sentence: the next line begins with a letter that is no capital."""
@@ -137,13 +151,14 @@ class PassageSentences:
             return False
         return any(numbers <= words and len(evidence & words) >= needed for words in [*self._own, *self._pairs])
 
-    def find(self, text: str) -> tuple[int, int] | None:
+    def find(self, text: str, question: str = "") -> tuple[int, int] | None:
         """Return the characters of the sentence that shares most content words with ``text``; None if none does.
 
-        Of two sentences that share as many the shorter one counts.
+        Of two sentences that share as many that with more words of the question counts, then the shorter one.
         """
         wanted = _content(text, stop_words(text)) or set(_words(text))
-        counts = [(len(wanted & own), -len(own)) for own in self._own]
+        asked = _content(question, stop_words(question))
+        counts = [(len(wanted & own), len(asked & own), -len(own)) for own in self._own]
         best = max(range(len(counts)), key=counts.__getitem__, default=None)
         return None if best is None or not counts[best][0] else self.spans[best]
 
@@ -189,21 +204,39 @@ def dominant(shares: Sequence[float]) -> int | None:
     return first if shares[first] >= SHARE and shares[first] >= LEAD * runner_up else None
 
 
-def source_sentence(passage: str, answer: str, quotes: Sequence[str] = ()) -> str:
-    """Return the sentence of a passage that an answer comes from, on one line; the first if none shares a word.
+def page_of(text: str, document: AnswerDocument, question: str = "") -> int | None:
+    """Return the page of a passage on which the sentence that a text comes from begins; None without pages."""
+    span = PassageSentences(document.text).find(_MARKER.sub(" ", text), question) if document.pages else None
+    return document.page if span is None else document.page_at(span[0])
+
+
+def source_span(passage: str, answer: str, quotes: Sequence[str] = ()) -> tuple[int, int]:
+    """Return the characters of the sentence that an answer comes from; of the first if none shares a word.
 
     Args:
         quotes: Texts of the citations by quote; the first one is looked for, else the answer.
     """
     sentences = PassageSentences(passage)
-    if not sentences.spans:
-        return ""
-    start, end = sentences.find(quotes[0] if quotes else answer) or sentences.spans[0]
-    return " ".join(passage[start:end].split())
+    return sentences.find(quotes[0] if quotes else answer) or next(iter(sentences.spans), (0, 0))
 
 
 def _sentences(text: str) -> list[tuple[int, int]]:
-    return [(match.start(), match.start() + len(match.group().rstrip())) for match in _SENTENCE.finditer(text)]
+    spans: list[tuple[int, int]] = []
+    goes_on = False
+    for match in _SENTENCE.finditer(text):
+        end = match.start() + len(match.group().rstrip())
+        start = spans.pop()[0] if goes_on else match.start()
+        spans.append((start, end))
+        goes_on = (
+            text[end - 1] == "." and text[end : end + 1] != "\n" and _goes_on(text[start:end], text[end : end + 9])
+        )
+    return spans
+
+
+def _goes_on(sentence: str, following: str) -> bool:
+    """Return whether a sentence does not end with its full stop, as after an abbreviation."""
+    before, after = sentence[-_LONGEST_ABBREVIATION:], following.lstrip()
+    return any(end.search(before) and begin.match(after) for end, begin in _GOES_ON)
 
 
 def _words(text: str) -> list[str]:

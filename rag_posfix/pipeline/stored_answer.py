@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -23,7 +23,7 @@ from rag_posfix.contracts.request import (
     TokenScore,
     Usage,
 )
-from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes
+from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes, page_of
 from rag_posfix.pipeline.disagreement import list_disagreements
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.pipeline.support import compare_words, has_words_of, read_texts, verdict_of
@@ -206,12 +206,13 @@ def answer_from(
     """
     names = _passage_names(assembled.layout)
     texts = read_texts(assembled.documents)
+    documents = _documents(stored, assembled, names)
     words = compare_words(stored["text"], texts, question)
     support, supporting = verdict_of(stored_odds(stored, assembled), words)
     return Answer(
         text=stored["text"],
-        documents=_documents(stored, assembled, names),
-        citations=_citations(stored, assembled.ids, texts, names, question),
+        documents=documents,
+        citations=_citations(stored, documents, texts, names, question),
         usage=Usage(
             prompt_tokens=stored["prompt_tokens"],
             completion_tokens=stored["completion_tokens"],
@@ -275,6 +276,7 @@ def _documents(stored: Mapping[str, Any], assembled: Assembled, names: Sequence[
             text=clean_text(document.page_content),
             page=_page(document.metadata.get("page")),
             weight=float(attention.get(name, 0.0)) if is_weighted else None,
+            **_pages(document.metadata),
         )
         for position, (identity, score, name, document) in enumerate(
             zip(assembled.ids, relevance, names, assembled.documents, strict=True)
@@ -283,26 +285,44 @@ def _documents(stored: Mapping[str, Any], assembled: Assembled, names: Sequence[
 
 
 def _citations(
-    stored: Mapping[str, Any], ids: Sequence[str], passages: Sequence[str], names: Sequence[str], question: str
+    stored: Mapping[str, Any],
+    documents: Sequence[AnswerDocument],
+    passages: Sequence[str],
+    names: Sequence[str],
+    question: str,
 ) -> tuple[Citation, ...]:
-    """Return citations by quote and by attention, sorted by start; for equal starts the quote first.
+    """Return citations by quote, and by attention of sentences without a quote, sorted by start.
 
     Attention alone is no evidence: the passage must have a word of the sentence.
     """
     text = stored["text"]
-    citations = []
-    for quote in find_quotes(text, passages, question):
-        cited = tuple(ids[index] for index in quote.passages)
-        citations.append(Citation(quote.start, quote.end, text[quote.start : quote.end], cited))
+
+    def citation(start: int, end: int, indices: Sequence[int], origin: Literal["quote", "attention"]) -> Citation:
+        cited = [documents[index] for index in indices]
+        pages = tuple(page_of(text[start:end], document, question) for document in cited)
+        return Citation(start, end, text[start:end], tuple(document.id for document in cited), origin, pages)
+
+    quotes = find_quotes(text, passages, question)
+    citations = [citation(quote.start, quote.end, quote.passages, "quote") for quote in quotes]
     for start, end, shares in stored.get("claims", []):
         index = dominant([float(shares.get(name, 0.0)) for name in names])
-        if index is not None and has_words_of(text[start:end], passages[index], question):
-            citations.append(Citation(start, end, text[start:end], (ids[index],), "attention"))
-    return tuple(sorted(citations, key=lambda citation: (citation.start, citation.origin == "attention")))
+        is_quoted = any(quote.start < end and start < quote.end for quote in quotes)
+        if index is not None and not is_quoted and has_words_of(text[start:end], passages[index], question):
+            citations.append(citation(start, end, [index], "attention"))
+    return tuple(sorted(citations, key=lambda item: item.start))
 
 
 def _page(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _pages(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pages of a passage on several, and where in it they begin; nothing for other metadata."""
+    pages, starts = metadata.get("pages"), metadata.get("page_starts")
+    if not isinstance(pages, list) or not isinstance(starts, list) or len(pages) != len(starts):
+        return {}
+    whole = all(_page(value) is not None for value in (*pages, *starts))
+    return {"pages": tuple(pages), "page_starts": tuple(starts)} if whole and starts == sorted(starts) else {}
 
 
 def _text_or_none(value: object) -> str | None:

@@ -46,7 +46,7 @@ def test_an_answer_is_a_chat_completion_that_says_where_it_comes_from():
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
     assert [document["id"] for document in body["documents"]] == ["doc_0", "b"]
-    quote = {"start": 0, "end": len(ANSWER), "text": ANSWER, "document_ids": ["b"], "from": "quote"}
+    quote = {"start": 0, "end": len(ANSWER), "text": ANSWER, "document_ids": ["b"], "from": "quote", "pages": [None]}
     assert body["citations"] == [quote]
     assert (body["mitigation"], body["order"], body["cached"]) == ("context_experts", "relevance", False)
     assert {"queue", "prefill", "decode", "assemble"} <= set(body["timings"])

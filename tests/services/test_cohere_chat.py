@@ -10,7 +10,7 @@ import httpx
 import pytest
 from cohere.core.api_error import ApiError
 
-from rag_posfix.contracts.answer import Answer, Citation
+from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation
 from rag_posfix.contracts.request import Usage
 from rag_posfix.errors import GenerationError
 from rag_posfix_api.dialects.cohere import ChatRenderer
@@ -130,6 +130,14 @@ def test_a_sentence_known_by_attention_is_cited_where_no_quote_is():
     message = ChatRenderer("x", {"a": {"text": "A"}}, cites=True).whole(answer)["message"]
     assert [(one["start"], one["end"]) for one in message["citations"]] == [(0, 18), (19, 41)]
     assert message["citations"][1]["sources"] == [{"type": "document", "id": "b", "document": {"id": "b"}}]
+
+
+def test_a_source_names_the_page_of_the_cited_sentence():
+    documents = (AnswerDocument("a", None, 0, 0.0, page=3, pages=(3, 4), page_starts=(0, 9)),)
+    citations = (Citation(0, 4, "Yes.", ("a",), pages=(4,)),)
+    answer = Answer("Yes.", documents, citations, Usage(1, 1), False, "none", "relevance", "stop")
+    message = ChatRenderer("x", {}, cites=True).whole(answer)["message"]
+    assert message["citations"][0]["sources"][0]["document"] == {"id": "a", "page": 4}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from rag_posfix.contracts.filters import (
     in_range,
     matches,
     parse_filter,
+    plain_scalar,
 )
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.parameters import shown
@@ -107,9 +107,7 @@ def stored_copy(document: Document, document_id: str | None = None) -> Document:
 
 def _json_value(value: Any) -> Any:
     """Return a value of metadata in JSON's types; TypeError for what has none."""
-    numpy = sys.modules.get("numpy")  # there is no scalar of it before it is imported
-    if numpy is not None and isinstance(value, numpy.generic):
-        value = value.item()
+    value = plain_scalar(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

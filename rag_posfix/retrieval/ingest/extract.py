@@ -1,4 +1,4 @@
-"""Reads PDF files, e-books and notebooks with xberg, whose typed nodes become items."""
+"""Reads PDF files and notebooks with xberg, whose typed nodes become items."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import missing_extra
+from rag_posfix.retrieval.ingest.html import read_html
 from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _TYPES = {
     ".pdf": "application/pdf",
-    ".epub": "application/epub+zip",
     ".ipynb": "application/x-ipynb+json",
 }
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -24,7 +24,7 @@ _WORDS = ("text", "content", "title", "definition", "label")
 
 
 def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
-    """Return what xberg finds in a file of one of the suffixes ``.pdf``, ``.epub`` and ``.ipynb``.
+    """Return what xberg finds in a file of the suffix ``.pdf`` or ``.ipynb``.
 
     Raises:
         ConfigError: xberg is not installed.
@@ -54,14 +54,39 @@ def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
     return result.results[0]
 
 
-def read_book(data: bytes, suffix: str) -> FileText:
-    """Return an e-book with its title, or a notebook with its printed results.
+def read_notebook(data: bytes) -> FileText:
+    """Return a notebook with its printed results.
 
     Raises:
         ConfigError: xberg is not installed.
     """
-    found = extract(data, suffix)
-    return items_text(list(node_items(found)), found.metadata.title or "" if suffix == ".epub" else "")
+    return items_text(node_items(extract(_notebook(json.loads(data)), ".ipynb")))
+
+
+def _notebook(notebook: dict[str, Any]) -> bytes:
+    """Return a notebook in version 4 of its format, with the words of each printed result as plain text."""
+    sheets = notebook.get("worksheets") or [notebook]  # version 3
+    cells = [cell for sheet in sheets for cell in sheet.get("cells", ())]
+    for cell in cells:
+        cell["source"] = _joined(cell.get("source", cell.pop("input", "")))
+        if cell.get("cell_type") == "heading":
+            cell |= {"cell_type": "markdown", "source": f"{'#' * cell.get('level', 1)} {cell['source']}"}
+        for output in cell.get("outputs", ()):
+            kind = {"pyout": "execute_result", "pyerr": "error"}.get(output["output_type"], output["output_type"])
+            output |= {"output_type": kind, "name": output.get("stream", output.get("name", "stdout"))}
+            if kind in ("execute_result", "display_data"):
+                found = output.setdefault("data", {"text/plain": output.get("text", "")})
+                shown = next(
+                    (found[name] for name in ("text/markdown", "text/plain", "text/latex") if name in found), ""
+                )
+                if not shown and "text/html" in found:
+                    shown = read_html(_joined(found["text/html"]).encode()).text
+                output["data"] = {"text/plain": _joined(shown)}
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}).encode()
+
+
+def _joined(text: str | list[str]) -> str:
+    return text if isinstance(text, str) else "".join(text)
 
 
 def node_items(found: xberg.ExtractedDocument) -> Iterator[Item]:

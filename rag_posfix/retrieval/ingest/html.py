@@ -1,42 +1,64 @@
-"""Reads web pages: trafilatura finds what a page is about; small pages are read whole, without their navigation."""
+"""Reads web pages and e-books: the words outside of navigation, as the standard library's parser finds them.
+
+Libraries that look for the main content of a page leave out captions, forms, lists of links and half of what is in no
+paragraph, so that words are left out by what a page says of its parts alone.
+"""
 
 from __future__ import annotations
 
+import io
+import posixpath
 import re
-from collections import Counter
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
-from itertools import accumulate
+from urllib.parse import unquote
+from xml.etree import ElementTree
+from zipfile import ZipFile
 
-from rag_posfix.errors import missing_extra
-from rag_posfix.retrieval.ingest.structure import (
-    FileText,
-    Heading,
-    blocks_under,
-    is_heading_text,
-    paragraph_blocks,
-    read_markdown,
-    stated_title,
-)
+from rag_posfix.retrieval.ingest.decoding import decode_html
+from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
 from rag_posfix.text import clean_text, split_words
 
-_MIN_CONTENT_SHARE = 0.5
-"""What trafilatura finds counts if it has this share of the words outside of navigation, at least."""
-
 _INVISIBLE = frozenset(
-    {"script", "style", "noscript", "template", "svg", "math", "head", "iframe", "object", "select", "nav", "footer"}
+    {
+        "script",
+        "style",
+        "noscript",
+        "template",
+        "svg",
+        "annotation",
+        "annotation-xml",
+        "head",
+        "iframe",
+        "object",
+        "nav",
+    }
 )
 _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
 )
 _PARAGRAPHS = frozenset(
-    {"address", "article", "aside", "blockquote", "body", "details", "div", "dl", "fieldset", "figcaption", "figure",
-     "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol", "p", "pre", "section",
-     "table", "ul"}
+    {"address", "article", "aside", "blockquote", "body", "caption", "details", "div", "dl", "fieldset", "figcaption",
+     "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "legend", "li", "main", "nav",
+     "ol", "p", "pre", "section", "summary", "table", "td", "th", "tr", "ul"}
 )  # fmt: skip
-_LINES = frozenset({"br", "caption", "dd", "dt", "legend", "li", "option", "summary", "tr"})
+_LINES = frozenset({"br", "dd", "dt", "optgroup", "option"})
+_SPACED = frozenset({"button", "input", "select", "textarea"})
+_SECTIONS = frozenset({"article", "aside", "blockquote", "main", "section"})
+"""A footer within one of these is that of a part of the page, and text."""
 _HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
-_CELLS = frozenset({"td", "th"})
 _OF_HEAD = frozenset({"base", "link", "meta", "noscript", "script", "style", "template", "title"})
+_NAVIGATION = re.compile(
+    r"(?:^|\s)(?:nav(?:bar|igation)?|(?:main|site|top|sub|nav)-?(?:nav(?:bar|igation)?|menu)|breadcrumbs?|"
+    r"cookie-?(?:banner|bar|consent|notice)|skip-?(?:link|to-content)|site-?footer)(?:\s|$)",
+    re.IGNORECASE,
+)
+"""Classes and ids of what is navigation, though its element does not say so."""
+_ROLES = frozenset({"navigation", "menu", "menubar", "contentinfo"})
+_VALUES = frozenset({"", "text", "button", "submit", "email", "number", "date", "tel", "url"})
+"""Types of inputs whose values a reader sees."""
 
 # Conditional comments (<![if ...]>) and CDATA sections: the standard library's parser stops at unknown ones.
 _MARKED = re.compile(r"<!\[[^>]*>?")
@@ -47,94 +69,72 @@ _CLOSES = {
     "<style": re.compile(r"</style\s*>", re.IGNORECASE),
 }
 _TAG = re.compile(r"<[a-zA-Z/!?]")
-# trafilatura drops these elements, and writes others as tags or takes them for what they are not.
-_DROPPED_INLINE = re.compile(r"</?(?:time|label|output|data|sub)\b[^<>]*>", re.IGNORECASE)
-_DROPPED_BLOCK = re.compile(r"<(/?)(?:figcaption|legend|button|summary)\b[^<>]*>", re.IGNORECASE)
-_DROPPED_HOLDER = re.compile(r"<(/?)(?:aside|fieldset|form|figure|details)\b[^<>]*>", re.IGNORECASE)
-_SECTION_OR_FOOTER = re.compile(r"<(/?)(article|section|main|footer)\b[^<>]*>", re.IGNORECASE)
-"""A footer within one of the others is that of a part of the page, and text."""
-_CAPTION = re.compile(r"(<table\b[^<>]*>)\s*<caption\b[^<>]*>(.{0,500}?)</caption\s*>", re.IGNORECASE | re.DOTALL)
-_RAISED = re.compile(r"<sup\b[^<>]*>(\d*)|</sup\s*>", re.IGNORECASE)
-_RAISED_DIGITS = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+_RAISED = str.maketrans(
+    "0123456789+-\u2212", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207b"
+)
+_RAISED_NUMBER = re.compile(r"[+\u2212-]?\d+")
 _MAX_ATTRIBUTES = 1000
 _ENDLESS_TAG = re.compile(
     r"""<[a-zA-Z](?>[^\s<>"']*)(?>\s+[^\s<>"'=]+(?>\s*=\s*(?:"[^"]*"|'[^']*'|[^\s<>"']+))?)"""
     rf"{{{_MAX_ATTRIBUTES}}}"
 )
 """Parsers compare each attribute of a tag with all others."""
-_ESCAPED = re.compile(r"(^```.*?^```)|\\([_*<>\[\]`~#$])", re.DOTALL | re.MULTILINE)
 _SPACES = re.compile(r"[^\S\xa0]+|\xa0+")
+_MAX_SPAN, _MAX_CELLS = 1000, 100_000
 
 
-def read_html(source: str) -> FileText:
-    """Return the content of an HTML page as Markdown, without navigation, and its title.
+def read_html(data: bytes, source: str = "the page") -> FileText:
+    """Return the words of an HTML page outside of its navigation, and its title.
 
-    trafilatura finds the content; a note says how many words outside of ``nav`` and ``footer`` it leaves out. If it
-    finds little, as on a page of a few words, everything else is taken.
+    Left out are scripts, ``nav``, the footer of the page, and elements whose role, class or id is that of navigation;
+    how many words are in the latter is a loss.
 
     Raises:
-        ConfigError: trafilatura is not installed.
         ValueError: a tag has more than 1,000 attributes.
     """
-    try:
-        from trafilatura import extract
-    except ImportError as error:
-        raise missing_extra("trafilatura (needed for HTML files)", "html") from error
+    text, note = decode_html(data, source)
+    page = _read_page(text)
+    left_out = len(split_words(" ".join(page.left_out)))
+    losses = [f"left out {left_out} words of its footer, or of what its role or class says is navigation"]
+    title = " ".join(clean_text("".join(page.title)).split())
+    return replace(items_text(page.all_items(), title, losses if left_out else ()), encoding_note=note)
+
+
+def read_epub(data: bytes) -> FileText:
+    """Return the chapters of an e-book in their order, with its title; a chapter that is missing is a loss.
+
+    Raises:
+        ValueError: a part of the archive is missing or no XML.
+    """
+    items: list[Item] = []
+    losses: list[str] = []
+    with ZipFile(io.BytesIO(data)) as archive:
+        names = {name.casefold(): name for name in archive.namelist()}
+        root = ElementTree.fromstring(archive.read("META-INF/container.xml")).find(".//{*}rootfile")
+        name = "" if root is None else root.get("full-path", "")
+        package = ElementTree.fromstring(archive.read(name))
+        files = {item.get("id"): item.get("href", "") for item in package.iterfind(".//{*}item")}
+        for reference in package.iterfind(".//{*}itemref"):
+            path = posixpath.normpath(
+                posixpath.join(posixpath.dirname(name), unquote(files.get(reference.get("idref"), "")))
+            )
+            try:
+                source, _ = decode_html(archive.read(names.get(path.casefold(), path)), path)
+            except KeyError:
+                losses.append(f"the chapter {path!r} is missing")
+                continue
+            items += _read_page(source).all_items()
+    title = next((element.text for element in package.iterfind(".//{*}title") if element.text), "")
+    return items_text(items, " ".join(clean_text(title).split()), losses)
+
+
+def _read_page(source: str) -> _Page:
     if _ENDLESS_TAG.search(source):
         raise ValueError(f"a tag has more than {_MAX_ATTRIBUTES:,} attributes")
-    source = _simplified(source)
-    page = _read_page(source)
-    content = extract(source, output_format="markdown", include_formatting=True, favor_recall=True) or ""
-    if len(content.split()) < _MIN_CONTENT_SHARE * len(page.text.split()):
-        return page
-    read = read_markdown(unescaped(clean_text(content)))
-    words, kept = Counter(split_words(page.text)), Counter(split_words(read.text))
-    left_out = (words - kept).total()
-    losses = (f"left out {left_out} of {words.total()} words outside navigation",) if left_out else ()
-    return FileText(read.text, page.title or read.title, blocks=read.blocks, losses=losses)
-
-
-def unescaped(markdown: str) -> str:
-    """Return Markdown without the backslashes that keep marks in text from being read as Markdown, but in code."""
-    return _ESCAPED.sub(lambda match: match.group(1) or match.group(2), markdown)
-
-
-def _simplified(source: str) -> str:
-    """Return a page with elements that trafilatura keeps in place of those that it drops."""
-    text = _CAPTION.sub(r"<p>\2</p>\1", _DROPPED_INLINE.sub("", source))
-    depth = 0
-
-    def of_section(match: re.Match[str]) -> str:
-        nonlocal depth
-        if match.group(2).lower() == "footer":
-            return f"<{match.group(1)}div>" if depth else match.group()
-        depth = max(0, depth + (-1 if match.group(1) else 1))
-        return match.group()
-
-    text = _SECTION_OR_FOOTER.sub(of_section, text)
-    text = _DROPPED_HOLDER.sub(r"<\1div>", _DROPPED_BLOCK.sub(r"<\1p>", text))
-    return _RAISED.sub(lambda match: (match.group(1) or "").translate(_RAISED_DIGITS), text)
-
-
-def _read_page(source: str) -> FileText:
-    page = parse_page(source)
-    text = clean_text(page.text())  # again: character references can encode NUL
-    headings = page.headings()
-    blocks = paragraph_blocks(text, headings)
-    title = clean_text(page.title()) or stated_title(headings, blocks)
-    return FileText(text, title, blocks=blocks_under(headings, blocks))
-
-
-def parse_page(source: str) -> _Page:
-    """Return the visible text, title and headings of a page.
-
-    Scripts, styles, drawings, navigation, footers and other invisible elements are left out. Block elements are
-    separated by an empty line, list items and table rows by a line break; runs of spaces are collapsed except in
-    ``pre``.
-    """
     page = _Page()
     page.feed(_parsable(source))
     page.close()
+    page.end_block()
     return page
 
 
@@ -154,48 +154,139 @@ def _parsable(source: str) -> str:
     return text if unclosed is None else text[: unclosed.start()]
 
 
+@dataclass(slots=True)
+class _Table:
+    """An open table: what is in none of its cells, and of each row the cells with their columns and rows."""
+
+    items: list[Item] = field(default_factory=list)
+    rows: list[list[tuple[list[Item], int, int]]] = field(default_factory=list)
+    in_cell: bool = False
+
+    def close(self) -> list[Item]:
+        """Return the table; where it only lays a page out, which shows by headings and tables in it, their items."""
+        inner = [item for row in self.rows for cell, _, _ in row for item in cell]
+        is_layout = any(
+            item.kind in ("heading", "table") or (item.kind == "code" and "\n" in item.text) for item in inner
+        )
+        if is_layout or max(map(len, self.rows), default=0) < 2:
+            return [*self.items, *inner]
+        is_bounded = sum(width * height for row in self.rows for _, width, height in row) <= _MAX_CELLS
+        rows: list[list[str]] = []
+        filled: dict[int, tuple[str, int]] = {}  # by column: a cell over more rows, and how many these are
+        for cells in self.rows:
+            row: list[str] = []
+            waiting = deque(cells)
+            while waiting or len(row) in filled:
+                text, height = filled.pop(len(row), ("", 0))
+                if not height:
+                    items, width, height = waiting.popleft()
+                    text = " ".join(item.text for item in items)
+                    for column in range(len(row) + 1, len(row) + width) if is_bounded else ():
+                        filled[column] = (text, height)
+                if height > 1 and is_bounded:
+                    filled[len(row)] = (text, height - 1)
+                row.append(text)
+            rows.append(row)
+        return [*self.items, *table_items(rows, rule="|---")]
+
+
 class _Page(HTMLParser):
+    """Collects the items of a page: what is between two tags that separate paragraphs is one."""
+
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self._segments: list[str] = []
-        self._title: list[str] = []
+        self.title: list[str] = []
+        self.left_out: list[str] = []
+        self._items: list[Item] = []
+        self._tables: list[_Table] = []
+        self._segments: list[str] = []  # of the open block
         self._invisible: list[str] = []  # open invisible elements
-        self._in_title = self._takes_title = False
-        self._pre = 0
+        self._is_navigation = False
+        self._in_title = self._takes_title = self._is_raised = False
+        self._sections = self._pre = self._heading = 0
+        self._lists: list[int | None] = []  # the number of the next item, None for bullets
+        self._marker: str | None = None  # of the open list item; empty after its first block
         self._gap = ""  # white space to write before the next text
-        self._heading_at: int | None = None  # index of the first segment of the open heading
-        self._headings: list[tuple[int, int, int]] = []  # level, and indices of segments
 
-    def title(self) -> str:
-        """Return the text of the title element."""
-        return " ".join("".join(self._title).split())
+    def all_items(self) -> list[Item]:
+        """Return the items, also those of tables that are not closed."""
+        while self._tables:
+            self._close_table()
+        return self._items
 
-    def text(self) -> str:
-        """Return the visible text."""
-        return "".join(self._segments)
-
-    def headings(self) -> list[Heading]:
-        """Return the headings with their characters in the text."""
-        offsets = [0, *accumulate(map(len, self._segments))]
-        result = []
-        for level, first, last in self._headings:
-            title = " ".join("".join(self._segments[first:last]).split())
-            if is_heading_text(title):
-                result.append(Heading(title, level, offsets[first], offsets[last]))
-        return result
+    def end_block(self) -> None:
+        """Make the text since the last block an item."""
+        text = "".join(self._segments)
+        self._segments, self._gap = [], ""
+        if not text.strip():
+            return
+        sink = self._items
+        if self._tables:
+            table = self._tables[-1]
+            sink = table.rows[-1][-1][0] if table.in_cell else table.items
+        if self._heading:
+            sink.append(Item("heading", text, self._heading))
+        elif self._pre:
+            sink.append(Item("code", text))
+        elif self._marker is not None:
+            sink.append(Item("list", f"{self._marker}{text}"))
+            self._marker = ""
+        else:
+            sink.append(Item("text", text))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "title" and set(self._invisible) <= {"head"}:
             self._in_title = True
-            self._takes_title = not self._title  # only the first title counts
+            self._takes_title = not self.title  # only the first title counts
         elif self._invisible == ["head"] and tag not in _OF_HEAD:
             self._invisible.clear()  # this element ends the head, even without an end tag
+        if self._invisible:
+            if tag in _INVISIBLE or tag == self._invisible[0]:
+                self._invisible.append(tag)
+            return
+        values = {name: value or "" for name, value in attrs}
+        is_named = values.get("role", "").lower() in _ROLES or any(
+            _NAVIGATION.search(values.get(name, "")) for name in ("class", "id")
+        )
+        self._separate(tag)
         if tag in _INVISIBLE:
             self._invisible.append(tag)
+        elif (tag == "footer" and not self._sections) or (
+            is_named and tag not in _VOID and tag not in ("html", "body", "main", "article")
+        ):
+            self._invisible.append(tag)
+            self._is_navigation = True
+        else:
+            self._begin(tag, values)
+
+    def _begin(self, tag: str, values: dict[str, str]) -> None:
+        self._sections += tag in _SECTIONS
         self._pre += tag == "pre"
+        self._is_raised = tag == "sup"
         if tag in _HEADINGS:
-            self._heading_at = len(self._segments)
-        self._separate(tag)
+            self._heading = int(tag[1])
+        elif tag in ("ul", "ol", "menu"):
+            self._lists.append(_whole(values.get("start"), 1) if tag == "ol" else None)
+        elif tag == "li":
+            number = self._lists[-1] if self._lists else None
+            self._marker = "- " if number is None else f"{number}. "
+            if number is not None:
+                self._lists[-1] = number + 1
+        elif tag == "table":
+            self._tables.append(_Table())
+            self._marker = None
+        elif self._tables and tag == "tr":
+            self._tables[-1].rows.append([])
+            self._tables[-1].in_cell = False
+        elif self._tables and tag in ("td", "th"):
+            table = self._tables[-1]
+            if not table.rows:
+                table.rows.append([])
+            table.rows[-1].append(([], _whole(values.get("colspan"), 1), _whole(values.get("rowspan"), 1)))
+            table.in_cell, self._marker = True, None
+        elif tag == "input" and values.get("type", "").lower() in _VALUES:
+            self._add(values.get("value", ""))
+            self._gap = self._gap or " "
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in _INVISIBLE and tag != "title":
@@ -206,22 +297,48 @@ class _Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag == "title":
             self._in_title = False
-        if tag in self._invisible:
-            del self._invisible[self._invisible.index(tag) :]
-        if tag == "pre" and self._pre:
-            self._pre -= 1
-        if tag in _HEADINGS and self._heading_at is not None:
-            self._headings.append((int(tag[1]), self._heading_at, len(self._segments)))
-            self._heading_at = None
+        if self._invisible:
+            if tag in self._invisible:
+                last = len(self._invisible) - 1 - self._invisible[::-1].index(tag)
+                del self._invisible[last:]
+                self._is_navigation &= bool(self._invisible)
+            return
         if tag not in _VOID:
             self._separate(tag)
+        if tag == "pre" and self._pre:
+            self._pre -= 1
+        elif tag in _HEADINGS:
+            self._heading = 0
+        elif tag in _SECTIONS and self._sections:
+            self._sections -= 1
+        elif tag in ("ul", "ol", "menu") and self._lists:
+            self._lists.pop()
+            self._marker = "" if self._lists else None
+        elif tag == "li":
+            self._marker = None
+        elif tag == "table" and self._tables:
+            self._close_table()
+        elif tag in ("td", "th") and self._tables:
+            self._tables[-1].in_cell = False
+        self._is_raised = False
+
+    def _close_table(self) -> None:
+        found = self._tables.pop().close()
+        sink = self._items
+        if self._tables:
+            table = self._tables[-1]
+            sink = table.rows[-1][-1][0] if table.in_cell else table.items
+        sink += found
 
     def handle_data(self, data: str) -> None:
         if self._in_title:
             if self._takes_title:
-                self._title.append(data)
+                self.title.append(data)
         elif not self._invisible:
-            self._add(data)
+            raised = data.strip()
+            self._add(raised.translate(_RAISED) if self._is_raised and _RAISED_NUMBER.fullmatch(raised) else data)
+        elif self._is_navigation:
+            self.left_out.append(data)
 
     def _add(self, data: str) -> None:
         if not self._pre:
@@ -240,11 +357,15 @@ class _Page(HTMLParser):
         self._gap = " " if ends_with_space else ""
 
     def _separate(self, tag: str) -> None:
-        if self._invisible:
-            return
-        if tag in _PARAGRAPHS:
-            self._gap = "\n\n"
-        elif tag in _LINES and self._gap != "\n\n":
+        if tag in _PARAGRAPHS or (tag == "br" and self._gap == "\n" and not self._pre):
+            self.end_block()
+        elif tag in _LINES:
             self._gap = "\n"
-        elif tag in _CELLS and not self._gap.startswith("\n"):
-            self._gap = " "
+        elif tag in _SPACED:
+            self._gap = self._gap or " "
+
+
+def _whole(value: str | None, default: int) -> int:
+    with suppress(ValueError):
+        return max(1, min(int(value or ""), _MAX_SPAN))
+    return default

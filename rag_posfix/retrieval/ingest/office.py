@@ -50,7 +50,7 @@ def _shape_items(shape: Any, page: int) -> Iterator[Item]:
     elif shape.has_text_frame:
         yield Item("text", shape.text_frame.text, page=page)
     elif getattr(shape, "has_table", False):
-        yield from table_items([[cell.text for cell in row.cells] for row in shape.table.rows], page)
+        yield from table_items(_slide_table(shape.table), page)
     elif getattr(shape, "has_chart", False):
         for plot in shape.chart.plots:
             rows = [[series.name, *map(str, series.values)] for series in plot.series]
@@ -61,6 +61,17 @@ def _shape_items(shape: Any, page: int) -> Iterator[Item]:
 
             data = parse_xml(shape.part.related_part(diagram.get(_DATA)).blob)
             yield Item("text", "\n".join(text.text or "" for text in data.iter(_TEXT)), page=page)
+
+
+def _slide_table(table: Any) -> list[list[str]]:
+    rows = [list(row.cells) for row in table.rows]
+    texts = [[cell.text for cell in row] for row in rows]
+    for top, row in enumerate(rows):
+        for left, cell in enumerate(row):
+            if cell.is_merge_origin:
+                for cells in texts[top : top + cell.span_height]:
+                    cells[left : left + cell.span_width] = [cell.text] * len(cells[left : left + cell.span_width])
+    return texts
 
 
 def read_workbook(handle: BinaryIO) -> FileText:
@@ -110,11 +121,13 @@ def _rows(sheet: Any) -> list[list[str]]:
 
 def _fill_merged(rows: list[list[str]], source: bytes) -> None:
     """Write the text of merged cells into each of their rows, and that of a row over all columns into each of them."""
+    width = max(map(len, rows), default=0)
     for left, top, right, bottom in _MERGED.findall(source)[:_MAX_MERGED]:
         first, last = _column(left), _column(right)
         if int(top) <= len(rows) and first < len(rows[int(top) - 1]):
             text = rows[int(top) - 1][first]
             for row in rows[int(top) - 1 : int(bottom)]:
+                row += [""] * (min(last + 1, width) - len(row))
                 row[first : last + 1] = [text] * len(row[first : last + 1])
 
 
@@ -132,4 +145,4 @@ def _cell_text(value: Any) -> str:
         return f"{value:.15g}"  # as Excel computes
     if isinstance(value, datetime):
         return value.isoformat(" ") if value.time() != time() else value.date().isoformat()
-    return "" if value is None else str(value)
+    return "" if value is None else str(getattr(value, "text", value))  # the text of an array formula

@@ -24,15 +24,21 @@ _BEFORE_TITLE = r"(?:(?:chapter|section|part|appendix)[^\S\n]+)?(?:(?-i:\d+|[IVX
 
 _EDGE_LINES = 3
 """Lines at the top and the bottom of a page that may be those of each page."""
-_MIN_PAGES = 3
+_MIN_PAGES, _MIN_SHARE = 3, 40
+"""Pages with such a line, at least, and their share in percent: odd and even pages may have their own."""
 _STAMP = re.compile(r"\d{1,4}[/.-]\d{1,2}[/.-]\d{1,4}.{0,4}\d{1,2}:\d\d")
 _PAGE_NUMBER = re.compile(
-    r"^(?:page|seite|p\.|s\.|p\u00e1gina|pagina|strona)?\W*(\d{1,4})\W*$|^(\d{1,4})(?:\W+\w+){2}|"
+    r"^(?:page|seite|p\.|s\.|p\u00e1gina|pagina|strona)?\W*(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})?\W*$|^(\d{1,4})(?:\W+\w+){2}|"
     r"^(?:\S+\s+){1,20}?(?:page|seite|\S+)?\W*\b(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})\W*$|"
     r"(?:\S+\s+){2}(\d{1,4})\W*$",
     re.IGNORECASE,
 )
 """Alone, or at the end of a line with other words; \"Step 3\" is none."""
+_ROMAN = re.compile(r"\W*([ivxl]+)\W*", re.IGNORECASE)
+_ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
+_WORD = re.compile(r"\w+")
+_APART = re.compile(r"\b(\w*f)\s+(\w+)")
+_BROKEN = re.compile(r"(?<=\w)- (?=[A-Z\u00c0-\u00de\d])")
 _UNFINISHED = re.compile(r"[\w,;\u2013-]$")
 _MIN_UNFINISHED = 40
 """Characters of a paragraph that goes on on the next page, at least; shorter ones are labels."""
@@ -54,7 +60,10 @@ def read_pdf(data: bytes) -> FileText:
     found = extract(data, ".pdf")
     texts = {page.page_number: page.content for page in found.pages or ()}
     items = sorted(node_items(found), key=lambda item: item.page or len(texts))
-    pages = {page: [item for item in items if item.page == page] for page in sorted({item.page for item in items})}
+    pages = {
+        page: _repaired([item for item in items if item.page == page], texts.get(page, ""))
+        for page in sorted({item.page for item in items})
+    }
     for page, lines in _repeated(texts).items():
         pages[page] = _without(pages.get(page, []), lines)
     reader = None
@@ -95,8 +104,22 @@ def _is_readable(reader: pypdf.PdfReader | None, page: int) -> bool:
         return False
 
 
+def _repaired(items: list[Item], text: str) -> list[Item]:
+    """Return the items of a page with the words of its text, which xberg joins at ``of its`` as at a ligature.
+
+    A part of a word before a capital or digit, at the end of a line, is joined with these: ``Franco-British``.
+    """
+    words = set(_WORD.findall(text))
+    apart = {first + last: f"{first} {last}" for first, last in _APART.findall(text) if first + last not in words}
+    joined = re.compile(rf"\b(?:{'|'.join(map(re.escape, apart)) or '(?!)'})\b")
+    return [
+        item._replace(text=_BROKEN.sub("-", joined.sub(lambda match: apart[match.group()], item.text)))
+        for item in items
+    ]
+
+
 def _repeated(texts: dict[int, str]) -> dict[int, list[str]]:
-    """Return the lines at the edges of each page that are on most pages, or end with the number of the page.
+    """Return the lines at the edges of each page that are on many pages, or end with the number of the page.
 
     The first of lines that are the same on each page stays, unless it is a date.
     """
@@ -104,23 +127,32 @@ def _repeated(texts: dict[int, str]) -> dict[int, list[str]]:
     for page, text in texts.items():
         lines = [" ".join(line.split()) for line in text.split("\n") if line.strip()]
         edges[page] = list(dict.fromkeys([*lines[:_EDGE_LINES], *lines[-_EDGE_LINES:]]))
-    least = max(_MIN_PAGES, len(texts) // 2 + 1)
-    counts = Counter(line for lines in edges.values() for line in lines)
+    least = max(_MIN_PAGES, -(-_MIN_SHARE * len(texts) // 100))
+    counts = Counter(key for lines in edges.values() for key in {_key(line) for line in lines})
     offsets = Counter(offset for page, lines in edges.items() for offset in {_offset(line, page) for line in lines})
     result: dict[int, list[str]] = {}
     kept: set[str] = set()
     for page, lines in edges.items():
         for line in lines:
             offset = _offset(line, page)
-            if counts[line] >= least and line not in kept and not _STAMP.search(line):
+            if counts[_key(line)] >= least and line not in kept and not _STAMP.search(line):
                 kept.add(line)
-            elif counts[line] >= least or (offset is not None and offsets[offset] >= least):
+            elif counts[_key(line)] >= least or (offset is not None and offsets[offset] >= least):
                 result.setdefault(page, []).append(line)
     return result
 
 
+def _key(line: str) -> str:
+    """Return what is equal for equal lines: of one with a time, the minutes do not count."""
+    return re.sub(r"\d", "0", line) if _STAMP.search(line) else line
+
+
 def _offset(line: str, page: int) -> int | None:
     """Return how far what may be a printed page number in a line is from the number of the page."""
+    if (roman := _ROMAN.fullmatch(line)) is not None:
+        digits = [_ROMAN_DIGITS[letter] for letter in roman.group(1).lower()]
+        following = [*digits[1:], 0]
+        return sum(-digit if digit < after else digit for digit, after in zip(digits, following, strict=True)) - page
     match = _PAGE_NUMBER.search(line)
     return None if match is None else int(next(filter(None, match.groups()))) - page
 

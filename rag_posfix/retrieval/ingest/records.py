@@ -21,9 +21,9 @@ from typing import Any
 from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.ingest.readers import decode_text
+from rag_posfix.retrieval.ingest.decoding import MAX_RATIO, MIN_UNPACKED, decode_text, without_embedded
 from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
-from rag_posfix.text import allow_long_cells, clean_text, content_hash, parse_json
+from rag_posfix.text import allow_long_cells, clean_json, clean_text, content_hash, parse_json
 
 JSON_SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
 TABLE_SUFFIXES = (".csv", ".tsv")
@@ -32,6 +32,7 @@ RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 _SNIFFED_CHARACTERS = 8192
 _DELIMITERS = ",;\t|"
 _COMMENTS = ("# ", "##")
+_SPACE = re.compile(r"\s*")
 _QUOTED = re.compile(r'"[^"]*"')
 _STATED_DELIMITER = re.compile(r'"?sep=([,;\t|])"?\s*')
 _SAMPLED_RECORDS = 1000
@@ -48,6 +49,7 @@ _TEXTS = (
     "content", "body", "text", "answer", "description", "message", "passage", "article", "abstract", "summary",
     "details", "comment", "comments", "note", "notes", "resolution", "solution", "response", "reply", "review",
 )  # fmt: skip
+_SPEAKERS = ("from", "sender", "speaker", "username")
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _MIN_PROSE_WORDS = 8
 _MIN_LONG_PROSE_WORDS = 30
@@ -100,8 +102,11 @@ def parse_fields(specs: Iterable[str]) -> FieldRoles:
     return FieldRoles(tuple(roles["text"]), "".join(roles["title"]), "".join(roles["id"]))
 
 
-def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles) -> FieldRoles:
-    """Return the roles of the fields of records, of which some are enough; ``requested`` roles count first."""
+def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles, *, is_table: bool) -> FieldRoles:
+    """Return the roles of the fields of records, of which some are enough; ``requested`` roles count first.
+
+    Beside a text with one of our names are the other columns of a table, who speaks, and nested fields.
+    """
     names = list(dict.fromkeys(name for record in records for name in record if name))
     plain = {name: _plain(name) for name in names}
     known = next((name for name in _TEXT_FIELDS if name in names), "")
@@ -122,7 +127,9 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles) -> 
         if beside and not any(_mean_words(records, name) >= _MIN_LONG_PROSE_WORDS for name in text):
             text, beside = (), ()
         return FieldRoles(text, title, record_id, beside)
-    return FieldRoles(text, title, record_id)
+    others = [name for name in names if name not in (*text, title, record_id, "metadata", *_TEXT_FIELDS, *_ID_FIELDS)]
+    beside = tuple(name for name in others if is_table or plain[name] in _SPEAKERS or _is_nested(records, name))
+    return FieldRoles(text, title, record_id, () if requested.text else beside)
 
 
 def _plain(name: str) -> str:
@@ -160,6 +167,13 @@ def _is_numeric(value: Any) -> bool:
 
 def _is_text(records: Sequence[Mapping[str, Any]], name: str) -> bool:
     return any(isinstance(record.get(name), str) and record[name].strip() for record in records)
+
+
+def _is_nested(records: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Return whether a field has objects with words in them, or lists of these."""
+    values = (record.get(name) for record in records)
+    items = (item for value in values for item in (value if isinstance(value, list) else [value]))
+    return any(isinstance(item, dict) and _has_words(item) for item in items)
 
 
 def _mean_words(records: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -211,13 +225,15 @@ def read_records(file: Path, requested: FieldRoles, report: Callable[[str], None
     """
     source, suffix = clean_text(str(file)), file.name.lower()
     text, note = decode_text(_unpacked(file, source), source)
+    text = without_embedded(text)
     if suffix.endswith(TABLE_SUFFIXES):
         records = list(_table_records(text, source, report))
     elif suffix.endswith(".json"):
         records = list(_json_records(text, source, report))
     else:
         records = list(_json_lines(text, source, report))
-    roles = _find_roles([record.fields for record in records[:_SAMPLED_RECORDS]], requested)
+    is_table = suffix.endswith(TABLE_SUFFIXES)
+    roles = _find_roles([record.fields for record in records[:_SAMPLED_RECORDS]], requested, is_table=is_table)
     documents = []
     without_text = 0
     for record in records:
@@ -237,10 +253,14 @@ def _unpacked(file: Path, source: str) -> bytes:
     if file.suffix.lower() != ".gz":
         return file.read_bytes()
     try:
+        most = max(MIN_UNPACKED, MAX_RATIO * file.stat().st_size)
         with gzip.open(file) as unpacked:
-            return unpacked.read()
+            data = unpacked.read(most + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RetrievalError(f"cannot unpack {source!r}: {error}; the file is cut off or not gzip") from error
+    if len(data) > most:
+        raise RetrievalError(f"cannot unpack {source!r}: it unpacks to more than {most:,} bytes; leave the file out")
+    return data
 
 
 def _json_lines(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
@@ -251,42 +271,87 @@ def _json_lines(text: str, source: str, report: Callable[[str], None]) -> Iterat
         try:
             value = parse_json(line, lenient=True)
         except ValueError as error:
+            values = [] if any(other.strip() for other in text.split("\n")[: number - 1]) else _json_values(text)
+            if values:  # objects over several lines
+                yield from _listed(values, source, report)
+                return
             report(f"{position}: not JSON ({error}); each line must be one JSON object")
             continue
-        if isinstance(value, dict):
-            yield Record(_unwrapped(value), position, {})
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield from (Record(_unwrapped(item), position, {}) for item in value)
+        elif isinstance(value, dict | str):
+            yield Record(_unwrapped(value) if isinstance(value, dict) else {"text": value}, position, {})
         else:
             report(f"{position}: a {type(value).__name__}, expected a JSON object")
 
 
+def _json_values(text: str) -> list[Any]:
+    """Return JSON values that follow each other; nothing if the text is anything else."""
+    decoder = json.JSONDecoder(parse_constant=lambda _: None)
+    values, end, ends = [], 0, len(text.rstrip())
+    try:
+        while end < ends:
+            value, end = decoder.raw_decode(text, _SPACE.match(text, end).end())  # type: ignore[union-attr]
+            values.append(clean_json(value))
+    except (ValueError, RecursionError):
+        return []
+    return values if all(isinstance(value, dict) for value in values) else []
+
+
 def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
-    """Yield the objects of a list, of the one list or of all values of an object, or the object itself."""
+    """Yield the objects of a list, of the one list or of all values of an object, or the object itself.
+
+    The title of an object is the caption of those in its list, and what else it says is a record of its own.
+    """
     try:
         value = parse_json(text, lenient=True)
     except json.JSONDecodeError as error:
-        if text.lstrip().startswith("{") and "\n" in text.strip() and error.msg == "Extra data":
-            yield from _json_lines(text, source, report)  # JSON lines under another name
+        if text.lstrip().startswith("{") and error.msg == "Extra data":  # JSON lines under another name
+            values = _json_values(text)
+            yield from _listed(values, source, report) if values else _json_lines(text, source, report)
             return
         raise RetrievalError(f"{source}:{error.lineno}: not JSON ({error})") from error
     except ValueError as error:
         raise RetrievalError(f"{source}: not JSON ({error})") from error
+    caption = ""
     if isinstance(value, dict):
         lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = value[lists[0]] if len(lists) == 1 and not _has_own_text(value, lists[0]) else value
+        if len(lists) == 1 and not _has_own_text(value, lists[0]):
+            title = next((name for name in value if _plain(name) in _TITLES and isinstance(value[name], str)), None)
+            caption = str(value.get(title, ""))
+            others = {name: item for name, item in value.items() if name not in (title, lists[0], "crs")}
+            if any(isinstance(item, dict | list) and _has_words(item) for item in others.values()):
+                yield Record(others, source, {}, caption)
+            value = value[lists[0]]
     if isinstance(value, dict):
         values = list(value.values())
         is_table = (
             len(values) > 1 and all(isinstance(item, dict) for item in values) and set.intersection(*map(set, values))
         )
         value = [{"key": key, **item} for key, item in value.items()] if is_table else [value]
+    elif isinstance(value, str):
+        value = [value]
     if not isinstance(value, list):
         raise RetrievalError(f"{source}: a {type(value).__name__}, expected a list of JSON objects")
-    for number, item in enumerate(value, start=1):
+    header = value[0] if value and isinstance(value[0], list) else None
+    if header and all(isinstance(name, str) and name for name in header) and len(value) > 1:  # names above rows
+        value = [dict(zip(header, row, strict=False)) if isinstance(row, list) else row for row in value[1:]]
+    yield from _listed(value, source, report, caption)
+
+
+def _listed(values: Sequence[Any], source: str, report: Callable[[str], None], caption: str = "") -> Iterator[Record]:
+    for number, item in enumerate(values, start=1):
         position = f"{source}, item {number}"
-        if isinstance(item, dict):
-            yield Record(_unwrapped(item), position, {})
+        if isinstance(item, dict | str):
+            yield Record(_unwrapped(item) if isinstance(item, dict) else {"text": item}, position, {}, caption)
         else:
             report(f"{position}: a {type(item).__name__}, expected a JSON object")
+
+
+def _has_words(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_words, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and any(map(str.isalnum, value))
 
 
 def _unwrapped(record: dict[str, Any]) -> dict[str, Any]:
@@ -411,6 +476,9 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
         by_rank = dict.fromkeys((*roles.text, *_TEXT_FIELDS))
         names: tuple[str, ...] = tuple(name for name in by_rank if fields.get(name) is not None)[:1]
         text = fields[names[0]] if names else None
+        if isinstance(text, dict | list) or (text is None and not roles.beside):
+            names = tuple(name for name in fields if name not in (roles.title, "metadata", *roles.beside, *_ID_FIELDS))
+            text = "\n".join(line for name in names for line in _lines(name, fields[name])) or None
         if not isinstance(text, str):
             raise ValueError(f"no text; the record needs a string in one of {', '.join(_TEXT_FIELDS)}")
         if title not in (None, "") and not isinstance(title, str):

@@ -32,8 +32,11 @@ _FRONT_MATTER = re.compile(r"---[^\S\n]*\r?\n(.*?)^(?:---|\.\.\.)[^\S\n]*$", re.
 _FRONT_FIELD = re.compile(r"^([A-Za-z][\w-]*)[^\S\n]*:[^\S\n]*(\S[^\r\n]*?)[^\S\n]*\r?$", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->\s*", re.DOTALL)
 
-_DATED_NAME = re.compile(r"(?:19|20)\d\d[-_. ]?(?:\d\d|W\d\d)(?:[-_. ]?\d\d)?")
-_SHELL_COMMENT = re.compile(r"^# .*\n(?=# |[a-z$./~-])", re.MULTILINE)
+_DATED_NAME = re.compile(
+    r"(?:19|20)\d\d(?:[-_. ]?(?:\d\d|W\d\d|Q\d)(?:[-_. ]?\d\d)?(?:[-_. T]?\d{4}(?:\d\d)?)?)?|"
+    r"\d{1,2}[-_.]\d{1,2}[-_.](?:19|20)\d\d"
+)
+_SHELL_COMMENT = re.compile(r"^# .*\n(?=# |[a-z$./~-]|[A-Z_]+=)", re.MULTILINE)
 """A comment above a command or another comment, and no heading; below a heading is an empty line or a sentence."""
 
 # Marks that plain text shares with Markdown: headings, underlined headings, and fences.
@@ -225,10 +228,11 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
     )
 
 
-def table_items(rows: Sequence[Sequence[str]], page: int = 0) -> list[Item]:
+def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| --- ") -> list[Item]:
     """Return a table as it is written in Markdown, without its empty rows and columns.
 
-    Rows above it with one text, as a title in merged cells, are texts. A single row or column is text too.
+    Rows above it with one text, as a title in merged cells, are texts. A single row or column is text too. ``rule`` is
+    a cell of the line below its header.
     """
     cells = [[" ".join(cell.split()) for cell in row] for row in rows]
     used = [n for n in range(max(map(len, cells), default=0)) if any(n < len(row) and row[n] for row in cells)]
@@ -241,7 +245,7 @@ def table_items(rows: Sequence[Sequence[str]], page: int = 0) -> list[Item]:
     if len(cells) < 2 or len(used) < 2:
         return [*items, Item("text", "\n".join("\t".join(row) for row in cells), page=page)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
-    return [*items, Item("table", "\n".join([lines[0], "| --- " * len(used) + "|", *lines[1:]]), page=page)]
+    return [*items, Item("table", "\n".join([lines[0], rule * len(used) + "|", *lines[1:]]), page=page)]
 
 
 def read_markdown(text: str) -> FileText:

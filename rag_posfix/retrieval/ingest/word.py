@@ -25,7 +25,12 @@ _LEFT_OUT = {f"{_W}{name}" for name in ("del", "moveFrom", "txbxContent", "pPr",
 }
 _MARKS = {f"{_W}tab": "\t", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphen": "-"}
 _NOTES = {f"{_W}footnoteReference": "footnotes", f"{_W}endnoteReference": "endnotes"}
-_HEADING_STYLE = re.compile(r"heading (\d)", re.IGNORECASE)
+_HEADING_STYLE = re.compile(
+    "(?:heading|\u00fcberschrift|titre|t\u00edtulo|titolo|kop|rubrik|overskrift|otsikko|nag\u0142\u00f3wek|nadpis|"
+    "\u0437\u0430\u0433\u043e\u043b\u043e\u0432\u043e\u043a|\u6807\u9898|\u6a19\u984c|\u898b\u51fa\u3057|\uc81c\ubaa9)\\s*([1-9])",
+    re.IGNORECASE,
+)
+"""Names of styles without an outline level, as some programs write them."""
 _MAX_STYLES = 20
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"),
           (9, "ix"), (5, "v"), (4, "iv"), (1, "i"))  # fmt: skip
@@ -179,8 +184,13 @@ def _formula(element: Any) -> str:
         return element.text or ""
     if name == "f":
         return f"{part('num')}/{part('den')}"
-    if name in ("sSup", "sSub", "sSubSup"):
-        return part("e") + (f"_{part('sub')}" if "Sub" in name else "") + (f"^{part('sup')}" if "Sup" in name else "")
+    if name in ("sSup", "sSub", "sSubSup", "nary"):
+        sign = element.find(f"{_M}naryPr/{_M}chr") if name == "nary" else None
+        base = part("e") if name != "nary" else "\u222b" if sign is None else str(sign.get(f"{_M}val"))
+        scripts = (f"_{part('sub')}" if part("sub") else "") + (f"^{part('sup')}" if part("sup") else "")
+        return f"{base}{scripts}" + (f" {part('e')}" if name == "nary" else "")
+    if name == "d":
+        return f"({', '.join(_formula(child) for child in element.findall(f'{_M}e'))})"
     if name == "rad":
         return f"\u221a({part('e')})"
     return "".join(_formula(child) for child in element if isinstance(child.tag, str))

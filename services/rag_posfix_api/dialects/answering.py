@@ -374,6 +374,9 @@ class CitationOutput(BaseModel):
         "'attention', one of them dominated the attention, or the weights of the experts, while the sentence was "
         "written.",
     )
+    pages: list[int | None] = Field(
+        description="The page or slide of each document on which the words are; null for one without pages."
+    )
 
 
 class DroppedOutput(BaseModel):
@@ -437,7 +440,14 @@ def provenance(answer: Answer) -> Provenance:
             for d in answer.documents
         ],
         citations=[
-            CitationOutput(start=c.start, end=c.end, text=c.text, document_ids=list(c.document_ids), origin=c.origin)
+            CitationOutput(
+                start=c.start,
+                end=c.end,
+                text=c.text,
+                document_ids=list(c.document_ids),
+                origin=c.origin,
+                pages=list(c.pages),
+            )
             for c in answer.citations
         ],
         dropped=[DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -210,7 +211,10 @@ class ChatRenderer(AnswerRenderer):
         for span in answer.citations:
             overlaps = any(start < span.end and span.start < end for start, end in quotes)
             if span.origin == "quote" or not overlaps:
-                sources = [self._source(identity, retrieved.get(identity, {})) for identity in span.document_ids]
+                sources = [
+                    self._source(identity, retrieved.get(identity, {}) | ({} if page is None else {"page": page}))
+                    for identity, page in zip_longest(span.document_ids, span.pages)
+                ]
                 citations.append(CohereCitation(start=span.start, end=span.end, text=span.text, sources=sources))
         return citations
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.support import SupportTest
 from rag_posfix.reranking.yes_no import YesNoReranker
+from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from tests.support.command_line import command_line
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.reader import ScriptedReader
 from tests.support.serving import make_pipeline
+from tests.support.toy_encoder import ToyEncoder
 
 PASSAGES = {"bridge": "The bridge was built in 1911.", "harbour": "The harbour froze in 1963."}
 
@@ -25,6 +29,13 @@ class NamedPassages:
         return [
             Document(text, metadata={"relevance_score": 0.9}) for name, text in PASSAGES.items() if name in question
         ]
+
+
+class Quoting(FakeGenerator):
+    """Answers with the sentence about the bridge."""
+
+    def generate(self, request):
+        return replace(super().generate(request), text=PASSAGES["bridge"])
 
 
 @pytest.mark.parametrize(
@@ -47,6 +58,17 @@ def test_a_question_without_a_passage_joins_the_conversation_only_where_it_was_a
     assert code == 0
     assert PASSAGES["bridge"].removesuffix(".") in out
     assert next(line for line in out.splitlines() if line.startswith("searched for: ")) == searched
+
+
+def test_a_source_is_named_with_the_page_of_its_sentence(tmp_path, monkeypatch, capsysbinary):
+    index = tmp_path / "my.index"
+    FaissVectorStore.from_texts(["aaa"], LetterEmbeddings()).save(index)
+    pages = {"source": "a.pdf", "page": 3, "pages": [3, 4], "page_starts": [0, len(PASSAGES["harbour"]) + 1]}
+    document = Document(" ".join([PASSAGES["harbour"], PASSAGES["bridge"]]), metadata=pages)
+    pipeline = make_pipeline(Quoting(ToyEncoder()), retriever=BM25Retriever.from_documents([document]))
+    monkeypatch.setattr("rag_posfix.pipeline.build.build_pipeline", lambda *_, **__: pipeline)
+    _, out, err = command_line(capsysbinary)("ask", "When was the bridge built?", "--index", index)
+    assert f"[1] a.pdf, page 4\n    {PASSAGES['bridge']}" in out + err
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ async def test_ask_returns_the_answer_with_its_sources_and_citations():
     assert answer["grounded"] is True
     (source,) = answer["sources"]
     assert (source["id"], source["title"], source["page"]) == ("a/b 1", "Bridges", 3)
-    assert all(set(citation["passages"]) == {"a/b 1"} for citation in answer["citations"])
+    assert [(one["passages"], one["pages"]) for one in answer["citations"]] == [(["a/b 1"], [3])]
     assert result.content[0].text.splitlines()[-1] == (
         "[1] Bridges, bridges.pdf, page 3 (rag-posfix://passages/a%2Fb%201)"
     )

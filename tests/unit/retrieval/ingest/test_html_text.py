@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rag_posfix.retrieval.ingest.html import parse_page
-from rag_posfix.retrieval.ingest.readers import decode_html
+from rag_posfix.retrieval.ingest.decoding import decode_html
+from rag_posfix.retrieval.ingest.html import read_html
 
 
 def html_text(source):
-    page = parse_page(source)
-    return page.title(), page.text()
+    page = read_html(b"\xef\xbb\xbf" + source.replace("\0", "").encode("utf-8", "replace"))
+    return page.title, page.text
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ def html_text(source):
         ("<p>One <b>bold</b>, <i>two</i></p>", "One bold, two"),
         ("<p>one<p>two", "one\n\ntwo"),
         ("one<br>two<br/>three", "one\ntwo\nthree"),
-        ("<ul><li>a</li>\n <li>b\n c</li></ul>", "a\nb c"),
+        ("<ul><li>a</li>\n <li>b\n c</li></ul>", "- a\n- b c"),
         ("<h1>Head</h1>text", "Head\n\ntext"),
-        ("<table><tr><td>1</td><td>2</td></tr><tr><th>3<td>4</table>", "1 2\n3 4"),
+        ("<table><tr><td>1</td><td>2</td></tr><tr><th>3<td>4</table>", "| 1 | 2 |\n|---|---|\n| 3 | 4 |"),
         ("un<b>brok</b>en &amp; &#x41;&nbsp;B", "unbroken & A B"),
         ("a <span> b</span>c", "a bc"),
         ("<pre>  x\n    y</pre> z", "  x\n    y\n\nz"),

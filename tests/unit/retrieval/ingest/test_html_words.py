@@ -1,7 +1,11 @@
 """Web pages: words outside of navigation are text, or a note counts those that are left out."""
 
+import io
+import zipfile
+
 import pytest
 
+from rag_posfix.retrieval.ingest.html import read_epub, read_html
 from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
 
 PROSE = "".join(
@@ -48,13 +52,68 @@ def test_the_caption_of_a_table_stands_above_it(tmp_path):
     assert "Prices" not in next(line for line in found.splitlines() if "Boat" in line)
 
 
-def test_words_that_are_left_out_are_counted(tmp_path):
-    text_of(tmp_path, "<div>Loose words here.<p>And more.</p></div>")
-    read = read_files([tmp_path])
-    found = "\n".join(entry.document.page_content for entry in read.entries)
-    missing = sum(word not in found for word in ("Loose", "words", "here"))
-    said = [note.message for note in read.notes]
-    assert bool(missing) == any("left out" in message and "words outside navigation" in message for message in said)
+PARTS = [
+    ("<div>Loose words here.<p>And more.</p>Tail words.</div>", "Loose words here.\n\nAnd more.\n\nTail words."),
+    ("<span>Spanned words.</span>", "Spanned words."),
+    ("<h3><button>Refunds?</button></h3><div hidden><p>In ten days.</p></div>", "In ten days."),
+    ("<button>Parking?</button><div style='display:none'>Sixty places.</div>", "Parking?\n\nSixty places."),
+    ("<ul><li><a href=a>Crane rules</a></li><li><a href=b>Pier rules</a></li></ul>", "- Crane rules\n- Pier rules"),
+    ("<ol start=5><li>Fifth<ul><li>Inner</li></ul>end</li><li>Sixth</li></ol>", "5. Fifth\n- Inner\nend\n6. Sixth"),
+    ("<aside>Closed at flood.</aside>", "Closed at flood."),
+    ("<form>Boat <input value=Kermoal><input type=hidden value=x1><select><option>Raft</select></form>",
+     "Boat Kermoal\nRaft"),
+    ("<figure><figcaption>The <b>crane</b> of pier nine.</figcaption></figure>", "The crane of pier nine."),
+    ("<p>un<b>brok</b>en <em>slanted</em></p>", "unbroken slanted"),
+    ("<p># 1</p><p>1. one</p><p>&gt; x</p>", "# 1\n\n1. one\n\n> x"),
+    ("<dl><dt>Water</dt><dd>Two crowns</dd></dl>", "Water\nTwo crowns"),
+    ("<p>10<sup>-3</sup> m, the 1<sup>st</sup><sup>[4]</sup></p>", "10\u207b\u00b3 m, the 1st[4]"),
+    ("<p>one<br>two<br><br>three</p>", "one\ntwo\n\nthree"),
+    ("<table><tr><th>Boat<th>Day<th>Price<tr><td rowspan=2>Canoe<td>Mon<td>9<tr><td>Sun<td>a|b</table>",
+     "| Boat | Day | Price |\n|---|---|---|\n| Canoe | Mon | 9 |\n| Canoe | Sun | a|b |"),
+    ("<table><tr><td colspan=2>Fees<td>Day<tr><td>1<td>2<td>Mon</table>", "| Fees | Fees | Day |\n|---|---|"),
+    ("<table><tr><td><ul><li>Left menu</ul><td><table><tr><td>a<td>b<tr><td>1<td>2</table></table>",
+     "- Left menu\n\n| a | b |\n|---|---|\n| 1 | 2 |"),
+    ("<article><p>News.</p><footer>By Anna</footer></article>", "News.\n\nBy Anna"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "text"), PARTS)
+def test_each_part_of_a_page_is_its_text(tmp_path, part, text):
+    assert text in text_of(tmp_path, part)
+
+
+@pytest.mark.parametrize(("part", "text"), PARTS)
+def test_each_part_of_an_e_book_is_its_text(part, text):
+    chapters = {"OEBPS/a b.xhtml": f"<h1>One</h1>{part}", "text/b.xhtml": "<p>Two</p>"}
+    hrefs = ("a%20b.xhtml", "../text/b.xhtml", "gone.xhtml")
+    items = "".join(f'<item id="c{number}" href="{href}"/>' for number, href in enumerate(hrefs))
+    book = io.BytesIO()
+    with zipfile.ZipFile(book, "w") as archive:
+        archive.writestr("META-INF/container.xml", '<a xmlns="u"><rootfile full-path="OEBPS/c.opf"/></a>')
+        references = "".join(f'<itemref idref="c{number}"/>' for number in range(3))
+        archive.writestr("OEBPS/c.opf", f'<package xmlns="p">{items}{references}</package>')
+        for name, page in chapters.items():
+            archive.writestr(name, page)
+    read = read_epub(book.getvalue())
+    assert text in read.text
+    assert read.text.endswith("Two")
+    assert read.losses == ("the chapter 'OEBPS/gone.xhtml' is missing",)
+
+
+def test_footers_of_pages_and_menus_by_role_or_class_are_left_out_and_counted(tmp_path):
+    found = text_of(
+        tmp_path, "<div class='x main-menu'><div>Go home</div>now</div><div role=navigation>Up</div><p>Yes.</p>"
+    )
+    assert "Yes." in found
+    assert not any(word in found for word in ("home", "now", "Up", "Imprint"))
+    (note,) = read_files([tmp_path]).notes
+    assert note.message.startswith("left out 5 words of its footer")
+
+
+@pytest.mark.parametrize("span", ["colspan", "rowspan"])
+def test_a_table_of_cells_over_very_many_others_costs_no_more_than_its_text(span):
+    cells = f"<td {span}=1000>x</td>" * 200
+    assert read_html(f"<table><tr>{cells}</tr><tr>{cells}</tr></table>".encode()).text.count("x") == 400
 
 
 @pytest.mark.parametrize(
@@ -68,6 +127,9 @@ def test_words_that_are_left_out_are_counted(tmp_path):
         ("iso-8859-9", "cp1254", "“Işık”"),  # noqa: RUF001
         ("tis-620", "cp874", "เรือ…"),
         ("latin1", "cp1252", "€"),
+        ("x-x-big5", "big5hkscs", "嘅"),
+        ("csisolatin5", "cp1254", "“Işık”"),  # noqa: RUF001
+        ("iso-8859-8-i", "iso8859-8", "שלום"),
     ],
 )
 def test_a_label_is_read_as_browsers_read_it(tmp_path, label, encoding, word):
@@ -75,3 +137,9 @@ def test_a_label_is_read_as_browsers_read_it(tmp_path, label, encoding, word):
     read = read_files([tmp_path])
     assert read.entries[0].document.page_content == f"{word} 1"
     assert not read.notes
+
+
+def test_the_encoding_of_an_xml_declaration_counts(tmp_path):
+    (tmp_path / "a.html").write_bytes("<?xml version='1.0' encoding='shift_jis'?><html><p>髙橋</html>".encode("cp932"))
+    (document,) = read_documents([tmp_path])
+    assert document.page_content == "髙橋"

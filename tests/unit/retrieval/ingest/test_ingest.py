@@ -169,6 +169,16 @@ def test_a_damaged_compressed_file_is_named(tmp_path, data):
         read_documents([tmp_path])
 
 
+def test_a_compressed_file_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * (17 * 2**20)))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}' + b" " * (15 * 2**20)))
+    read = read_files(tmp_path, strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["x"]
+    assert [(skipped.kind, "unpacks to more than 16,777,216" in skipped.reason) for skipped in read.skipped] == [
+        ("unreadable", True)
+    ]
+
+
 @pytest.mark.parametrize("corpus", ["corpus.jsonl", "corpus.jsonl.gz"])
 @pytest.mark.parametrize("questions", ["queries.jsonl", "qrels"])
 def test_of_a_beir_folder_only_the_corpus_is_read(tmp_path, corpus, questions):

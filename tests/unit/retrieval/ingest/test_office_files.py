@@ -90,6 +90,8 @@ def test_clauses_have_the_numbers_that_word_shows(word):
         '<w:name w:val="Nadpis [1]"/><w:pPr><w:outlineLvl w:val="0"/></w:pPr>',
         '<w:name w:val="Kapitel"/><w:basedOn w:val="Heading1"/>',
         '<w:name w:val="heading 1"/>',
+        '<w:name w:val="\u00dcberschrift 1"/>',
+        '<w:name w:val="\u6807\u9898 1"/>',
     ],
 )
 def test_a_style_is_a_heading_by_its_outline_level_or_that_of_the_style_it_is_based_on(word, style):
@@ -133,6 +135,22 @@ def test_text_boxes_footnotes_headers_and_equations_are_text_once(word):
     assert [text for _, text in word()] == [
         "Draft of May", "The area is r^2=(a+b)/c today.", "Never above 63 degrees.", "But on Sundays.",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("formula", "text"),
+    [
+        ('<m:nary><m:naryPr><m:chr m:val="\u2211"/></m:naryPr><m:sub><m:r><m:t>i=1</m:t></m:r></m:sub><m:sup><m:r>'
+         "<m:t>n</m:t></m:r></m:sup><m:e><m:r><m:t>a</m:t></m:r></m:e></m:nary>", "\u2211_(i=1)^n a"),
+        ("<m:nary><m:e><m:r><m:t>x</m:t></m:r></m:e></m:nary>", "\u222b x"),
+        ("<m:func><m:fName><m:r><m:t>f</m:t></m:r></m:fName><m:e><m:d><m:e><m:r><m:t>x</m:t></m:r></m:e><m:e><m:r><m:t>y"
+         "</m:t></m:r></m:e></m:d></m:e></m:func>", "f(x, y)"),
+    ],
+)  # fmt: skip
+def test_an_equation_is_on_one_line(word, formula, text):
+    word.document.add_paragraph("")
+    word.document.element.body[-2].append(xml(f"<m:oMath>{formula}</m:oMath>"))
+    assert word() == [("", text)]
 
 
 def test_a_table_of_a_word_file_is_one_and_merged_cells_count_for_each_row(word):
@@ -181,6 +199,22 @@ def test_a_slide_has_its_own_title_or_none_and_its_number(tmp_path):
     ]
 
 
+def test_a_merged_cell_of_a_slide_counts_for_each_row(tmp_path):
+    import pptx
+    from pptx.util import Inches
+
+    slides = pptx.Presentation()
+    table = slides.slides.add_slide(slides.slide_layouts[6]).shapes.add_table(3, 2, *[Inches(1)] * 4).table
+    for number, row in enumerate([["Boat", "Day"], ["Canoe", "Mon"], ["", "Sun"]]):
+        for column, text in enumerate(row):
+            table.cell(number, column).text = text
+    table.cell(1, 0).merge(table.cell(2, 0))
+    slides.save(tmp_path / "a.pptx")
+    assert [text for _, text in sections(tmp_path / "a.pptx")] == [
+        "| Boat | Day |\n| --- | --- |\n| Canoe | Mon |\n| Canoe | Sun |"
+    ]
+
+
 def test_a_chart_of_a_slide_is_a_table_of_its_values(tmp_path):
     import pptx
     from pptx.chart.data import CategoryChartData
@@ -224,6 +258,29 @@ def test_a_title_above_a_sheet_is_no_header_and_merged_cells_count_for_each_row(
     ]
 
 
+def test_a_header_of_merged_cells_counts_for_each_column(tmp_path, book):
+    for row in (["Boat", 2025, None, 2026], [None, "Mon", "Sun", "Mon", "Sun"], ["Canoe", 1, 2, 3, 4]):
+        book.active.append(row)
+    for cells in ("A1:A2", "B1:C1", "D1:E1"):
+        book.active.merge_cells(cells)
+    book.save(tmp_path / "a.xlsx")
+    assert sections(tmp_path / "a.xlsx") == [
+        ("Sheet", "| Boat | 2025 | 2025 | 2026 | 2026 |\n| --- | --- | --- | --- | --- |\n"
+        "| Boat | Mon | Sun | Mon | Sun |\n| Canoe | 1 | 2 | 3 | 4 |")
+    ]  # fmt: skip
+
+
+def test_a_formula_of_several_cells_without_a_value_is_said(tmp_path, book):
+    from openpyxl.worksheet.formula import ArrayFormula
+
+    book.active.append(["a", "b"])
+    book.active.append([1, ArrayFormula("B2:B2", "=SUM(A2:A2*2)")])
+    book.save(tmp_path / "a.xlsx")
+    read = read_here(tmp_path / "a.xlsx")
+    assert "| 1 | =SUM(A2:A2*2) |" in read.text
+    assert read.losses[0].startswith("1 formulas have no stored value")
+
+
 def test_formulas_without_values_and_hidden_sheets_are_said(tmp_path, book):
     for row in (["Item", "Price", "Twice"], ["Pump", 60, "=B2*2"], ["Rope", 5, "=B3*2"]):
         book.active.append(row)
@@ -258,6 +315,23 @@ def test_printed_results_of_a_notebook_are_text_and_pictures_are_not(tmp_path):
     assert [text for _, text in found][:4] == ["We count lock_file_name.", "print(total)", "The total is 5312.", "42"]
     assert "iVBOR" not in str(found)
     assert "\x1b" not in str(found)
+
+
+def test_results_in_markdown_or_html_alone_and_notebooks_of_version_3_are_text(tmp_path):
+    shown = [{"text/markdown": "Nine **boats**", "text/plain": "<IPython>"}, {"text/html": ["<p>Ten", " rafts</p>"]}]
+    outputs = [{"output_type": "display_data", "metadata": {}, "data": data} for data in shown]
+    cells = [{"cell_type": "code", "metadata": {}, "execution_count": 1, "source": "show()", "outputs": outputs}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}))
+    assert [text for _, text in sections(tmp_path / "a.ipynb")] == ["show()", "Nine **boats**", "Ten rafts"]
+    old = [
+        {"cell_type": "heading", "level": 2, "source": ["Catch"]},
+        {"cell_type": "code", "input": ["show()"], "outputs": [
+            {"output_type": "stream", "stream": "stdout", "text": ["9917\n"]},
+            {"output_type": "pyout", "text": ["4444"]},
+        ]},
+    ]  # fmt: skip
+    (tmp_path / "b.ipynb").write_text(json.dumps({"nbformat": 3, "metadata": {}, "worksheets": [{"cells": old}]}))
+    assert sections(tmp_path / "b.ipynb") == [("Catch", "show()"), ("Catch", "9917"), ("Catch", "4444")]
 
 
 PACKAGE = (

@@ -60,6 +60,51 @@ def test_lines_on_most_pages_and_page_numbers_are_left_out(tmp_path, count):
     assert all(f"The {name} is old" in text and f"built in 18{n}1." in text for n, name in enumerate(names, start=1))
 
 
+NAMES = ("pier", "crane", "mill", "light", "shed", "yard", "quay", "dock")
+
+
+def numbered_text(tmp_path, line):
+    """Return the text of a file of eight pages; ``line(n)`` is the last line of page n."""
+    pages = [
+        f"The {name} is old and has a long story.\nIt was built in 18{n}1.\n{line(n)}"
+        for n, name in enumerate(NAMES, 1)
+    ]
+    return text_of(tmp_path / "a.pdf", pages)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda n: f"{n} / 8",
+        lambda n: f"- {n} -",
+        lambda n: f"Seite {n} von 8",
+        lambda n: ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii")[n - 1],
+        lambda n: f"Printed 11/29/26, 9:0{n} AM",
+    ],
+)
+def test_page_numbers_and_times_of_print_are_left_out_however_they_are_written(tmp_path, line):
+    text = numbered_text(tmp_path, line)
+    assert all(f"in 18{n}1." in text and f"in 18{n}1. {line(n)}" not in text for n in range(1, 9))
+    assert text.replace("\n\n", " ").split(" in 18")[-1] == "81."
+
+
+def test_heads_of_odd_and_even_pages_stay_once(tmp_path):
+    text = numbered_text(tmp_path, lambda n: "Harbour guide" if n % 2 else "Chapter on cranes")
+    assert (text.count("Harbour guide"), text.count("Chapter on cranes")) == (1, 1)
+
+
+def test_words_stay_apart_where_one_ends_with_f(tmp_path):
+    pages = ["Half of it staff ideas are a self image.\nIn brief it is one of its own, of flow and of interest."]
+    assert text_of(tmp_path / "a.pdf", pages).split() == pages[0].split()
+
+
+def test_a_hyphen_at_the_end_of_a_line_before_a_capital_or_number_stays(tmp_path):
+    text = text_of(
+        tmp_path / "a.pdf", ["The plan of 2020-\n2024 is that of Franco-\nBritish crews and of half-\nboats."]
+    )
+    assert text == "The plan of 2020-2024 is that of Franco-British crews and of halfboats."
+
+
 def test_page_numbers_in_running_heads_that_differ_are_left_out(tmp_path):
     heads = ["Chapter 1: Piers 5", "Chapter 1: Piers 6", "Chapter 2: Cranes 7", "Chapter 3: Mills 8"]
     pages = [

@@ -70,17 +70,16 @@ def test_an_encrypted_pdf_file_is_named(tmp_path):
     [
         ("pypdf", ".pdf", r"pypdf .*\.\[pdf\]"),
         ("xberg", ".pdf", r"xberg .*\.\[pdf\]"),
-        ("xberg", ".epub", r"xberg .*\.\[office\]"),
+        ("xberg", ".ipynb", r"xberg .*\.\[office\]"),
         ("docx", ".docx", r"python-docx .*\.\[docx\]"),
         ("pptx", ".pptx", r"python-pptx .*\.\[office\]"),
         ("openpyxl", ".xlsx", r"openpyxl .*\.\[office\]"),
-        ("trafilatura", ".html", r"trafilatura .*\.\[html\]"),
     ],
 )
 def test_without_a_library_the_extra_is_named(tmp_path, monkeypatch, module, suffix, message):
     content = io.BytesIO()
     zipfile.ZipFile(content, "w").close()
-    (tmp_path / f"a{suffix}").write_bytes(content.getvalue() if suffix not in (".pdf", ".html") else pdf_of(PAGES))
+    (tmp_path / f"a{suffix}").write_bytes(content.getvalue() if suffix not in (".pdf", ".ipynb") else pdf_of(PAGES))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=message):
         read_here(tmp_path / f"a{suffix}")
@@ -147,6 +146,8 @@ def test_a_line_above_a_divider_is_a_heading(tmp_path):
 def test_comments_of_a_shell_are_no_headings(tmp_path):
     script = "# install the pump\nsudo apt install pump\n\n# start it\n# as root\n./start --now\n"
     assert titles_and_texts(tmp_path, "steps.txt", script) == [("steps", script.strip())]
+    script = "# set the port\nPORT=80\n\n# go\nmake run\n"
+    assert titles_and_texts(tmp_path, "steps.txt", script) == [("steps", script.strip())]
     assert titles_and_texts(tmp_path, "a.txt", "# Leave\nSix months.\n\n# Pay\n\neuros\n") == [
         ("Leave", "Six months."), ("Pay", "euros"),
     ]  # fmt: skip
@@ -158,6 +159,8 @@ def test_comments_of_a_shell_are_no_headings(tmp_path):
         "![p](data:image/png;base64,{})",
         "[p]: data:image/svg+xml;charset=utf-8;base64,{}",
         '<img src="data:image/gif;base64,{}">',
+        "![p](DATA:image/png;base64,{})",
+        "![p](data:image/png;base64,\n{}\nAAAA)",
     ],
 )
 def test_images_within_text_are_left_out(tmp_path, image):
@@ -170,8 +173,10 @@ def test_images_within_text_are_left_out(tmp_path, image):
 
 @pytest.mark.parametrize(
     ("name", "title"),
-    [("2024-05-01.md", "2024-05-01"), ("2024_05.md", "2024_05"), ("2024-W18.md", "2024-W18"),
-     ("20240501.md", "20240501"), ("123.md", ""), ("2024-05-01 pump.md", "2024 05 01 pump")],
+    [("2024-05-01.md", "2024-05-01"), ("2024_05.md", "2024_05"), ("2024-W18.md", "2024-W18"), ("2024.md", "2024"),
+     ("20240501.md", "20240501"), ("01.05.2024.md", "01.05.2024"), ("2024-Q2.md", "2024-Q2"), ("123.md", ""),
+     ("20240501T0930.md", "20240501T0930"), ("2024-05-01_0930.md", "2024-05-01_0930"),
+     ("2024-05-01 pump.md", "2024 05 01 pump")],
 )  # fmt: skip
 def test_the_date_of_a_note_is_its_title(tmp_path, name, title):
     assert titles_and_texts(tmp_path, name, "The pump leaks.\n") == [(title, "The pump leaks.")]
@@ -183,3 +188,21 @@ def test_text_in_utf_32_is_read(tmp_path, encoding):
     (tmp_path / "a.txt").write_bytes(f"{mark}Gr\u00fc\u00dfe".encode(encoding))
     (tmp_path / "b.html").write_bytes(f"{mark}<p>Gr\u00fc\u00dfe".encode(encoding))
     assert {document.page_content for document in read_documents([tmp_path])} == {"Gr\u00fc\u00dfe"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"])
+def test_text_in_wide_characters_without_a_mark_is_read_and_that_is_said(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes("Gr\u00fc\u00dfe aus Torvane\n".encode(encoding))
+    read = read_text(tmp_path / "a.txt")
+    assert (read.text, read.encoding_note) == (
+        "Gr\u00fc\u00dfe aus Torvane\n", f"no byte order mark, read as {encoding}: a guess",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0\0\0\0", b"a\0b\0c\0\0\0\xd8\0", b"\x89PNG\0\0\0\rIHDR\0\0", b"a\0", b"\0", b"a\0bcd"]
+)
+def test_other_bytes_with_zeros_are_no_text(tmp_path, data):
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(RetrievalError, match="is binary, not text"):
+        read_text(tmp_path / "a.txt")

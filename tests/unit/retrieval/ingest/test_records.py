@@ -111,6 +111,16 @@ def test_a_quote_in_tab_separated_values_is_a_character_unless_all_are_closed(tm
          [("", "messages.role: user\nmessages.content: Which?\nmessages.role: bot\nmessages.content: That.")]),
         ({"P-1": {"site": "Marvik"}, "P-2": {"site": "Torvane", "note": None}},
          [("", "key: P-1\nsite: Marvik"), ("", "key: P-2\nsite: Torvane")]),
+        ([{"from": "Anna", "text": "It leaks."}, {"from": "Bo", "text": ["see ", {"link": "page 4"}]}],
+         [("from: Anna", "It leaks."), ("from: Bo", "text: see\ntext.link: page 4")]),
+        ([{"text": "The pump.", "replies": [{"text": "Fixed."}]}], [("replies.text: Fixed.", "The pump.")]),
+        ([{"text": "The pump."}, {"text": None, "note": "No pump."}], [("", "The pump."), ("", "note: No pump.")]),
+        ({"title": "Manual", "parts": [{"head": "Start", "do": "Press."}]}, [("Manual", "head: Start\ndo: Press.")]),
+        ({"faq": [{"q": "When?", "a": "May."}], "contact": {"phone": "555"}},
+         [("", "contact.phone: 555"), ("", "q: When?\na: May.")]),
+        (["First text.", "Second text."], [("", "First text."), ("", "Second text.")]),
+        ([["boat", "price"], ["Canoe", 41]], [("", "boat: Canoe\nprice: 41")]),
+        ("Words alone.", [("", "Words alone.")]),
         ({"author": {"name": "Anna"}, "place": {"city": "Rome"}}, [("", "author.name: Anna\nplace.city: Rome")]),
         ([{"a": {"b": {"c": ["x", 1]}}, "vector": [0.5] * 99, "shape": [[1, 2], [3, 4]], "years": [1999, 2004]}],
          [("", "a.b.c: x, 1\nyears: 1999, 2004")]),
@@ -118,6 +128,25 @@ def test_a_quote_in_tab_separated_values_is_a_character_unless_all_are_closed(tm
 )  # fmt: skip
 def test_nested_text_is_text(tmp_path, value, expected):
     assert rows_of(tmp_path, json.dumps(value), "a.json") == expected
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize(
+    "text", ['{"a": "x"}{"a": "y"}', '{\n "a": "x"\n}\n\n{\n "a": "y"\n}\n', '[{"a": "x"}, {"a": "y"}]']
+)
+def test_objects_are_records_however_they_follow_each_other(tmp_path, name, text):
+    assert rows_of(tmp_path, text, name) == [("", "a: x"), ("", "a: y")]
+
+
+def test_columns_beside_one_that_is_called_text_are_in_the_heading(tmp_path):
+    table = "asset,text,keeper\nP-1,Main pump,Anna\n"
+    assert rows_of(tmp_path, table) == [("asset: P-1; keeper: Anna", "Main pump")]
+    assert rows_of(tmp_path, "id,title,text\n1,Pump,It leaks.\n") == [("Pump", "It leaks.")]
+
+
+def test_images_within_records_are_no_text(tmp_path):
+    row = {"name": "Anna", "photo": f"data:image/png;base64,{'iVBORw0KGgo' * 90}", "note": "Keeper."}
+    assert rows_of(tmp_path, json.dumps([row]), "a.json") == [("Anna", "note: Keeper.")]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])

@@ -89,7 +89,12 @@ def test_rows_of_a_table_become_documents(tmp_path):
     (tmp_path / "a.csv").write_text('id,title,text,year\n7,Rivers,"The Tiber,\nin Rome",1999\n,,second,\n\n')
     first, second = read_documents([tmp_path / "a.csv"])
     assert (first.id, first.page_content) == ("7", "The Tiber,\nin Rome")
-    assert first.metadata == {"source": str(tmp_path / "a.csv"), "title": "Rivers", "year": "1999", "row": 3}
+    assert first.metadata == {
+        "source": str(tmp_path / "a.csv"),
+        "title": "Rivers > year: 1999",
+        "year": "1999",
+        "row": 3,
+    }
     assert (second.page_content, "year" in second.metadata) == ("second", False)
 
 
@@ -188,7 +193,8 @@ def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):
 def test_an_object_with_a_text_is_a_document_whatever_lists_it_has(tmp_path):
     (tmp_path / "a.json").write_text('{"title": "Leave", "text": "Six months.", "authors": [{"name": "Ann"}]}')
     (only,) = read_documents([tmp_path])
-    assert (only.page_content, only.metadata["authors"]) == ("Six months.", [{"name": "Ann"}])
+    assert (only.page_content, only.metadata["title"]) == ("Six months.", "Leave > authors.name: Ann")
+    assert only.metadata["authors"] == [{"name": "Ann"}]
 
 
 @pytest.mark.parametrize(
