@@ -43,7 +43,7 @@ _SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
     "max_tokens": (int, "Stop the answer after this number of tokens."),
     "allow_ungrounded": (bool, "Answer from the model's memory if nothing is found."),
     "allow_unsupported": (bool, "Answer even if no passage supports it, with a warning."),
-    "floor": (str, "Read what is about the question: auto, off, a similarity."),
+    "min_relevance": (str, "Read what is about the question: auto, off, a similarity."),
     "query": (str, "Search a follow-up by last, history or rewrite."),
     "writer": (str, "Write queries of rewrite, or questions, with this model."),
     "profile": (Path, "Use what rag-posfix measure chose: its profile.json."),

@@ -38,7 +38,7 @@ from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
-from rag_posfix.pipeline.defaults import Defaults, PassageFloor, similarity_of
+from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
 from rag_posfix.pipeline.language import is_broad
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
@@ -89,7 +89,7 @@ class Pipeline(AskedInBatches):
         indexes: Retrievers of further indexes by name, for questions that name one.
         choose_reranker: Returns the reranker that a question names; without it questions cannot name one.
         writer: Writes the query of a follow-up with ``query="rewrite"``; ``generator`` if None.
-        floor: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
+        relevance: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
         support: Judges whether passages answer the question; without it ``Answer.support`` says what words can.
     """
 
@@ -111,7 +111,7 @@ class Pipeline(AskedInBatches):
         indexes: Mapping[str, Retriever] | None = None,
         choose_reranker: Callable[[MethodSpec], Reranker] | None = None,
         writer: Generator | None = None,
-        floor: PassageFloor | None = None,
+        relevance: RelevanceTest | None = None,
         support: SupportTest | None = None,
     ) -> None:
         self.generator, self.retriever = generator, retriever
@@ -129,7 +129,7 @@ class Pipeline(AskedInBatches):
         self.indexes = dict(indexes or {})
         self.choose_reranker = choose_reranker
         self.writer = writer
-        self.floor = floor or PassageFloor()
+        self.relevance = relevance or RelevanceTest()
         self.support = support or SupportTest()
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
@@ -245,7 +245,7 @@ class Pipeline(AskedInBatches):
         cached = generator.cached_segments(prepared.request) if isinstance(generator, CachingGenerator) else ()
         return preview_prompt(
             prepared.prompt.assembled, generator.encoder, cached, prepared.info.name, prepared.run.left_out,
-            answer_cached=self._look_up(prepared) is not None,
+            answer_cached=self._look_up(prepared) is not None, warnings=prepared.warnings,
         )  # fmt: skip
 
     def find_passages(self, question: Question | str) -> tuple[Document, ...]:
@@ -416,11 +416,11 @@ class Pipeline(AskedInBatches):
             with run.stage("retrieve", "retriever") as stage:
                 documents = retrieve_query(retriever, run.query, max(k, self.candidates), run.filter)
                 stage.done(documents)
-            floor = self.defaults.floor if question.floor is None else question.floor
-            similar, doubtful = self.floor.similar(run, retriever, documents, floor)
+            choice = self.defaults.min_relevance if question.min_relevance is None else question.min_relevance
+            similar, doubtful = self.relevance.similar(run, retriever, documents, choice)
             ranked = self._reranked(run, similar)[:k]
-            read = self.floor.judged(run, ranked) if doubtful else ranked
-            return read if floor == "off" else self._read_alone(run, retriever, read)
+            read = self.relevance.judged(run, ranked) if doubtful else ranked
+            return read if choice == "off" else self._read_alone(run, retriever, read)
         return self._reranked(run, documents)
 
     def _read_alone(self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document]) -> Sequence[Document]:

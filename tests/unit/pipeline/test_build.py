@@ -276,7 +276,7 @@ def test_by_words_no_embedding_model_is_needed(build, monkeypatch):
             raise AssertionError("needed after all")
 
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: Unloaded("unloaded"))
-    with closing(build(retriever="bm25", floor="off")) as pipeline:
+    with closing(build(retriever="bm25", min_relevance="off")) as pipeline:
         assert [document.id for document in pipeline.retriever.retrieve("seine tiber lies", 5)] == ["rome", "paris"]
         assert [document.id for document in pipeline.ask("Which ovens?").documents] == ["bread"]
 
