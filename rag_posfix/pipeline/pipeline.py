@@ -40,6 +40,7 @@ from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
+from rag_posfix.pipeline.headings import CopiedHeading, both_readings, read_again
 from rag_posfix.pipeline.language import is_broad
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
@@ -268,7 +269,7 @@ class Pipeline(AskedInBatches):
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
-                generation = self.generator.generate(prepared.request)
+                generation = self._generate(prepared)
                 stage.done(generation)
             run.timings.update(generation.timings)
             stored = to_store(prepared.prompt.assembled, generation, odds, self._rivals(prepared, generation, odds))
@@ -304,7 +305,33 @@ class Pipeline(AskedInBatches):
             chunks = self.generator.stream(prepared.request)
             if isinstance(chunks, GeneratorType):
                 stack.callback(chunks.close)  # at once, not when the last reference is gone
+            if (headings := self._headings(prepared)) is not None:
+                chunks = read_again(chunks, headings, lambda: self.generator.stream(self._without_headings(prepared)))
+                stack.callback(chunks.close)
             return self._stream(prepared, chunks, odds, stack.pop_all())
+
+    def _generate(self, prepared: PreparedQuestion) -> Generation:
+        generation, headings = self.generator.generate(prepared.request), self._headings(prepared)
+        if headings is None or not headings.is_copied(generation.text):
+            return generation
+        return both_readings(generation, self.generator.generate(self._without_headings(prepared)))
+
+    def _headings(self, prepared: PreparedQuestion) -> CopiedHeading | None:
+        """Return which answers are copies of headings in the prompt; None where there are none, or a form is asked."""
+        question, sampling = prepared.run.question, prepared.request.sampling
+        if sampling.json_schema is not None or question.tools is not None:
+            return None
+        titles = [document.metadata.get("title") for document in prepared.prompt.assembled.documents]
+        has_headings = any(titles) and self._assembler_of(question).template.heading
+        return CopiedHeading(titles, question.text) if has_headings else None
+
+    def _without_headings(self, prepared: PreparedQuestion) -> GenerationRequest:
+        run, assembler = prepared.run, self._assembler_of(prepared.run.question)
+        assembled = assembler.with_template(replace(assembler.template, heading="")).assemble(
+            run.question.text, prepared.prompt.assembled.documents, order="original",
+            max_new_tokens=prepared.request.sampling.max_tokens, history=run.question.history,
+        )  # fmt: skip
+        return replace(prepared.request, layout=assembled.layout)
 
     def _stream(
         self, prepared: PreparedQuestion, chunks: Iterator[Chunk], odds: Mapping[str, float], stack: ExitStack
