@@ -282,7 +282,8 @@ class Answer:
         finish_reason: ``stop`` or ``length``.
         dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty``,
             ``budget``, ``min_relevance`` (retrieved, and not about the question), ``margin`` (another passage is far
-            ahead by similarity, and a small model reads it alone), or ``unsupported`` (by the judge none of them
+            ahead by similarity, and a small model reads it alone), ``older_version`` (another passage is a newer
+            version of it), or ``unsupported`` (by the judge none of them
             answers the question, so that no answer was written).
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens

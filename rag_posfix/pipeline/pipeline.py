@@ -67,6 +67,7 @@ from rag_posfix.pipeline.support import (
     silenced_warning,
 )
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
+from rag_posfix.pipeline.versions import leave_out_older
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
 
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
@@ -445,7 +446,8 @@ class Pipeline(AskedInBatches):
                 stage.done(documents)
             choice = self.defaults.min_relevance if question.min_relevance is None else question.min_relevance
             similar, doubtful = self.relevance.similar(run, retriever, documents, choice)
-            ranked = self._reranked(run, similar)[:k]
+            current = similar if choice == "off" else leave_out_older(run, similar)
+            ranked = self._reranked(run, current)[:k]
             read = self.relevance.judged(run, ranked) if doubtful else ranked
             return read if choice == "off" else self._read_alone(run, retriever, read)
         return self._reranked(run, documents)
