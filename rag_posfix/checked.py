@@ -57,10 +57,10 @@ def checked_min_relevance(value: object) -> MinRelevance:
 
 def checked_retriever(retriever: str) -> str:
     """Return the name of a retriever or vector store; raise ``ConfigError`` if it has the form of neither."""
-    if re.match(r"(dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
+    if re.match(r"(auto|dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
         kind = re.split("[:=,]", retriever, maxsplit=1)[0]  # the rest may have a password
         raise ConfigError(
-            f"retriever={shown(kind)}{'...' if kind != retriever else ''} must be dense, bm25, hybrid, or "
+            f"retriever={shown(kind)}{'...' if kind != retriever else ''} must be auto, dense, bm25, hybrid, or "
             "KIND:key=value,... where KIND has only a-z, 0-9, _ and -"
         )
     return retriever

@@ -263,8 +263,9 @@ class Settings(CheckedSettings):
             documents of a request that have no score. None scores only the latter, by their embeddings.
         reranker_deadline_seconds: Time limit of the reranker. If it is late or fails, documents stay in their order.
         candidates: Number of passages that are retrieved for the reranker, which chooses ``k`` of them.
-        retriever: ``dense`` (by embeddings), ``bm25`` (by words), or ``hybrid`` (both, their rankings fused); or
-            a vector store of another program instead of an index, ``KIND:key=value,...`` (docs/retrieval.md).
+        retriever: ``auto`` (by embeddings, three of ten passages by words), ``dense`` (by embeddings), ``bm25`` (by
+            words), or ``hybrid`` (both, their rankings fused); or a vector store of another program instead of an
+            index, ``KIND:key=value,...`` (docs/retrieval.md).
         min_relevance: Which retrieved passages are read: ``auto`` (those about the question: by similarity, and where
             that does not decide by the model), ``off`` (all), or the lowest similarity, 0 to 1.
         template: Prompt template: the name of a shipped one (``short``, ``full``, ``citations``, ``unknown``; with
@@ -314,7 +315,7 @@ class Settings(CheckedSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=120.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: Annotated[str, AfterValidator(checked_retriever)] = Field(default="dense", repr=False)
+    retriever: Annotated[str, AfterValidator(checked_retriever)] = Field(default="auto", repr=False)
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
     allow_unsupported: bool = False
