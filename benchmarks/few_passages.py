@@ -7,7 +7,7 @@
 there is one. Here each arrangement is a pipeline with a passage store of its own. In each round it is asked a question
 with passages that it has not seen (cold), and another question with the same passages in another order (warm). Times
 are divided by those of the stock model of transformers on a prompt of all passages, timed before and after each
-arrangement. Ratios are medians of rounds. The floor is off, and so is the answer cache.
+arrangement. Ratios are medians of rounds. All retrieved passages are read, and so is the answer cache.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def answer_time(pipeline: Pipeline, arrangement: Arrangement, text: str, documen
     """Ask a question; return seconds to the first token, tokens per second after it, share of cached tokens."""
     question = Question(
         text, documents, mitigation=arrangement.mitigation, order=arrangement.order, reranker=arrangement.reranker,
-        floor="off", use_cache=False, allow_unsupported=True,
+        min_relevance="off", use_cache=False, allow_unsupported=True,
     )  # fmt: skip
     answer = pipeline.ask(question)
     times, usage = answer.timings, answer.usage

@@ -16,8 +16,9 @@ _CHECKS = "rag_posfix.pipeline.method_checks"
 """Knows the registries of all kinds of methods; imported when the first method is named."""
 
 
-FloorChoice: TypeAlias = Literal["auto", "off"] | float
-"""``auto``: the similarities of the index, then the judge. A number: this similarity, then the judge."""
+MinRelevance: TypeAlias = Literal["auto", "off"] | float
+"""Which retrieved passages are read. ``auto``: by the similarities of the index, then the judge. A number: by this
+similarity, then the judge."""
 
 
 def check_method(kind: str, method: Any) -> None:
@@ -34,8 +35,8 @@ def check_method(kind: str, method: Any) -> None:
     import_module(_CHECKS).check_method(kind, method)
 
 
-def checked_floor(value: object) -> FloorChoice:
-    """Return a floor from ``auto``, ``off`` or a number from 0 to 1, which may be a text.
+def checked_min_relevance(value: object) -> MinRelevance:
+    """Return a minimum relevance from ``auto``, ``off`` or a number from 0 to 1, which may be a text.
 
     Raises:
         ConfigError: it is none of these.
@@ -51,15 +52,15 @@ def checked_floor(value: object) -> FloorChoice:
             similarity = -1.0
         if 0 <= similarity <= 1:
             return similarity
-    raise ConfigError(f"floor={shown(value)} must be auto, off, or a similarity from 0 to 1")
+    raise ConfigError(f"min_relevance={shown(value)} must be auto, off, or a similarity from 0 to 1")
 
 
 def checked_retriever(retriever: str) -> str:
     """Return the name of a retriever or vector store; raise ``ConfigError`` if it has the form of neither."""
-    if re.match(r"(dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
+    if re.match(r"(auto|dense|bm25|hybrid)$|[a-z0-9_-]+:", retriever) is None:
         kind = re.split("[:=,]", retriever, maxsplit=1)[0]  # the rest may have a password
         raise ConfigError(
-            f"retriever={shown(kind)}{'...' if kind != retriever else ''} must be dense, bm25, hybrid, or "
+            f"retriever={shown(kind)}{'...' if kind != retriever else ''} must be auto, dense, bm25, hybrid, or "
             "KIND:key=value,... where KIND has only a-z, 0-9, _ and -"
         )
     return retriever

@@ -22,7 +22,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from rag_posfix.checked import Checked, check_method, checked_floor, checked_retriever, may_hold_secret
+from rag_posfix.checked import Checked, check_method, checked_min_relevance, checked_retriever, may_hold_secret
 from rag_posfix.config_file import CONFIG_FILE, nearest_name, read_config_file
 from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError
@@ -263,10 +263,11 @@ class Settings(CheckedSettings):
             documents of a request that have no score. None scores only the latter, by their embeddings.
         reranker_deadline_seconds: Time limit of the reranker. If it is late or fails, documents stay in their order.
         candidates: Number of passages that are retrieved for the reranker, which chooses ``k`` of them.
-        retriever: ``dense`` (by embeddings), ``bm25`` (by words), or ``hybrid`` (both, their rankings fused); or
-            a vector store of another program instead of an index, ``KIND:key=value,...`` (docs/retrieval.md).
-        floor: Which retrieved passages are read: ``auto`` (those about the question: by similarity, and where that
-            does not decide by the model), ``off`` (all), or the lowest similarity, 0 to 1.
+        retriever: ``auto`` (by embeddings, three of ten passages by words), ``dense`` (by embeddings), ``bm25`` (by
+            words), or ``hybrid`` (both, their rankings fused); or a vector store of another program instead of an
+            index, ``KIND:key=value,...`` (docs/retrieval.md).
+        min_relevance: Which retrieved passages are read: ``auto`` (those about the question: by similarity, and where
+            that does not decide by the model), ``off`` (all), or the lowest similarity, 0 to 1.
         template: Prompt template: the name of a shipped one (``short``, ``full``, ``citations``, ``unknown``; with
             ``-de``, ``-fr``, ``-es``, ``-zh`` or ``-ko`` for another language), or a file in TOML or Jinja2.
         follow_language: Whether questions in these languages get the translation of a shipped English template, and
@@ -314,12 +315,12 @@ class Settings(CheckedSettings):
     reranker: str | None = Field(default=None, min_length=1)
     reranker_deadline_seconds: float = Field(default=120.0, gt=0)
     candidates: int = Field(default=20, ge=1)
-    retriever: Annotated[str, AfterValidator(checked_retriever)] = Field(default="dense", repr=False)
+    retriever: Annotated[str, AfterValidator(checked_retriever)] = Field(default="auto", repr=False)
     max_tokens: int = Field(default=128, ge=1)
     allow_ungrounded: bool = False
     allow_unsupported: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
-    floor: str = "auto"
+    min_relevance: str = "auto"
     template: str = Field(default="short", min_length=1)
     follow_language: bool = True
     language_templates: dict[str, str] = Field(default_factory=dict)
@@ -341,10 +342,10 @@ class Settings(CheckedSettings):
             check_method(str(info.field_name), method)
         return method
 
-    @field_validator("floor", mode="before")
+    @field_validator("min_relevance", mode="before")
     @classmethod
-    def _known_floor(cls, floor: object) -> str:
-        return str(checked_floor(floor))
+    def _known_min_relevance(cls, min_relevance: object) -> str:
+        return str(checked_min_relevance(min_relevance))
 
     @field_validator("device")
     @classmethod

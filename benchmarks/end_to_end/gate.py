@@ -247,7 +247,7 @@ def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
         "citation_precision": sum(row.cited_right for row in real) / cited if cited else None,
         "off_topic": len(off_topic),
         "off_topic_answered": sum(row.grounded for row in off_topic),
-        "held_out": {  # every second question: the floor was chosen on the others
+        "held_out": {  # every second question: the judge's threshold was chosen on the others
             "questions": len(real[1::2]),
             "lost": sum(not row.gold_read and row.gold_rank is not None for row in real[1::2]),
             "off_topic": len(off_topic[1::2]),

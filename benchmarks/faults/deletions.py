@@ -96,7 +96,7 @@ def cost(n: int) -> dict[str, Any]:
     ]
     with RedisServer() as server, closing(_open(server.url)) as cache:
         pipeline = make_pipeline(cache=cache)
-        question = Question("What is the capital of France?", documents, floor="off")
+        question = Question("What is the capital of France?", documents, min_relevance="off")
         pipeline.ask(question)
         cache.put("key", _ANSWER, [str(document.id) for document in documents])
         cache.drop_documents([f"deleted-{number}" for number in range(10_000)])

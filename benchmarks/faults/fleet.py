@@ -94,7 +94,8 @@ def fleet() -> Iterator[tuple[list[Service], list[EngineProcess], PostgresServer
         pgvector_collection(store.url, [Document(page_content=text) for text in texts], ids, SentenceEmbeddings())
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory()))
         variables = {
-            "MODEL": f"openai:scripted@{engines[0].url},{engines[1].url}", "MITIGATION": "none", "FLOOR": "off",
+            "MODEL": f"openai:scripted@{engines[0].url},{engines[1].url}", "MITIGATION": "none",
+            "MIN_RELEVANCE": "off",
             "RERANKER": "yes_no:top_n=3", "ORDER": "reverse", "K": "3", "CANDIDATES": str(STATIONS),
             "RETRIEVER": f"pgvector:url={store.url},collection=docs", "CACHE_REDIS_URL": redis_url,
             "CACHE_MEMORY_ENTRIES": "4", "SERVICE_DATA_DIR": str(folder / "data"),

@@ -43,7 +43,7 @@ _SENTENCE_CHARACTERS = 240
 
 
 @with_settings(
-    "mitigation", "reranker", "order", "k", "retriever", "query", "writer", "floor", "allow_ungrounded",
+    "mitigation", "reranker", "order", "k", "retriever", "query", "writer", "min_relevance", "allow_ungrounded",
     "allow_unsupported", "max_tokens", "template", "model", "adapter", "device", "tp", "profile",
 )  # fmt: skip
 def ask(
@@ -256,7 +256,7 @@ def _show_sources(answer: Answer, settings: Settings) -> None:
 
 
 @with_settings(
-    "mitigation", "reranker", "order", "k", "retriever", "floor", "max_tokens", "template", "model", "adapter",
+    "mitigation", "reranker", "order", "k", "retriever", "min_relevance", "max_tokens", "template", "model", "adapter",
     "device",
 )  # fmt: skip
 def prompt(
@@ -296,6 +296,7 @@ def _show_prompt(preview: PromptPreview) -> None:
         name = f"passage {segment.id}" if segment.id is not None else segment.kind
         lines.append(f"{name}: {segment.tokens} tokens{', cached' if segment.cached else ''}")
     lines += [f"left out: {identity} ({reason})" for identity, reason in preview.dropped]
+    lines += preview.warnings
     note = "; the answer is in the answer cache" if preview.answer_cached else ""
     lines.append(
         f"{preview.tokens} prompt tokens, {preview.cached_tokens} of them cached ({preview.mitigation}, order "

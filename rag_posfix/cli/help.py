@@ -20,7 +20,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Method": (
         "mitigation", "arrangement", "reranker", "order", "k", "retriever", "first_stage", "template", "precompute",
-        "floor", "allow_ungrounded", "allow_unsupported", "encoding", "query", "profile",
+        "min_relevance", "allow_ungrounded", "allow_unsupported", "encoding", "query", "profile",
     ),
     "Model": ("model", "writer", "judge", "adapter", "embedding_model", "device", "dtype", "tp", "max_tokens"),
     "Service": ("host", "port", "served_model_name", "tls_cert", "tls_key", "open_page"),

@@ -11,7 +11,7 @@ from rag_posfix.settings import Settings
 
 
 @with_settings(
-    "mitigation", "reranker", "order", "k", "retriever", "floor", "allow_ungrounded", "max_tokens", "template",
+    "mitigation", "reranker", "order", "k", "retriever", "min_relevance", "allow_ungrounded", "max_tokens", "template",
     "model", "adapter", "device", "profile",
 )  # fmt: skip
 def mcp(settings: Settings, index: Index = None) -> None:

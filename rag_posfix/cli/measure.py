@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_QUESTIONS = 50
 _SHOWN_PROBLEMS = 100
+_SHOWN_REFUSALS = 3
 
 Questions = Annotated[
     Path | None,
@@ -47,7 +48,7 @@ Prices = Annotated[
 
 
 @with_settings(
-    "model", "adapter", "device", "k", "retriever", "floor", "template", "max_tokens", "writer", "reranker"
+    "model", "adapter", "device", "k", "retriever", "min_relevance", "template", "max_tokens", "writer", "reranker"
 )  # fmt: skip
 def measure(
     context: typer.Context,
@@ -100,13 +101,18 @@ def measure(
         pipeline = build_pipeline(asks_itself, index=index)
     asked: list[AskedQuestion] = []
     dropped: Counter[str] = Counter()
+    refusals: list[str] = []
     with closing(pipeline), progress_with_text() as report:
         if rows is not None:
-            asked, dropped = find_questions(pipeline, [(row.id, row.question) for row in rows][:limit])
+            asked, dropped = find_questions(
+                pipeline, [(row.id, row.question) for row in rows][:limit], refusals.append
+            )
         elif data is None:
             examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
         for reason, count in dropped.items():
             err().print(f"left out: {count} ({reason})", highlight=False, soft_wrap=True)
+        for refusal in refusals[:_SHOWN_REFUSALS]:
+            err().print(refusal, markup=False, highlight=False, soft_wrap=True)
         asked, source = asked or from_examples(examples, documents), questions or data
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,

@@ -17,6 +17,7 @@ from rag_posfix.plugins import GROUPS, plugin_entries
 from rag_posfix.settings import Settings
 
 FIRST_STAGES = {
+    "auto": "Retrieves by embeddings, and three of ten passages by words; scores are those of the embeddings.",
     "dense": "Retrieves by embeddings: the passages whose vectors have the highest cosine with the question's.",
     "bm25": "Retrieves by words: Lucene's BM25 on title and text, without stemming. Needs no embedding model.",
     "hybrid": "Retrieves by embeddings and by words, and fuses both rankings by reciprocal rank.",

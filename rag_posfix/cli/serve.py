@@ -32,8 +32,8 @@ def _service_option(flag: str, help: str, **limits: Any) -> Any:
 
 
 @with_settings(
-    "index", "retriever", "floor", "model", "adapter", "device", "tp", "mitigation", "template", "query", "writer",
-    "profile",
+    "index", "retriever", "min_relevance", "model", "adapter", "device", "tp", "mitigation", "template", "query",
+    "writer", "profile",
 )  # fmt: skip
 def serve(
     settings: Settings,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from langchain_core.documents import Document
 
-from rag_posfix.checked import FloorChoice, check_method, check_type, checked_floor, checked_list
+from rag_posfix.checked import MinRelevance, check_method, check_type, checked_list, checked_min_relevance
 from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, PromptTemplate, Sampling, ScoredToken, Usage
@@ -113,8 +113,8 @@ class Question:
         template: The text of the prompt.
         query: What is searched for: ``last`` (the question), ``history`` (the last messages of the user, weighted), or
             ``rewrite`` (a question that a model writes).
-        floor: Which retrieved passages are read: ``auto`` (those about the question, by similarity and a judge),
-            ``off`` (all), or the lowest similarity, 0 to 1, with the judge.
+        min_relevance: Which retrieved passages are read: ``auto`` (those about the question, by similarity and a
+            judge), ``off`` (all), or the lowest similarity, 0 to 1, with the judge.
         filter: Only passages whose metadata matches are retrieved (see ``contracts.filters``); part of the cache key.
             Cannot be given with ``documents``.
         tools: The tools that the answer may call, and their results so far. The chat template of the model must take
@@ -142,7 +142,7 @@ class Question:
     template: PromptTemplate | None = None
     query: str | None = None
     filter: Mapping[str, Any] | None = None
-    floor: FloorChoice | None = None
+    min_relevance: MinRelevance | None = None
     tools: ToolUse | None = None
 
     def __post_init__(self) -> None:
@@ -163,8 +163,8 @@ class Question:
         check_type("k", self.k, int | None, "a whole number >= 1, or None for the default")
         if self.k is not None and self.k < 1:
             raise ConfigError(f"k={self.k} must be a whole number >= 1, or None for the default")
-        if self.floor is not None:
-            object.__setattr__(self, "floor", checked_floor(self.floor))
+        if self.min_relevance is not None:
+            object.__setattr__(self, "min_relevance", checked_min_relevance(self.min_relevance))
         if self.filter is not None:
             _check_filter(self.filter, self.documents)
         for name, kind_of_value, allowed in (
@@ -292,15 +292,17 @@ class Answer:
         order: Name of the order.
         finish_reason: ``stop`` or ``length``.
         dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty``,
-            ``budget``, ``floor`` (retrieved, and not about the question), ``margin`` (another passage is far ahead by
-            similarity, and a small model reads it alone), or ``unsupported`` (by the judge none of them answers the
-            question, so that no answer was written).
+            ``budget``, ``min_relevance`` (retrieved, and not about the question), ``margin`` (another passage is far
+            ahead by similarity, and a small model reads it alone), ``older_version`` (another passage is a newer
+            version of it), or ``unsupported`` (by the judge none of them
+            answers the question, so that no answer was written).
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
         query: What retriever and reranker searched for: the question, or what was made of it and the history.
         warnings: What failed without failing the question: a reranker that left the documents in their order. Also, if
-            the floor left out all that was retrieved: the best of it, its score, and what turns the floor off.
+            the test of relevance left out all that was retrieved: the best of it, its score, and what turns the test
+            off.
         grounded: Whether passages were there and the model wrote from them. It does not say that they support the
             answer: ``support`` does. False for an answer from its memory, and for the text that says that no passage
             was found, or that none answers the question.

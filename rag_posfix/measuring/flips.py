@@ -37,6 +37,7 @@ from rag_posfix.reranking.deadline import UNRANKED
 from rag_posfix.text import content_hash
 
 JOURNAL = "flips-journal.jsonl"
+BELOW_MINIMUM = "fewer than two passages above the minimum relevance; --min-relevance off reads all"
 ALMOST_NONE = 0.1
 """With at most this share of changed questions, at the upper end of its interval, the order hardly matters."""
 
@@ -112,12 +113,13 @@ def _read_answer(row: Any) -> StackAnswer | None:
 
 
 def find_questions(
-    pipeline: Pipeline, texts: Sequence[tuple[str, Question]]
+    pipeline: Pipeline, texts: Sequence[tuple[str, Question]], tell: Callable[[str], object] = lambda text: None
 ) -> tuple[list[AskedQuestion], Counter[str]]:
     """Return the questions with the passages that the pipeline finds, best first, and why others were dropped.
 
     Args:
         texts: Id and question; its history and filter are used. Of equal questions with equal both the first is kept.
+        tell: Gets why no passage of a question is read, and what reads all.
     """
     kept: list[AskedQuestion] = []
     dropped: Counter[str] = Counter()
@@ -128,9 +130,14 @@ def find_questions(
             dropped["asked before"] += 1
             continue
         seen.add(asked)
-        passages = pipeline.find_passages(replace(question, mitigation="none", order="relevance"))
+        read = replace(question, mitigation="none", order="relevance")
+        passages = pipeline.find_passages(read)
         if len(passages) < 2:
-            dropped["fewer than two passages found"] += 1
+            preview = pipeline.preview(read)
+            is_irrelevant = any(reason == "min_relevance" for _, reason in preview.dropped)
+            dropped[BELOW_MINIMUM if is_irrelevant else "fewer than two passages found"] += 1
+            for warning in preview.warnings:
+                tell(f"question {identity}: {warning}")
             continue
         kept.append(AskedQuestion(identity, question.text, passages, tuple(question.history)))
     return kept, dropped

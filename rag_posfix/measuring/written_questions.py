@@ -199,7 +199,9 @@ def _fault(question: str, answer: str, passage: Document, written: WrittenQuesti
 
 def _example(pipeline: Pipeline, question: str, answer: str, gold: Document, documents: int) -> PositionExample | str:
     """Return the question with the best other passages that the pipeline finds for it, or why it cannot be used."""
-    found = pipeline.find_passages(Question(question, k=documents, floor="off", mitigation="none", order="relevance"))
+    found = pipeline.find_passages(
+        Question(question, k=documents, min_relevance="off", mitigation="none", order="relevance")
+    )
     key = checked_document(gold).key
     others = tuple(document for document in found if checked_document(document).key != key)[: documents - 1]
     if any(best_subspan_em(document.page_content, [answer]) for document in others):

@@ -24,7 +24,7 @@ from rag_posfix.caching.answers.keys import tenant_salt
 from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache
 from rag_posfix.caching.kv.store import PassageStore, build_passage_store
 from rag_posfix.caching.memory import MemoryTier
-from rag_posfix.checked import check_type, checked_floor
+from rag_posfix.checked import check_type, checked_min_relevance
 from rag_posfix.contracts.generator import FirstTokenReader, Generator, PassageReader
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling
@@ -46,7 +46,7 @@ from rag_posfix.pipeline.defaults import (
     LARGE_HIDDEN_SIZE,
     Defaults,
     MeasuredProfile,
-    PassageFloor,
+    RelevanceTest,
     large_model_profile,
     read_measured,
     server_profile,
@@ -204,7 +204,7 @@ def build_pipeline(
             indexes=extra,
             choose_reranker=chooser(chosen.reranker, reranker, models),
             writer=writer,
-            floor=PassageFloor(functools.cache(lambda: _judge(engine, prompt, settings))),
+            relevance=RelevanceTest(functools.cache(lambda: _judge(engine, prompt, settings))),
             support=_support_test(engine, settings),
         )  # fmt: skip
     for store in stores:
@@ -295,7 +295,7 @@ def _defaults(
         no_passage_text=settings.no_passage_text,
         templates=templates if template is None else {},
         query=settings.query,
-        floor=checked_floor(settings.floor),
+        min_relevance=checked_min_relevance(settings.min_relevance),
     )
 
 

@@ -1,6 +1,6 @@
 """What a question gets that it does not choose: defaults, and the measured profile of ``mitigation=auto``.
 
-The passage floor leaves out the retrieved passages that are not about the question.
+The test of relevance leaves out the retrieved passages that are not about the question.
 
 ``rag-posfix measure`` chooses the arrangement of a measured profile for a model.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 from langchain_core.documents import Document
 
-from rag_posfix.checked import FloorChoice
+from rag_posfix.checked import MinRelevance
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator, shown_model
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
@@ -31,6 +31,7 @@ from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.language import content_words, is_broad, language_of
 from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.pipeline.support import shared_words
 from rag_posfix.text import NO_PASSAGE_TEXT, split_words, titled_text
 
 _log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class Defaults:
         templates: Prompt templates by the code of the question's language, in place of the pipeline's own; each may
             have its own text for no passage.
         query: What is searched for, as in ``Question``.
-        floor: Which retrieved passages are read, as in ``Question``.
+        min_relevance: Which retrieved passages are read, as in ``Question``.
         measured: What the mitigation ``auto`` stands for; without it ``auto`` equals ``default``.
         best_passage: Finds a retrieved passage that is read alone where a question names no method, reranker or order;
             None reads all.
@@ -211,7 +212,7 @@ class Defaults:
     templates: Mapping[str, PromptTemplate] = field(default_factory=lambda: MappingProxyType({}))
     query: QueryChoice = "history"
     filter: Mapping[str, Any] | None = None
-    floor: FloorChoice = "auto"
+    min_relevance: MinRelevance = "auto"
     measured: MeasuredProfile | None = None
     best_passage: BestPassage | None = None
 
@@ -233,7 +234,7 @@ DETAILS = "reranking"
 
 
 @dataclass(frozen=True, slots=True)
-class PassageFloor:
+class RelevanceTest:
     """Two tests of retrieved passages: similarity, and a judge where similarity does not decide.
 
     With ``auto``, a passage with most content words of the question is judged whatever its similarity, and a broad
@@ -248,7 +249,7 @@ class PassageFloor:
     least_gain: float = LEAST_GAIN
 
     def similar(
-        self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document], choice: FloorChoice
+        self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document], choice: MinRelevance
     ) -> tuple[list[Document], bool]:
         """Return the passages that are similar enough, and whether the judge must decide about them."""
         known = similarity_of(retriever)
@@ -298,9 +299,9 @@ def similarity_of(retriever: Retriever) -> SimilarityRange | None:
 
 
 def has_most_words(document: Document, words: Set[str]) -> bool:
-    """Return whether a passage with its title has more than half of the words, two at least."""
+    """Return whether a passage with its title has more than half of the words, two at least, in any inflection."""
     text = titled_text(document.metadata.get("title"), document.page_content)
-    count = len(words & set(split_words(text)))
+    count = len(shared_words(words, set(split_words(text))))
     return count > max(1, len(words) / 2)
 
 

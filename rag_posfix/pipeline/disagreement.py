@@ -5,7 +5,6 @@ Only such a passage is read once more, alone: where passages agree, this costs n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 from langchain_core.documents import Document
@@ -13,14 +12,12 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.answer import Disagreement
 from rag_posfix.pipeline.citations import find_evidence
 from rag_posfix.pipeline.support import YES_FROM, compare_words, passage_name
+from rag_posfix.pipeline.versions import date_of
 
 MOST_RIVALS = 3
 """Passages that are read once more at most, those with the highest odds."""
 
 RIVAL_TOKENS = 24
-
-_DATE_FIELDS = ("date", "updated", "modified", "last_modified", "published", "created", "year", "version")
-_DATE = re.compile(r"(?<!\d)((?:19|20)\d\d)(?:[-_./]?(0[1-9]|1[0-2])(?:[-_./]?(0[1-9]|[12]\d|3[01]))?)?(?!\d)")
 
 
 def rival_answers(
@@ -66,15 +63,6 @@ def contradicts(one: str, other: str, question: str) -> bool:
     if all(numbers):
         return numbers[0].isdisjoint(numbers[1])
     return bool(first) and bool(second) and first.isdisjoint(second)
-
-
-def date_of(document: Document) -> str:
-    """Return the date of a document, YYYY, YYYY-MM or YYYY-MM-DD: of metadata, title or file name; "" if unknown."""
-    metadata = document.metadata
-    for value in (*(metadata.get(name) for name in _DATE_FIELDS), metadata.get("title"), metadata.get("source")):
-        if value is not None and (found := _DATE.search(str(value))):
-            return "-".join(filter(None, found.groups()))
-    return ""
 
 
 def list_disagreements(

@@ -38,8 +38,9 @@ from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
-from rag_posfix.pipeline.defaults import Defaults, PassageFloor, similarity_of
+from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
+from rag_posfix.pipeline.headings import CopiedHeading, both_readings, read_again
 from rag_posfix.pipeline.language import is_broad
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
@@ -66,6 +67,7 @@ from rag_posfix.pipeline.support import (
     silenced_warning,
 )
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
+from rag_posfix.pipeline.versions import leave_out_older
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
 
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
@@ -89,7 +91,7 @@ class Pipeline(AskedInBatches):
         indexes: Retrievers of further indexes by name, for questions that name one.
         choose_reranker: Returns the reranker that a question names; without it questions cannot name one.
         writer: Writes the query of a follow-up with ``query="rewrite"``; ``generator`` if None.
-        floor: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
+        relevance: Leaves out retrieved passages that are not about the question; without a judge by similarity alone.
         support: Judges whether passages answer the question; without it ``Answer.support`` says what words can.
     """
 
@@ -111,7 +113,7 @@ class Pipeline(AskedInBatches):
         indexes: Mapping[str, Retriever] | None = None,
         choose_reranker: Callable[[MethodSpec], Reranker] | None = None,
         writer: Generator | None = None,
-        floor: PassageFloor | None = None,
+        relevance: RelevanceTest | None = None,
         support: SupportTest | None = None,
     ) -> None:
         self.generator, self.retriever = generator, retriever
@@ -129,7 +131,7 @@ class Pipeline(AskedInBatches):
         self.indexes = dict(indexes or {})
         self.choose_reranker = choose_reranker
         self.writer = writer
-        self.floor = floor or PassageFloor()
+        self.relevance = relevance or RelevanceTest()
         self.support = support or SupportTest()
 
     def with_generator(self, generator: Generator, cache: AnswerCache | None = None) -> Pipeline:
@@ -245,7 +247,7 @@ class Pipeline(AskedInBatches):
         cached = generator.cached_segments(prepared.request) if isinstance(generator, CachingGenerator) else ()
         return preview_prompt(
             prepared.prompt.assembled, generator.encoder, cached, prepared.info.name, prepared.run.left_out,
-            answer_cached=self._look_up(prepared) is not None,
+            answer_cached=self._look_up(prepared) is not None, warnings=prepared.warnings,
         )  # fmt: skip
 
     def find_passages(self, question: Question | str) -> tuple[Document, ...]:
@@ -268,7 +270,7 @@ class Pipeline(AskedInBatches):
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
-                generation = self.generator.generate(prepared.request)
+                generation = self._generate(prepared)
                 stage.done(generation)
             run.timings.update(generation.timings)
             stored = to_store(prepared.prompt.assembled, generation, odds, self._rivals(prepared, generation, odds))
@@ -304,7 +306,33 @@ class Pipeline(AskedInBatches):
             chunks = self.generator.stream(prepared.request)
             if isinstance(chunks, GeneratorType):
                 stack.callback(chunks.close)  # at once, not when the last reference is gone
+            if (headings := self._headings(prepared)) is not None:
+                chunks = read_again(chunks, headings, lambda: self.generator.stream(self._without_headings(prepared)))
+                stack.callback(chunks.close)
             return self._stream(prepared, chunks, odds, stack.pop_all())
+
+    def _generate(self, prepared: PreparedQuestion) -> Generation:
+        generation, headings = self.generator.generate(prepared.request), self._headings(prepared)
+        if headings is None or not headings.is_copied(generation.text):
+            return generation
+        return both_readings(generation, self.generator.generate(self._without_headings(prepared)))
+
+    def _headings(self, prepared: PreparedQuestion) -> CopiedHeading | None:
+        """Return which answers are copies of headings in the prompt; None where there are none, or a form is asked."""
+        question, sampling = prepared.run.question, prepared.request.sampling
+        if sampling.json_schema is not None or question.tools is not None:
+            return None
+        titles = [document.metadata.get("title") for document in prepared.prompt.assembled.documents]
+        has_headings = any(titles) and self._assembler_of(question).template.heading
+        return CopiedHeading(titles, question.text) if has_headings else None
+
+    def _without_headings(self, prepared: PreparedQuestion) -> GenerationRequest:
+        run, assembler = prepared.run, self._assembler_of(prepared.run.question)
+        assembled = assembler.with_template(replace(assembler.template, heading="")).assemble(
+            run.question.text, prepared.prompt.assembled.documents, order="original",
+            max_new_tokens=prepared.request.sampling.max_tokens, history=run.question.history,
+        )  # fmt: skip
+        return replace(prepared.request, layout=assembled.layout)
 
     def _stream(
         self, prepared: PreparedQuestion, chunks: Iterator[Chunk], odds: Mapping[str, float], stack: ExitStack
@@ -416,11 +444,12 @@ class Pipeline(AskedInBatches):
             with run.stage("retrieve", "retriever") as stage:
                 documents = retrieve_query(retriever, run.query, max(k, self.candidates), run.filter)
                 stage.done(documents)
-            floor = self.defaults.floor if question.floor is None else question.floor
-            similar, doubtful = self.floor.similar(run, retriever, documents, floor)
-            ranked = self._reranked(run, similar)[:k]
-            read = self.floor.judged(run, ranked) if doubtful else ranked
-            return read if floor == "off" else self._read_alone(run, retriever, read)
+            choice = self.defaults.min_relevance if question.min_relevance is None else question.min_relevance
+            similar, doubtful = self.relevance.similar(run, retriever, documents, choice)
+            current = similar if choice == "off" else leave_out_older(run, similar)
+            ranked = self._reranked(run, current)[:k]
+            read = self.relevance.judged(run, ranked) if doubtful else ranked
+            return read if choice == "off" else self._read_alone(run, retriever, read)
         return self._reranked(run, documents)
 
     def _read_alone(self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document]) -> Sequence[Document]:

@@ -39,6 +39,7 @@ class PromptPreview:
         order: Name of the order.
         answer_cached: Whether the answer cache has the answer.
         dropped: Ids of documents that are not in the prompt, with the reason.
+        warnings: What failed without failing the question, as in ``Answer``.
     """
 
     segments: tuple[PromptSegment, ...]
@@ -46,6 +47,7 @@ class PromptPreview:
     order: str
     answer_cached: bool
     dropped: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -76,6 +78,7 @@ def preview_prompt(
     left_out: Sequence[tuple[str, str]],
     *,
     answer_cached: bool,
+    warnings: tuple[str, ...] = (),
 ) -> PromptPreview:
     """Return the preview of an assembled prompt; ``cached`` is about the prefix and each passage, or empty.
 
@@ -100,4 +103,5 @@ def preview_prompt(
         order=assembled.order,
         answer_cached=answer_cached,
         dropped=(*((document.id, document.reason) for document in assembled.dropped), *left_out),
+        warnings=warnings,
     )

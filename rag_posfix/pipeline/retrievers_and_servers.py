@@ -76,9 +76,12 @@ def _read_retriever(
         return words.model_copy(update={"similarity": UNDECIDED}), None
     store = FaissVectorStore.load(folder, embeddings, mmap=mmap)
     dense = PassageRetriever(store=store, k=settings.k)
-    if settings.retriever != "hybrid":  # further indexes next to an external store too
+    if settings.retriever not in ("auto", "hybrid"):  # further indexes next to an external store too
         return dense, store
     words = BM25Retriever.load(folder, table=store.table, k=settings.k, mmap=mmap)
+    if settings.retriever == "auto":
+        similarity = dense.similarity_range()
+        return HybridRetriever(retrievers=[dense, words], fusion="fill", k=settings.k, similarity=similarity), store
     return HybridRetriever(retrievers=[dense, words], k=settings.k, similarity=UNDECIDED), store
 
 

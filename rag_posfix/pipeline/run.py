@@ -136,8 +136,8 @@ def document_values(documents: Sequence[Document]) -> tuple[tuple[str | None, st
 class QuestionRun:
     """One question on its way through the stages; ``timings`` are seconds by stage.
 
-    ``left_out`` are ids of retrieved passages below the floor, with the reason ``floor``; ``best_left_out`` describes
-    the best of them, by the test that left it out.
+    ``left_out`` are ids of retrieved passages that are not about the question, with the reason ``min_relevance``;
+    ``best_left_out`` describes the best of them, by the test that left it out.
 
     ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get,
     ``position`` that of the answer cache before they were asked. ``odds`` are the judge's log-odds that a passage has
@@ -168,7 +168,7 @@ class QuestionRun:
         """Note the documents that are not among ``kept``, and the best of them by their scores of the test."""
         remaining = {id(document) for document in kept}
         gone = [(document, score) for document, score in scored if id(document) not in remaining]
-        self.left_out.extend((document_id(document), "floor") for document, _ in gone)
+        self.left_out.extend((document_id(document), "min_relevance") for document, _ in gone)
         if gone:
             best, score = max(gone, key=lambda entry: entry[1])
             names = [value for name in ("source", "title") if (value := best.metadata.get(name))]
@@ -176,13 +176,14 @@ class QuestionRun:
             self.best_left_out[:] = [f"{name}, {test.format(score)}"]
 
     def refusal(self) -> str | None:
-        """Return why no retrieved passage is read, and what turns the test off; None if the floor left out none."""
+        """Return why no retrieved passage is read, and what turns the test off; None if the test left out none."""
         if not self.best_left_out:
             return None
         return (
             "no retrieved passage passed the test of relevance; "
             f"the best that was left out is {self.best_left_out[0]}; "
-            "to read it all the same turn the floor off: --floor off, the field floor, or RAG_POSFIX_FLOOR=off"
+            "to read it all the same: --min-relevance off, the field "
+            "min_relevance, or RAG_POSFIX_MIN_RELEVANCE=off"
         )
 
     @contextmanager

@@ -87,7 +87,7 @@ def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSu
         return WordSupport("unknown")
     numbers = {word for word in evidence if any(map(str.isdigit, word))}
     needed = (PAIR_COVERAGE if any(map(is_pair, evidence)) else COVERAGE) * len(evidence)
-    shared = [_shared(evidence, passage_words(passage)) for passage in passages]
+    shared = [shared_words(evidence, passage_words(passage)) for passage in passages]
     holders = tuple(i for i, words in enumerate(shared) if numbers <= words and len(words) >= needed)
     if holders:
         return WordSupport("all", holders)
@@ -98,7 +98,8 @@ def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSu
     return WordSupport("none" if is_comparable else "unknown")
 
 
-def _shared(evidence: Set[str], words: Set[str]) -> Set[str]:
+def shared_words(evidence: Set[str], words: Set[str]) -> Set[str]:
+    """Return the words of ``evidence`` that are in ``words``; of six letters and more, by their beginning."""
     stems = {word[:STEM] for word in words if len(word) >= STEM}
     return {word for word in evidence if word in words or (word[:STEM] in stems and not word[-1].isdigit())}
 
@@ -106,7 +107,7 @@ def _shared(evidence: Set[str], words: Set[str]) -> Set[str]:
 def has_words_of(sentence: str, passage: str, question: str) -> bool:
     """Return whether a passage has a word of a sentence of an answer: of those that are not asked, if it has any."""
     evidence = find_evidence(sentence, question) or find_evidence(sentence, "")
-    return bool(_shared(evidence, passage_words(passage)))
+    return bool(shared_words(evidence, passage_words(passage)))
 
 
 def verdict_of(odds: Sequence[float | None], words: WordSupport) -> tuple[SupportVerdict, tuple[int, ...]]:

@@ -44,7 +44,7 @@ class QuestionRetriever(Checked, BaseRetriever):
 
     Attributes:
         k: Number of passages that ``invoke`` returns if the call gives no ``k``.
-        similarity: Between which scores the floor asks the judge; None leaves all passages above the floor.
+        similarity: Between which scores the judge decides whether a passage is relevant; None leaves all passages.
     """
 
     evaluates_filters: ClassVar[bool] = True
@@ -53,7 +53,7 @@ class QuestionRetriever(Checked, BaseRetriever):
     similarity: SimilarityRange | None = None
 
     def similarity_range(self) -> SimilarityRange | None:
-        """Return between which scores the floor asks the judge; None if the scores are not known."""
+        """Return between which scores the judge decides about relevance; None if the scores are not known."""
         return self.similarity
 
     def retrieve(self, question: str, k: int, filter: Mapping[str, Any] | None = None) -> list[Document]:

@@ -339,7 +339,7 @@ def open_external(text: str, embeddings: Embeddings, k: int, *, index: object = 
     plugins = {plugin.name: plugin for plugin in entry_points(group=GROUP)}
     if kind not in plugins:
         raise ConfigError(
-            f"unknown retriever {kind!r}; choose dense, bm25, hybrid, or one of "
+            f"unknown retriever {kind!r}; choose auto, dense, bm25, hybrid, or one of "
             f"{', '.join(sorted({*OPENERS, *plugins}))} as KIND:key=value,..."
         )
     opened = plugins[kind].load()(embeddings, **options)

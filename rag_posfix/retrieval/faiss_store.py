@@ -96,7 +96,7 @@ class FaissVectorStore(VectorStore):
 
     @property
     def similarity(self) -> SimilarityRange | None:
-        """Between which similarities the floor asks the judge: calibrated, or that of the packaged model, or None."""
+        """Between which similarities the judge decides: calibrated, or that of the packaged model, or None."""
         return self._calibrated or packaged_similarity(self._embeddings)
 
     @property

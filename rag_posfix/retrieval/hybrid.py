@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice, zip_longest
 from numbers import Real
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ from rag_posfix.retrieval.index.documents import deep_copy, stored_id
 
 __all__ = ["HybridRetriever"]
 
+FILLED = 0.3
+"""Share of the passages that ``fusion="fill"`` takes from the retrievers after the first."""
+
 _SCORES = frozenset({"relevance_score", "bm25_score"})
 """Metadata that a search adds to a document."""
 
@@ -29,7 +33,9 @@ class HybridRetriever(QuestionRetriever):
     passage that is first in all rankings has relevance 1, and relevance falls slowly: .86 for rank 10 in all rankings.
     ``score`` is the weighted mean of the scores after min-max normalisation per question and retriever. It keeps the
     differences between scores; the last candidate of each retriever gets 0 from it. See ``reciprocal_ranks``
-    and ``weighted_scores`` for formulas and sources.
+    and ``weighted_scores`` for formulas and sources. ``fill`` returns the passages of the first retriever with its
+    scores, the last three of ten replaced by the best of the others: names and numbers that embeddings miss. A passage
+    beyond the candidates of the first has the score of its last candidate.
 
     A passage that several retrievers find keeps the metadata of the first of them, and gains the keys that only the
     others have, such as ``bm25_score``. Passages without an id are the same if their texts and metadata are equal, but
@@ -37,7 +43,7 @@ class HybridRetriever(QuestionRetriever):
 
     Attributes:
         retrievers: Two or more, each with ``retrieve(question, k)``.
-        fusion: ``rank`` or ``score``.
+        fusion: ``rank``, ``score`` or ``fill``.
         weights: One per retriever, none negative, at least one positive; equal if None.
         rank_constant: The constant of reciprocal rank fusion, at least 0; the paper's is 60.
         candidates: Number of passages that each retriever is asked for; ``k`` if that is more.
@@ -50,7 +56,7 @@ class HybridRetriever(QuestionRetriever):
     """
 
     retrievers: Sequence[Any]
-    fusion: Literal["rank", "score"] = "rank"
+    fusion: Literal["rank", "score", "fill"] = "rank"
     weights: Sequence[float] | None = None
     rank_constant: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     candidates: int = Field(default=100, ge=1)
@@ -95,6 +101,8 @@ class HybridRetriever(QuestionRetriever):
 
     def _fused(self, results: Sequence[Sequence[Document]], k: int) -> list[Document]:
         rankings = [_by_id(documents) for documents in results]
+        if self.fusion == "fill":
+            return _filled(rankings, k)
         if self.fusion == "rank":
             fused = reciprocal_ranks([list(ranking) for ranking in rankings], self._weights(), self.rank_constant)
         else:
@@ -102,6 +110,21 @@ class HybridRetriever(QuestionRetriever):
             fused = weighted_scores(scores, self._weights())
         best = sorted(fused, key=lambda name: (-fused[name], name))[:k]
         return [_merged(name, rankings, fused[name]) for name in best]
+
+
+def _filled(rankings: Sequence[Mapping[str, Document]], k: int) -> list[Document]:
+    """Return ``k`` passages with the scores of the first ranking: its best, and FILLED of them from the others."""
+    first, *others = rankings
+    n_filled = math.floor(FILLED * k)
+    names = dict.fromkeys(list(first)[: k - n_filled])
+    by_rank = (name for rank in zip_longest(*others) for name in rank if name is not None)
+    for name in chain(islice((name for name in by_rank if name not in names), n_filled), list(first)):
+        if len(names) < k:
+            names.setdefault(name)
+    scores = {name: _score(document) for name, document in first.items()}
+    last = min(scores.values(), default=0.0)
+    best = sorted(names, key=lambda name: -scores.get(name, last))
+    return [_merged(name, rankings, scores.get(name, last)) for name in best]
 
 
 def _by_id(documents: Sequence[Document]) -> dict[str, Document]:

@@ -34,7 +34,7 @@ def tiny(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Commands of this process use that model, counts of letters for vectors, and every passage that they find."""
     monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda name, **_: LetterEmbeddings(name))
     monkeypatch.setenv("RAG_POSFIX_MODEL", str(tiny_model))
-    monkeypatch.setenv("RAG_POSFIX_FLOOR", "off")
+    monkeypatch.setenv("RAG_POSFIX_MIN_RELEVANCE", "off")
     return tiny_model
 
 

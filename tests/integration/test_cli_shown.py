@@ -153,7 +153,7 @@ class TestSources:
         assert out.splitlines()[0] == "No passage was found that answers this question."
         assert "no retrieved passage is about the question" in out
         assert "the best that was left out is" in out
-        assert "--floor off" in out
-        assert run("ask", "How do I bake bread?", *asked, "--floor", "off")[0] == 0
+        assert "--min-relevance off" in out
+        assert run("ask", "How do I bake bread?", *asked, "--min-relevance", "off")[0] == 0
         code, out, _ = run("ask", "Who built lighthouse 3?", *asked)
         assert (code, "no retrieved passage" in out) == (0, False)

@@ -27,7 +27,7 @@ def server(tiny_model, tmp_path_factory):
     store = FaissVectorStore(LetterEmbeddings("minilm"))
     store.add_documents(DOCUMENTS)
     store.save(folder, bm25=BM25Index.build([document.page_content for document in DOCUMENTS]))
-    options = {"index": folder, "model": tiny_model, "retriever": "bm25", "floor": "off", "max-tokens": 4}
+    options = {"index": folder, "model": tiny_model, "retriever": "bm25", "min-relevance": "off", "max-tokens": 4}
     return ["-m", "rag_posfix.cli.main", "mcp", *(f"--{name}={value}" for name, value in options.items())]
 
 

@@ -140,7 +140,7 @@ def test_a_signal_reloads_and_answers_from_other_passages_are_misses(
     python: WarmPython, indexes: Path, tmp_path: Path
 ):
     """The key of an answer has the content of its passages: an answer stays if all of them do."""
-    all_passages = {"posfix": {"floor": "off"}}
+    all_passages = {"posfix": {"min_relevance": "off"}}
     with serve(python, indexes, tmp_path, RETRIEVER="hybrid", K=1, **UNATTENDED) as served:
         assert served.ask(BUILT)["cached"] is False
         assert served.ask(BURNED, **all_passages)["cached"] is False

@@ -119,7 +119,7 @@ def test_question_is_answered_from_a_collection_in_the_store(tmp_path: Path):
     add(client, {"id": "bridge", "text": BRIDGE}, {"id": "harbour", "text": HARBOUR, "metadata": {"year": 1963}})
     answer = client.post(CHAT, json=chat(posfix={"collection": "notes", "k": 1})).json()
     assert answer["choices"][0]["message"]["content"] == ANSWER
-    posfix = {"collection": "notes", "filter": {"year": {"$gt": 1950}}, "floor": "off"}
+    posfix = {"collection": "notes", "filter": {"year": {"$gt": 1950}}, "min_relevance": "off"}
     filtered = client.post(CHAT, json=chat(posfix=posfix)).json()
     assert [document["id"] for document in filtered.get("posfix", filtered)["documents"]] == ["harbour"]
 

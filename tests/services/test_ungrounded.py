@@ -83,15 +83,15 @@ class Far:
         return SimilarityRange(low=0.2, clear=0.6)
 
 
-def test_a_passage_below_the_floor_is_not_read_unless_the_request_says_so():
+def test_a_passage_below_the_minimum_relevance_is_not_read_unless_the_request_says_so():
     client = client_for(make_pipeline(retriever=Far()))
     response = client.post(CHAT, json=chat()).json()
-    assert (response["grounded"], response["dropped"]) == (False, [{"id": "bridge", "reason": "floor"}])
+    assert (response["grounded"], response["dropped"]) == (False, [{"id": "bridge", "reason": "min_relevance"}])
     (warning,) = response["warnings"]
     assert "'bridge', with similarity 0.14, at least 0.20 is needed" in warning
-    assert "the field floor" in warning
-    assert answer(client, posfix={"floor": "off"})[1] is True
-    assert answer(client, posfix={"floor": 0.1})[1] is True
-    assert answer(client, posfix={"floor": 0.15})[1] is False
-    refused = client.post(CHAT, json=chat(posfix={"floor": 2}))
-    assert (refused.status_code, refused.json()["error"]["param"].startswith("posfix.floor")) == (422, True)
+    assert "the field min_relevance" in warning
+    assert answer(client, posfix={"min_relevance": "off"})[1] is True
+    assert answer(client, posfix={"min_relevance": 0.1})[1] is True
+    assert answer(client, posfix={"min_relevance": 0.15})[1] is False
+    refused = client.post(CHAT, json=chat(posfix={"min_relevance": 2}))
+    assert (refused.status_code, refused.json()["error"]["param"].startswith("posfix.min_relevance")) == (422, True)

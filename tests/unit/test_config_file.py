@@ -11,7 +11,7 @@ from rag_posfix.settings import CacheSettings, RemoteSettings, ServiceSettings, 
 FILE = """
 model = "/models/from-file"
 k = 4
-floor = 0.25
+min_relevance = 0.25
 indexes = {a = "/data/a"}
 passage_tokens = 100
 
@@ -45,7 +45,7 @@ def test_each_group_of_settings_reads_its_table_of_the_file(file, monkeypatch):
     file(FILE)
     monkeypatch.delenv("RAG_POSFIX_MODEL")  # that of the tests
     settings, service = Settings(), ServiceSettings()
-    assert (settings.model, settings.k, settings.floor) == ("/models/from-file", 4, "0.25")
+    assert (settings.model, settings.k, settings.min_relevance) == ("/models/from-file", 4, "0.25")
     assert settings.cache == CacheSettings()
     assert (settings.cache.ttl_seconds, settings.cache.memory_entries) == (60, 1024)
     assert settings.cache.redis_url.get_secret_value() == "redis://:hunter2@127.0.0.1/0"

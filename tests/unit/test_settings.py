@@ -105,9 +105,9 @@ def test_a_password_of_a_vector_store_is_not_shown():
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("RETRIEVER", " pgvector:url=postgresql://rag:hunter2@db", "retriever=' pgvector'... must be dense"),
-        ("RETRIEVER", "qdrant=api_key=hunter2", "retriever='qdrant'... must be dense"),
-        ("RETRIEVER", "nope", "retriever='nope' must be dense"),
+        ("RETRIEVER", " pgvector:url=postgresql://rag:hunter2@db", "retriever=' pgvector'... must be auto, dense"),
+        ("RETRIEVER", "qdrant=api_key=hunter2", "retriever='qdrant'... must be auto, dense"),
+        ("RETRIEVER", "nope", "retriever='nope' must be auto, dense"),
         ("SERVICE_COLLECTION_STORE", "Qdrant:api_key=hunter2", "RAG_POSFIX_SERVICE_COLLECTION_STORE: String should"),
         ("REMOTE", '{"api_key": "hunter2",}', "RAG_POSFIX_REMOTE must be JSON"),
         ("REMOTE", '["hunter2"]', "RAG_POSFIX_REMOTE must be a valid dictionary"),

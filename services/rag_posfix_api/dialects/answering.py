@@ -416,8 +416,8 @@ class Provenance(BaseModel):
         description="What passages answer that contradict each other, the newest first; empty if none was found."
     )
     warnings: list[str] = Field(
-        description="What failed without failing the question, such as a reranker; where the floor left out every "
-        "retrieved passage, the best of them, its score, and what turns the floor off."
+        description="What failed without failing the question, such as a reranker; where the test of relevance left "
+        "out every retrieved passage, the best of them, its score, and what turns the test off."
     )
     well_formed: bool = Field(description="Whether the form of the text has no fault.")
     form_fault: FormFault | None = Field(

@@ -379,7 +379,7 @@ Template = Annotated[
 ]
 """A shipped prompt template by name, or the fields of one."""
 
-Floor = Literal["auto", "off"] | Annotated[FiniteFloat, Field(ge=0, le=1)]
+MinRelevance = Literal["auto", "off"] | Annotated[FiniteFloat, Field(ge=0, le=1)]
 MetadataFilter = Annotated[dict[str, Any], Field(examples=[{"year": {"$gte": 1999}, "kind": ["book", "map"]}])]
 """A filter in the language of ``rag_posfix.contracts.filters``, which checks it, with status 400."""
 
@@ -422,7 +422,7 @@ class PosfixInput(RequestModel):
         default=None, description="A shipped prompt template or its fields, where the operator allows it."
     )
     filter: MetadataFilter | None = Field(default=None, description="Retrieve passages whose metadata matches.")
-    floor: Floor | None = Field(default=None, description="Which retrieved passages are read.")
+    min_relevance: MinRelevance | None = Field(default=None, description="Which retrieved passages are read.")
 
 
 def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
@@ -432,7 +432,7 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         InvalidRequestError: there is an arrangement and also a mitigation or an order.
         ConfigError: the arrangement cannot be read.
     """
-    names = ("order", "k", "index", "query", "filter", "floor", "allow_unsupported")
+    names = ("order", "k", "index", "query", "filter", "min_relevance", "allow_unsupported")
     chosen = {name: getattr(posfix, name) for name in names} | {"mitigation": mitigation_choice(posfix.mitigation)}
     if posfix.arrangement is None:
         return chosen

@@ -12,7 +12,7 @@ QUESTION = "Who designed the Maravel lighthouse?"
 @pytest.mark.slow
 @pytest.mark.weights
 def test_the_real_model_answers_from_the_right_passage_and_prints_it(run, index):
-    found = run("ask", QUESTION, "--index", index, "--floor", "off", "--max-tokens", "16", "--json").json
+    found = run("ask", QUESTION, "--index", index, "--min-relevance", "off", "--max-tokens", "16", "--json").json
     assert "Ilse Korvanth" in found["answer"]
     assert found["documents"][0]["attention"] > 0.5
     assert found["citations"][0]["document_ids"] == ["lighthouse"]

@@ -59,7 +59,7 @@ class TestIndex:
         folder, index = tmp_path / "files", tmp_path / "new.index"
         shutil.copytree(files, folder)
         assert run("index", folder, "--out", index, "--json").json["added"] == 3
-        asked = ["ask", QUESTION, "--index", index, "--floor", "off", "--max-tokens", "2", "--json"]
+        asked = ["ask", QUESTION, "--index", index, "--min-relevance", "off", "--max-tokens", "2", "--json"]
         assert len(run(*asked).json["documents"]) == 3
         (folder / "bread.txt").unlink()
         (folder / "new.html").write_text("<title>New</title><p>A new page.")
@@ -125,7 +125,12 @@ class TestPrecompute:
         assert (cache_dir / "passages").stat().st_mode & 0o077 == 0, "passages are private"
 
         command = ("-m", "rag_posfix.cli.main", "ask", QUESTION, "--index", index, "--json")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAG_POSFIX_MAX_TOKENS": "8", "RAG_POSFIX_FLOOR": "off"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RAG_POSFIX_MAX_TOKENS": "8",
+            "RAG_POSFIX_MIN_RELEVANCE": "off",
+        }
         answer = json.loads(python.run(ROOT, *command, environment=environment).splitlines()[-1])
         assert answer["cached"] is False
         assert answer["usage"]["cached_tokens"] == read["tokens"], "the prefix and all three passages"

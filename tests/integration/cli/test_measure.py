@@ -45,7 +45,20 @@ def index(folder, run):
 
 def arguments(folder, index, model, out):
     questions = ("--questions", folder / "log.txt")
-    return ("measure", "--index", index, *questions, "--model", model, "--floor", "off", "--k", 4, "--out", out)
+    return (
+        "measure",
+        "--index",
+        index,
+        *questions,
+        "--model",
+        model,
+        "--min-relevance",
+        "off",
+        "--k",
+        4,
+        "--out",
+        out,
+    )
 
 
 @contextmanager
@@ -64,7 +77,7 @@ def served_answer(port, **posfix):
     body = {
         "model": "default",
         "messages": [{"role": "user", "content": "Who designed the Maravel lighthouse?"}],
-        "posfix": {"floor": "off", **posfix},
+        "posfix": {"min_relevance": "off", **posfix},
     }
     response = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == 200, response.text

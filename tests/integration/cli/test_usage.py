@@ -37,7 +37,7 @@ WRONG_VALUES = [
     ("ask x --index {folder}", {}, "no index in"),
     ("ask x --index {index} --mitigation nope", {}, "unknown mitigation 'nope'"),
     ("ask x --index {index} --max-tokens 8192", {}, "--max-tokens 8192 leaves no room"),
-    ("ask x --index {index} --retriever nope", {}, "retriever='nope' must be dense, bm25, hybrid"),
+    ("ask x --index {index} --retriever nope", {}, "retriever='nope' must be auto, dense, bm25, hybrid"),
     ("ask x --index {index} --template nope", {}, "template='nope' is neither"),
     ("ask x --index {index} --profile nope", {}, "profile='nope' is not a file"),
     ("ask x --index {index} --adapter nope", {}, "adapter='nope' holds no adapter_config.json"),

@@ -15,6 +15,7 @@ from langchain_core.runnables import RunnableLambda
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
+from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.retrieval.base import as_retriever
 from tests.integration.chromium import checked_page, wait_for
 from tests.integration.page.question_page import (
@@ -178,6 +179,23 @@ def test_with_an_index_the_page_opens_with_it_and_shows_what_was_retrieved(brows
         wait_for(page, "document.querySelectorAll('.card').length === 6")
         page.get_by_role("button", name="Index").click()
         wait_for(page, "document.querySelectorAll('.card').length === 0")
+
+
+def test_a_refusal_names_the_passage_that_was_left_out_and_what_reads_it(browser, generator):
+    found = [Document(BRIDGE, id="b", metadata={"relevance_score": 0.13, "source": "arvo.pdf"})]
+    defaults = Defaults(min_relevance=0.2)
+    pipeline = make_pipeline(
+        generator, retriever=as_retriever(RunnableLambda(lambda question: found)), defaults=defaults
+    )
+    with serving(pipeline) as url, checked_page(browser) as page:
+        open_page(page, url)
+        page.get_by_label("Question", exact=True).fill("How do I bake bread?")
+        ask(page)
+        warning = page.locator(".answer.default .warning").inner_text()
+        assert "arvo.pdf, with similarity 0.13, at least 0.20 is needed" in warning
+        assert "--min-relevance off" in warning
+        send(page, "How do I bake bread?")
+        assert "--min-relevance off" in page.locator(".turn .warning").inner_text()
 
 
 def test_passages_without_text_are_shown_and_not_moved(browser, generator):

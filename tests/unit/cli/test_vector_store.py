@@ -26,7 +26,7 @@ def run(capsysbinary, monkeypatch):
 @pytest.mark.parametrize("command", ["ask", "prompt"])
 def test_a_question_reads_passages_of_the_store(run, command: str):
     with upstream(first_passage) as server:
-        options = ("--model", server.model, "--mitigation", "none", "--floor", "off", "--json")
+        options = ("--model", server.model, "--mitigation", "none", "--min-relevance", "off", "--json")
         code, out, err = run(command, QUESTION, *SHELF, *options)
     assert code == 0, err
     assert BRIDGE in out
@@ -36,7 +36,7 @@ def test_many_questions_read_passages_of_the_store(run, tmp_path):
     (tmp_path / "q.jsonl").write_text(json.dumps({"question": QUESTION}))
     files = ("--questions", tmp_path / "q.jsonl", "--out", tmp_path / "a.jsonl")
     with upstream(first_passage) as server:
-        options = ("--model", server.model, "--mitigation", "none", "--floor", "off", "--json")
+        options = ("--model", server.model, "--mitigation", "none", "--min-relevance", "off", "--json")
         code, out, _ = run("ask", *files, *SHELF, *options)
     assert (code, json.loads(out)["failed"]) == (0, 0)
     assert BRIDGE in json.loads((tmp_path / "a.jsonl").read_text())["answer"]
@@ -47,7 +47,7 @@ def test_measure_asks_with_passages_of_the_store_and_records_no_options_of_it(ru
     (tmp_path / "log.txt").write_text(f"{QUESTION}\nWhen did the harbour freeze?\n")
     store = ("--retriever", "shelf:key=hunter2")
     with upstream(first_passage) as server:
-        options = ("--model", server.model, "--floor", "off", "--out", tmp_path / "out", "--json")
+        options = ("--model", server.model, "--min-relevance", "off", "--out", tmp_path / "out", "--json")
         code, out, err = run("measure", "--questions", tmp_path / "log.txt", *store, *options)
     assert code == 0, err
     result = json.loads(out)

@@ -23,6 +23,7 @@ from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.measuring.choice import CANDIDATES
 from rag_posfix.measuring.flips import (
+    BELOW_MINIMUM,
     JOURNAL,
     FlipRow,
     StackJournal,
@@ -152,6 +153,18 @@ def test_equal_questions_and_lonely_passages_are_dropped_with_the_reason():
     kept, dropped = find_questions(pipeline, [*texts(2), ("again", Question("which colour is house number 1"))])
     assert kept == []
     assert dropped == {"fewer than two passages found": 2, "asked before": 1}
+
+
+def test_a_question_without_a_relevant_passage_is_dropped_with_what_reads_all_of_them():
+    retriever = as_retriever(lambda _: [Document("x", id=name, metadata={"relevance_score": 0.13}) for name in "ab"])
+    pipeline = make_pipeline(FakeGenerator(ToyEncoder()), retriever=retriever, defaults=Defaults(min_relevance=0.2))
+    told = []
+    kept, dropped = find_questions(pipeline, texts(1), told.append)
+    assert (kept, dropped) == ([], {BELOW_MINIMUM: 1})
+    assert "--min-relevance off" in BELOW_MINIMUM
+    (text,) = told
+    assert text.startswith("question 0: no retrieved passage")
+    assert "'a', with similarity 0.13, at least 0.20 is needed" in text
 
 
 def test_equal_follow_ups_of_other_conversations_or_with_other_filters_are_kept():

@@ -98,8 +98,8 @@ def test_whoever_names_a_method_or_an_order_gets_all_passages(chosen):
     assert len(read(QUESTION, None)[0]) == 3
 
 
-def test_all_passages_are_read_with_the_floor_off():
-    assert len(read(Question(QUESTION, floor="off"))[0]) == 3
+def test_all_passages_are_read_with_min_relevance_off():
+    assert len(read(Question(QUESTION, min_relevance="off"))[0]) == 3
 
 
 def test_a_list_is_not_made_from_one_passage():

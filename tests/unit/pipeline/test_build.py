@@ -180,7 +180,7 @@ def test_the_second_question_reads_nothing_that_the_first_has_read(pipeline):
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_what_is_gone_from_the_index_is_gone_from_both_caches(pipeline, how):
-    store = pipeline.retriever.store
+    store = pipeline.retriever.retrievers[0].store
     for names in (["paris", "bread"], ["rome", "bread"], ["bread"]):
         assert ask(pipeline, names).cached is False
     everything = found(pipeline, ["rome", "paris", "bread"])
@@ -201,7 +201,7 @@ def test_what_is_gone_from_the_index_is_gone_from_both_caches(pipeline, how):
 
 def test_what_is_deleted_after_it_was_retrieved_is_not_kept(pipeline):
     """A question that waits for its reranker or for the batch reads documents that are gone by then."""
-    store, generate = pipeline.retriever.store, pipeline.generator.generate
+    store, generate = pipeline.retriever.retrievers[0].store, pipeline.generator.generate
 
     def generate_later(request):
         store.delete(["rome"])
@@ -229,17 +229,17 @@ def test_a_model_that_is_loaded_later_forgets_what_is_deleted_before_and_after(t
 def test_an_index_that_is_emptied_leaves_nothing_but_the_words_around_it(pipeline):
     assert found(pipeline, ["rome", "paris", "bread"]) == 0
     assert found(pipeline, ["rome", "paris", "bread"]) > 0
-    pipeline.retriever.store.delete()
+    pipeline.retriever.retrievers[0].store.delete()
     assert pipeline.passages.stats()["tiers"][1]["entries"] == 1
     assert found(pipeline, ["rome", "paris", "bread"]) == len("?user\n") + len(pipeline.assembler.template.opening)
 
 
 def test_a_document_that_was_read_cut_is_forgotten_like_any_other(pipeline):
     long = Document(id="long", page_content="secret " * 200)
-    pipeline.retriever.store.add_documents([long])
+    pipeline.retriever.retrievers[0].store.add_documents([long])
     assert pipeline.ask(Question("Who?", [long])).usage.prompt_tokens == pipeline.generator.context_window - 2
     assert pipeline.passages.stats()["tiers"][0]["entries"] == 2, "the prefix and the document"
-    pipeline.retriever.store.delete(["long"])
+    pipeline.retriever.retrievers[0].store.delete(["long"])
     assert pipeline.passages.stats()["tiers"][0]["entries"] == 1
 
 
@@ -277,7 +277,7 @@ def test_by_words_no_embedding_model_is_needed(build, monkeypatch):
             raise AssertionError("needed after all")
 
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: Unloaded("unloaded"))
-    with closing(build(retriever="bm25", floor="off")) as pipeline:
+    with closing(build(retriever="bm25", min_relevance="off")) as pipeline:
         assert [document.id for document in pipeline.retriever.retrieve("seine tiber lies", 5)] == ["rome", "paris"]
         assert [document.id for document in pipeline.ask("Which ovens?").documents] == ["bread"]
 
@@ -294,6 +294,18 @@ def test_hybrid_fuses_both_and_what_is_deleted_is_gone_from_both(build):
         dense.store.delete(["bread"])
         assert "bread" not in {document.id for document in pipeline.retriever.retrieve("Which ovens?", 3)}
         assert ask(pipeline, ["bread"]).cached is False
+
+
+def test_by_default_words_add_passages_that_have_the_scores_of_the_embeddings(build):
+    with closing(build(k=3)) as pipeline:
+        dense, words = pipeline.retriever.retrievers
+        assert (type(dense).__name__, type(words).__name__) == ("PassageRetriever", "BM25Retriever")
+        assert pipeline.retriever.similarity_range() == dense.similarity_range()
+        expected = {
+            document.id: document.metadata["relevance_score"] for document in dense.retrieve("Which ovens?", 3)
+        }
+        found = pipeline.retriever.retrieve("Which ovens?", 3)
+        assert {document.id: document.metadata["relevance_score"] for document in found} == expected
 
 
 def test_the_profile_of_the_settings_is_that_of_the_order(loaded, tmp_path):

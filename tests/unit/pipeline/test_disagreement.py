@@ -6,7 +6,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.pipeline.disagreement import contradicts, date_of, list_disagreements, rival_answers
+from rag_posfix.pipeline.disagreement import contradicts, list_disagreements, rival_answers
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.pipeline.support import SupportTest
 from rag_posfix.reranking.yes_no import YesNoReranker
@@ -58,22 +58,6 @@ def test_an_answer_that_its_own_passage_lacks_does_not_count():
 
 def test_an_answer_that_no_passage_has_is_compared_with_none():
     assert rivals([5.0, 4.0, 3.0, 3.0], answer="It is 40 days.") == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("metadata", "date"),
-    [
-        ({"date": "2024-03-01T00:00:00"}, "2024-03-01"),
-        ({"year": 2019}, "2019"),
-        ({"title": "Policy of 2021"}, "2021"),
-        ({"source": "files/policy-2024-03.md"}, "2024-03"),
-        ({"source": "files/20240301_policy.md"}, "2024-03-01"),
-        ({"title": "Policy 7", "source": "policy.md"}, ""),
-        ({"source": "invoice-1202024.md"}, ""),
-    ],
-)
-def test_a_date_is_read_from_metadata_title_or_file_name(metadata, date):
-    assert date_of(Document(page_content="Since 1999.", metadata=metadata)) == date
 
 
 def test_the_newest_side_comes_first_and_equal_answers_are_one_side():

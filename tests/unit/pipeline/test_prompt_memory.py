@@ -103,7 +103,7 @@ class _Retriever:
 
 
 def test_answers_under_a_filter_stay_apart_from_those_about_the_same_documents() -> None:
-    defaults = Defaults(filter={"kind": "city"}, floor="off")
+    defaults = Defaults(filter={"kind": "city"}, min_relevance="off")
     cache = DictCache()
     made = pipeline(cache=cache, retriever=_Retriever(), defaults=defaults)
     given = Question(QUESTION, _Retriever().retrieve(QUESTION, 1))

@@ -270,7 +270,7 @@ def test_conditions_for_milvus_look_into_lists_and_leave_negations_out():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("pinecone:index=a", "unknown retriever 'pinecone'; choose dense, bm25, hybrid, or"),
+        ("pinecone:index=a", "unknown retriever 'pinecone'; choose auto, dense, bm25, hybrid, or"),
         ("qdrant:url=http://x", "retriever qdrant lacks collection; it takes collection and, if needed, api_key"),
         ("qdrant:collection=a", "takes url or path"),
         ("qdrant:collection=a,color=red", "has no option 'color'"),

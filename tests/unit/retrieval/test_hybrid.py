@@ -47,6 +47,24 @@ def test_reciprocal_ranks_with_weights_and_another_constant_worked_by_hand():
     assert scores(hybrid.retrieve("q", 9)) == pytest.approx({"x": 0.75, "y": 0.75, "z": 0.375, "w": 1 / 6})
 
 
+def test_three_of_ten_passages_are_the_best_of_the_other_retriever_with_the_scores_of_the_first():
+    first = Fixed({f"a{rank}": 0.9 - rank / 100 for rank in range(100)})  # .90 to -.09
+    words = Fixed({"a0": 0.9, "a50": 0.8, "b": 0.7, "c": 0.6, "d": 0.5})
+    found = scores(HybridRetriever(retrievers=[first, words], fusion="fill").retrieve("q", 10))
+    # a0 is among the seven; a50 has .9 - .5, and b and c, which the first does not find, its last score.
+    assert list(found) == [*(f"a{rank}" for rank in range(7)), "a50", "b", "c"]
+    assert [found[name] for name in ("a0", "a6", "a50", "b", "c")] == pytest.approx([0.9, 0.84, 0.4, -0.09, -0.09])
+
+
+def test_passages_that_the_other_retriever_lacks_stay_those_of_the_first():
+    first, words = Fixed({f"a{rank}": 0.9 - rank / 100 for rank in range(20)}), Fixed({"a1": 0.9, "b": 0.5})
+    fill = HybridRetriever(retrievers=[first, words], fusion="fill")
+    assert set(scores(fill.retrieve("q", 10))) == {*(f"a{rank}" for rank in range(9)), "b"}
+    assert list(scores(fill.retrieve("q", 3))) == ["a0", "a1", "a2"], "of three none is left to the other"
+    without = HybridRetriever(retrievers=[Fixed({}), words], fusion="fill")
+    assert list(scores(without.retrieve("q", 10))) == ["a1", "b"]
+
+
 def test_weighted_scores_worked_by_hand():
     hybrid = HybridRetriever(retrievers=[Fixed(A), Fixed(B)], fusion="score", weights=[1, 3])
     # Stretched: A x 1, y 1/2, z 0; B y 1, w 0. y: (1/2 + 3) / 4; x: 1/4; w and z: 0

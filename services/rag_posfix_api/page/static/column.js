@@ -21,6 +21,7 @@ function empty() {
     sources: [],
     verdict: "",
     facts: "",
+    warnings: [],
     shares: {},
     documents: [],
     weighted: false, // shares are weights of experts that read one passage each, not attention
@@ -44,6 +45,7 @@ export function take(column, chunk) {
   if (chunk.documents) {
     column.documents = chunk.documents;
     column.citations = chunk.citations ?? [];
+    column.warnings = chunk.warnings ?? [];
     column.weighted = chunk.documents.some((one) => (one.weight ?? null) !== null);
     column.shares = Object.fromEntries(chunk.documents.map((one) => [one.id, shareOf(one)]));
     const seconds = Object.values(chunk.timings ?? {}).reduce((sum, one) => sum + one, 0);

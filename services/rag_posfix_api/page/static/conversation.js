@@ -6,7 +6,7 @@ export const PAGE = "page";
 export const INDEX = "index";
 
 export function newTurn(number, question, source) {
-  return { number, question, source, text: "", query: "", cache: "", sources: [], error: "", busy: true };
+  return { number, question, source, text: "", query: "", cache: "", sources: [], warnings: [], error: "", busy: true };
 }
 
 /** The body of a follow-up: every answered turn before it is its history. */
@@ -34,6 +34,7 @@ export function takeTurn(turn, chunk) {
   turn.text += chunk.choices?.[0]?.delta?.content ?? "";
   if (chunk.documents) {
     if (turn.source !== PAGE) turn.query = chunk.query.split("\n").join(" / ");
+    turn.warnings = chunk.warnings ?? [];
     turn.sources = chunk.documents.map((one) => ({ id: one.id, name: sourceName(one) }));
   }
   if (chunk.cached) turn.cache = "the answer is from the cache";

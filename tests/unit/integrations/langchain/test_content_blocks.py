@@ -143,7 +143,7 @@ def test_a_question_object_keeps_every_field():
         "seed": 3, "k": 2, "sampling": Sampling(max_tokens=5), "tenant": "bolt", "use_cache": False,
         "index": "archive", "reranker": "embedding:top_n=2", "allow_ungrounded": True, "template": None,
         "allow_unsupported": True,
-        "query": "last", "filter": {"year": 1}, "floor": 0.5, "tools": ToolUse(choice="none"),
+        "query": "last", "filter": {"year": 1}, "min_relevance": 0.5, "tools": ToolUse(choice="none"),
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Question)} == {"text", *values}
     question = Question("Which city?", **values)

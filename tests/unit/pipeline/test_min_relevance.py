@@ -1,4 +1,4 @@
-"""The floor: which retrieved passages are read, by similarity and by a judge."""
+"""Minimum relevance: which retrieved passages are read, by similarity and by a judge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline.defaults import PassageFloor
+from rag_posfix.pipeline.defaults import RelevanceTest
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.likelihood import PassageJudge
@@ -37,28 +37,28 @@ class Shelf:
         return [Document(page_content=name, id=name, metadata={"relevance_score": score}) for name, score in best]
 
 
-def ask(shelf, gains=None, floor=None, **parts):
+def ask(shelf, gains=None, min_relevance=None, **parts):
     reader = None if gains is None else ScriptedReader({"": 0.0, **gains})
     judge = None if reader is None else GuardedReranker(reranker=PassageJudge(generator=reader))
     pipeline = Pipeline(
         FakeGenerator(ToyEncoder(), 8192),
         Assembler(ToyEncoder(), 8192),
         retriever=shelf,
-        floor=PassageFloor(lambda: judge),
+        relevance=RelevanceTest(lambda: judge),
         **parts,
     )
-    answer = pipeline.ask(Question("why?", floor=floor))
+    answer = pipeline.ask(Question("why?", min_relevance=min_relevance))
     return {document.id for document in answer.documents}, answer, reader
 
 
 def test_a_passage_below_the_lowest_similarity_is_not_read_and_is_named():
     read, answer, _ = ask(Shelf(a=0.7, b=0.19))
-    assert (read, answer.grounded, answer.dropped) == ({"a"}, True, (("b", "floor"),))
+    assert (read, answer.grounded, answer.dropped) == ({"a"}, True, (("b", "min_relevance"),))
 
 
 def test_a_passage_with_exactly_the_lowest_similarity_or_gain_is_read():
     assert ask(Shelf(a=0.7, b=0.2))[0] == {"a", "b"}
-    assert ask(Shelf(a=0.5), floor=0.5)[0] == {"a"}
+    assert ask(Shelf(a=0.5), min_relevance=0.5)[0] == {"a"}
     assert ask(Shelf(a=0.5), {"a": 0.8})[0] == {"a"}  # gain 0.8 - 0.0
 
 
@@ -70,7 +70,7 @@ def test_without_a_passage_above_it_the_model_is_not_asked():
 def test_the_judge_decides_where_no_passage_is_clearly_similar():
     gains = {"a": 0.79, "b": 0.81, "c": 5.0}
     read, answer, reader = ask(Shelf(a=0.5, b=0.4, c=0.1), gains)
-    assert (read, answer.dropped) == ({"b"}, (("c", "floor"), ("a", "floor")))
+    assert (read, answer.dropped) == ({"b"}, (("c", "min_relevance"), ("a", "min_relevance")))
     assert reader.seen == [["a", "b"]], "a passage below the similarity is not judged"
     assert answer.timings["judge"] >= 0
     read, answer, reader = ask(Shelf(a=0.6, b=0.4), gains)
@@ -103,21 +103,21 @@ def test_passages_that_were_left_out_have_their_ids_in_previews_too():
     shelf = Shelf()
     shelf.retrieve = lambda question, k: documents
     asked = Pipeline(FakeGenerator(ToyEncoder(), 8192), Assembler(ToyEncoder(), 8192), retriever=shelf)
-    assert asked.ask("why?").dropped == asked.preview("why?").dropped == (("b", "floor"),)
+    assert asked.ask("why?").dropped == asked.preview("why?").dropped == (("b", "min_relevance"),)
 
 
-@pytest.mark.parametrize(("floor", "expected"), [("off", {"a", "b"}), (0.3, {"a"}), ("auto", {"a"}), (0, {"a", "b"})])
-def test_a_question_or_the_defaults_choose_the_floor(floor, expected):
+@pytest.mark.parametrize(("choice", "expected"), [("off", {"a", "b"}), (0.3, {"a"}), ("auto", {"a"}), (0, {"a", "b"})])
+def test_a_question_or_the_defaults_choose_the_minimum_relevance(choice, expected):
     shelf = Shelf(a=0.7, b=0.1)
-    assert ask(shelf, floor=floor)[0] == expected
-    assert ask(shelf, defaults=Defaults(floor=floor))[0] == expected
+    assert ask(shelf, min_relevance=choice)[0] == expected
+    assert ask(shelf, defaults=Defaults(min_relevance=choice))[0] == expected
 
 
 def test_scores_that_nobody_knows_are_left_alone_unless_a_similarity_is_given():
     shelf = Shelf(similarity=None, a=0.1)
     assert ask(shelf, {"a": 0.0})[0] == {"a"}
-    assert ask(shelf, {"a": 9.0}, floor=0.2)[0] == set()
-    assert ask(shelf, {"a": 0.0}, floor=0.05)[0] == set(), "the judge decides about what is left"
+    assert ask(shelf, {"a": 9.0}, min_relevance=0.2)[0] == set()
+    assert ask(shelf, {"a": 0.0}, min_relevance=0.05)[0] == set(), "the judge decides about what is left"
 
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64])
@@ -132,11 +132,11 @@ def test_documents_of_a_question_are_read_whatever_their_scores():
 
 
 @pytest.mark.parametrize("wrong", ["on", 1.1, -0.1, True, "nan"])
-def test_a_wrong_floor_is_refused(wrong):
+def test_a_wrong_minimum_relevance_is_refused(wrong):
     with pytest.raises(ConfigError, match="must be auto, off, or a similarity from 0 to 1"):
-        Question("why?", floor=wrong)
+        Question("why?", min_relevance=wrong)
     with pytest.raises(ConfigError, match="must be auto, off, or a similarity from 0 to 1"):
-        Settings(floor=wrong)
+        Settings(min_relevance=wrong)
 
 
 def titled(question, title, text, gain, score=0.4):
@@ -146,7 +146,7 @@ def titled(question, title, text, gain, score=0.4):
     judge = GuardedReranker(reranker=PassageJudge(generator=reader))
     pipeline = Pipeline(
         FakeGenerator(ToyEncoder(), 8192), Assembler(ToyEncoder(), 8192), retriever=shelf,
-        floor=PassageFloor(lambda: judge),
+        relevance=RelevanceTest(lambda: judge),
     )  # fmt: skip
     return pipeline.ask(question).grounded
 
@@ -160,6 +160,11 @@ def test_a_passage_with_most_content_words_of_the_question_is_judged_whatever_it
     )  # payment, day: not more than half
     assert not titled("Where is it?", "Where", "It is here.", 9.0, score=0.1), "function words are no content"
     assert not titled("What is a chariot?", "Chariot", "A card.", 9.0, score=0.1), "one word is not enough"
+
+
+def test_inflected_words_of_the_question_are_content_words_too():
+    question = "What do late payments of members cost?"  # late, payments, members, cost
+    assert titled(question, "Late payment", "A member pays 2 euros.", 0.8, score=0.1)  # late, payment, member
 
 
 @pytest.mark.parametrize(
@@ -185,7 +190,7 @@ def refusal_of(shelf, gains=None):
     return ask(shelf, gains)[1]
 
 
-def test_a_refusal_names_the_best_passage_its_score_and_what_turns_the_floor_off():
+def test_a_refusal_names_the_best_passage_its_score_and_what_turns_the_test_off():
     shelf = Shelf(a=0.19, b=0.1)
     shelf.retrieve = lambda question, k: [
         Document("a", id="a", metadata={"relevance_score": 0.13, "source": "terms.md", "title": "Late fees"}),
@@ -195,7 +200,7 @@ def test_a_refusal_names_the_best_passage_its_score_and_what_turns_the_floor_off
     assert answer.text == NO_PASSAGE_TEXT
     (warning,) = answer.to_dict()["warnings"]
     assert "terms.md, Late fees, with similarity 0.13, at least 0.20 is needed" in warning
-    assert "--floor off, the field floor" in warning
+    assert "--min-relevance off, the field min_relevance" in warning
 
 
 def test_a_refusal_of_the_judge_names_the_passage_it_thinks_most_of():
@@ -204,6 +209,6 @@ def test_a_refusal_of_the_judge_names_the_passage_it_thinks_most_of():
     assert "'b', which the judge gives 0.70 nats per token, at least 0.80 are needed" in warning
 
 
-def test_nothing_is_said_of_the_floor_where_a_passage_is_read_or_none_was_found():
+def test_nothing_is_said_of_relevance_where_a_passage_is_read_or_none_was_found():
     assert refusal_of(Shelf(a=0.7, b=0.1)).warnings == ()
     assert refusal_of(Shelf()).warnings == ()

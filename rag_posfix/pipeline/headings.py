@@ -1,0 +1,80 @@
+"""Answers that are the heading of a passage: a small model copies the path of headings that the prompt shows.
+
+"Supplier contract > Delivery" says where an answer stands, and not what it is. Such a question is read again without
+headings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from rag_posfix.contracts.request import Chunk, Generation
+from rag_posfix.contracts.spent_usage import sum_usage
+from rag_posfix.pipeline.citations import find_evidence
+from rag_posfix.text import single_spaced
+
+_AROUND = " \t\n\"'`*#_.:?!\u201c\u201d\u00ab\u00bb"
+"""What stands around a heading that is copied."""
+
+
+class CopiedHeading:
+    """Whether an answer is a heading of the passages: two of a path, or one that only repeats the question.
+
+    A heading that answers ("Which section is it?", "Torvane Lighthouse") adds words to the question, and is no path.
+
+    Args:
+        titles: The titles of the passages: paths of headings, with " > " between them.
+        question: Its words add nothing.
+    """
+
+    def __init__(self, titles: Sequence[object], question: str) -> None:
+        paths = [[_folded(part) for part in re.split(r"\s>\s", title)] for title in titles if isinstance(title, str)]
+        self._paths = {f"{first} > {second}" for path in paths for first, second in pairwise(path)}
+        self._headings = {part for path in paths for part in path if " " in part and not find_evidence(part, question)}
+
+    def is_copied(self, answer: str) -> bool:
+        """Return whether an answer begins with a path, or is a heading that repeats the question."""
+        text = _folded(answer)
+        return text in self._headings or text.startswith(tuple(self._paths))
+
+    def may_be_copied(self, beginning: str) -> bool:
+        """Return whether an answer that begins so may be one: it is the beginning of a heading or of a path."""
+        text = _folded(beginning)
+        return self.is_copied(beginning) or any(entry.startswith(text) for entry in self._paths | self._headings)
+
+
+def read_again(
+    chunks: Iterator[Chunk], headings: CopiedHeading, again: Callable[[], Iterator[Chunk]]
+) -> Iterator[Chunk]:
+    """Yield the chunks of an answer, or those of ``again`` in place of a copied heading.
+
+    Chunks are held back while the answer may be a heading.
+    """
+    held: list[Chunk] = []
+    text = ""
+    for chunk in chunks:
+        held.append(chunk)
+        text += chunk.text
+        if chunk.generation is not None and headings.is_copied(chunk.generation.text):
+            for piece in again():
+                second = piece.generation
+                yield piece if second is None else replace(piece, generation=both_readings(chunk.generation, second))
+            return
+        if not headings.may_be_copied(text):
+            break
+    yield from held
+    yield from chunks
+
+
+def both_readings(first: Generation, second: Generation) -> Generation:
+    """Return the second generation with the tokens and the time of both."""
+    names = {*first.timings, *second.timings}
+    timings = {name: first.timings.get(name, 0.0) + second.timings.get(name, 0.0) for name in names}
+    return replace(second, usage=sum_usage((first.usage, second.usage)), timings=timings)
+
+
+def _folded(text: str) -> str:
+    return single_spaced(text).casefold().strip(_AROUND)
