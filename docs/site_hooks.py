@@ -24,6 +24,7 @@ MOVED = {
     "default-method": "settings.html#the-default-method",
     "haystack": "frameworks.html#haystack",
     "hostile-passages": "results.html#hostile-passages",
+    "laboratory-results": "laboratory.html#what-was-measured",
     "large-models": "results.html#large-models",
     "llama_index": "frameworks.html#llamaindex",
     "production-cache": "passages.html",
