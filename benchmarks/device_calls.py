@@ -3,7 +3,7 @@
     python -m benchmarks.device_calls [--layers 30] [--out benchmarks/results/device-calls.json]
 
 Counted on the device twin (``tests/support/device_twin.py``), which computes on the CPU: no GPU is needed. Counts
-depend on the layers, not on the width of the model. ``docs/gpu.md`` shows the record.
+depend on the layers, not on the width of the model. ``docs/gpu.md`` names the record.
 """
 
 from __future__ import annotations

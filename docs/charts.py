@@ -40,8 +40,14 @@ def _chart(names: Sequence[str], results: Path) -> str:
     heads = [read_head(results / f"{name}.json") for name in names]
     sentence = _sentence(heads)
     below = [f"\n\n{_shortfall(head)}" for head in heads if _has_default(head)]
-    text = sentence.replace("`", "")
-    return f"{sentence}\n\n![{text}](images/{names[0]}.svg){''.join(below)}"
+    return f"{sentence}\n\n![{_shown(heads[0])}](images/{names[0]}.svg){''.join(below)}"
+
+
+def _shown(head: Mapping[str, Any]) -> str:
+    """Return what a chart shows; the sentence before it has the numbers."""
+    if head["kind"] == "permutations":
+        return "Share of answers that change, by method"
+    return "Share of right answers by position" if _has_default(head) else "Log-probability by method"
 
 
 def _draw(heads: Sequence[Mapping[str, Any]]) -> Figure:

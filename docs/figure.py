@@ -24,7 +24,7 @@ from rag_posfix.probing.base import whiskers
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LABORATORY = Path(__file__).with_name("laboratory-results.md")
+LABORATORY = Path(__file__).with_name("laboratory.md")
 TASKS = {"litm": "Lost in the Middle, 10 passages", "key_value": "key-value retrieval, 16 passages"}
 RESULTS_PAGE = Path(__file__).with_name("results.md")
 

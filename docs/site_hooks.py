@@ -23,8 +23,12 @@ MOVED = {
     "add-an-order": "add-a-reranker.html#an-order",
     "default-method": "settings.html#the-default-method",
     "haystack": "frameworks.html#haystack",
+    "hostile-passages": "results.html#hostile-passages",
+    "laboratory-results": "laboratory.html#what-was-measured",
+    "large-models": "results.html#large-models",
     "llama_index": "frameworks.html#llamaindex",
     "production-cache": "passages.html",
+    "reranking-results": "results-tables.html#rerankers",
     "results-discussion": "settings.html#discussion-of-the-results",
 }
 """Former pages, and the addresses of what they had."""

@@ -89,7 +89,7 @@ class MeasuredProfile:
 def large_model_profile(generator: Generator) -> MeasuredProfile:
     """Return the arrangement of models with ``LARGE_HIDDEN_SIZE`` channels and more: the judge's best three.
 
-    Measured on a model of 1.5 billion parameters (``docs/large-models.md``).
+    Measured on a model of 1.5 billion parameters (``docs/results.md``).
     """
     return MeasuredProfile(
         MethodSpec("none"), "reverse", MethodSpec("yes_no", {"top_n": 3}), generator.model_id, generator.fingerprint

@@ -16,7 +16,7 @@ from rag_posfix.encodings import ENCODINGS, DecoderShape
 from rag_posfix.laboratory.tasks import TASKS
 from tests.support.pages import DOCS, examples
 
-PAGE = "".join((DOCS / name).read_text("utf-8") for name in ("laboratory.md", "laboratory-results.md"))
+PAGE = (DOCS / "laboratory.md").read_text("utf-8")
 COMMANDS = re.findall(r"^rag-posfix lab run .*$", PAGE, re.MULTILINE)
 
 

@@ -20,7 +20,7 @@ from rag_posfix.probing import PROBES
 from tests.support.pages import DOCS, examples
 
 PAGE = (DOCS / "probes.md").read_text("utf-8")
-RESULTS_OF_LAB = (DOCS / "laboratory-results.md").read_text("utf-8")
+RESULTS_OF_LAB = (DOCS / "laboratory.md").read_text("utf-8")
 
 
 def test_the_example_prints_what_the_page_says():
