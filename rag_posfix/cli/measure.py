@@ -109,10 +109,7 @@ def measure(
             )
         elif data is None:
             examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
-        for reason, count in dropped.items():
-            err().print(f"left out: {count} ({reason})", highlight=False, soft_wrap=True)
-        for refusal in refusals[:_SHOWN_REFUSALS]:
-            err().print(refusal, markup=False, highlight=False, soft_wrap=True)
+        _show_left_out(dropped, refusals)
         asked, source = asked or from_examples(examples, documents), questions or data
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
@@ -122,6 +119,12 @@ def measure(
                   "sha256": file_digest(source) if source else _digest(asked)},
         )  # fmt: skip
     emit(record.to_json(), as_json, _show)
+
+
+def _show_left_out(dropped: Counter[str], refusals: list[str]) -> None:
+    lines = [*(f"left out: {count} ({reason})" for reason, count in dropped.items()), *refusals[:_SHOWN_REFUSALS]]
+    for line in lines:
+        err().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_usage(

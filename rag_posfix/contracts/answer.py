@@ -294,7 +294,7 @@ class Answer:
         dropped: Ids of documents that are not in the prompt, with the reason: ``duplicate``, ``empty``,
             ``budget``, ``min_relevance`` (retrieved, and not about the question), ``margin`` (another passage is far
             ahead by similarity, and a small model reads it alone), ``older_version`` (another passage is a newer
-            version of it), or ``unsupported`` (by the judge none of them
+            version of it), ``reranker`` (its reranker chose others), or ``unsupported`` (by the judge none of them
             answers the question, so that no answer was written).
         timings: Seconds by stage.
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens

@@ -55,6 +55,8 @@ class MeasuredProfile:
         reranker: What scores or selects the passages; None leaves it to the pipeline.
         model: Name of the measured model, for messages.
         model_fingerprint: Identity of its weights and dtype.
+        all_from: For broad questions (list, compare, summarise) all further passages with this score of the reranker
+            are read too; None reads those that it chooses.
     """
 
     mitigation: MethodSpec
@@ -62,6 +64,7 @@ class MeasuredProfile:
     reranker: MethodSpec | None
     model: str
     model_fingerprint: str
+    all_from: float | None = None
 
     def check_model(self, generator: Generator) -> None:
         """Raise ConfigError if the profile was measured on another model."""
@@ -78,22 +81,34 @@ class MeasuredProfile:
         """
         if named_method(question.mitigation or default, "mitigation").name != AUTO:
             return question
+        reranker = self.reranker
+        if reranker is not None and self.all_from is not None and is_broad(question.text):
+            reranker = MethodSpec(reranker.name, {**reranker.parameters, "all_from": self.all_from})
         return replace(
             question,
             mitigation=self.mitigation,
             order=question.order or self.order,
-            reranker=question.reranker or self.reranker,
+            reranker=question.reranker or reranker,
         )
+
+
+ALL_FROM = 0.6
+"""Score of the judge from which a passage is read for a broad question.
+
+On lists of ten passages every passage with a part of the answer had .65 or more, and every other .56 or less.
+"""
 
 
 def large_model_profile(generator: Generator) -> MeasuredProfile:
     """Return the arrangement of models with ``LARGE_HIDDEN_SIZE`` channels and more: the judge's best three.
 
-    Measured on a model of 1.5 billion parameters (``docs/results.md``).
+    For broad questions also all others that it says yes to. Measured on a model of 1.5 billion parameters
+    (``docs/results.md``).
     """
     return MeasuredProfile(
-        MethodSpec("none"), "reverse", MethodSpec("yes_no", {"top_n": 3}), generator.model_id, generator.fingerprint
-    )
+        MethodSpec("none"), "reverse", MethodSpec("yes_no", {"top_n": 3}), generator.model_id, generator.fingerprint,
+        ALL_FROM,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +150,9 @@ def server_profile(generator: Generator, ask_for_log_probs: Callable[[], bool], 
         return has_log_probs
 
     return ServerProfile(
-        MethodSpec("none"), "reverse", _BEST_BY_JUDGE, generator.model_id, generator.fingerprint, gives_log_probs
-    )
+        MethodSpec("none"), "reverse", _BEST_BY_JUDGE, generator.model_id, generator.fingerprint, ALL_FROM,
+        gives_log_probs,
+    )  # fmt: skip
 
 
 def read_measured(path: Path | None) -> MeasuredProfile | None:

@@ -472,10 +472,13 @@ class Pipeline(AskedInBatches):
             return documents
         with run.stage("rerank", "reranker", documents) as stage, salted(run.salt):
             if chooses:  # the first k if the reranker kept the given order
-                ranked = list(reranker.compress_documents(documents, run.query.text))[:k]
+                ranked = list(reranker.compress_documents(documents, run.query.text))
             else:  # in the given order: the order of the prompt is chosen later
                 entries = sorted(rerank_indexed(reranker, run.query.text, documents), key=lambda entry: entry.index)
                 ranked = [entry.document for entry in entries]
+            read = {document_id(document) for document in ranked}
+            run.left_out.extend((name, "reranker") for name in map(document_id, documents) if name not in read)
+            ranked = ranked[:k] if chooses else ranked
             run.odds.update(odds_of(reranker, ranked, documents))
             stage.done(ranked)
         return ranked

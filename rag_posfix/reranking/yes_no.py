@@ -142,10 +142,11 @@ class YesNoReranker(SeparatePassageReranker):
         question_copies: Whether sentences that copy the question are read. Without, they are left out of the passage
             (``question_copies: "left out"``): a passage that repeats the question is judged by what else it says.
         mass: Return the fewest of these passages whose scores sum to this share of all their scores; all if None.
+        all_from: Return all further passages with this score or more too, beyond ``top_n``; none if None.
     """
 
     name: ClassVar[str] = "yes_no"
-    selection: ClassVar[tuple[str, ...]] = ("top_n", "mass")
+    selection: ClassVar[tuple[str, ...]] = ("top_n", "mass", "all_from")
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
 
     readers = (FirstTokenReader, OddsReader)
@@ -157,6 +158,7 @@ class YesNoReranker(SeparatePassageReranker):
     calibrate: bool = True
     question_copies: bool = False
     mass: float | None = Field(default=None, gt=0, le=1)
+    all_from: float | None = Field(default=None, ge=0, le=1)
 
     @property
     def _judge(self) -> JudgeTemplate:
@@ -211,12 +213,16 @@ class YesNoReranker(SeparatePassageReranker):
         return [odds[index] for index in range(len(passages))]
 
     def kept(self, scores: Sequence[float]) -> int:
-        """Return the fewest of the best ``top_n`` passages whose scores sum to ``mass`` of all their scores."""
+        """Return the fewest of the best ``top_n`` passages whose scores sum to ``mass`` of all their scores.
+
+        With ``all_from`` at least as many as have that score.
+        """
         best = scores[: super().kept(scores)]
-        if self.mass is None:
-            return len(best)
-        wanted = self.mass * math.fsum(best)
-        return next((n for n in range(1, len(best)) if math.fsum(best[:n]) >= wanted), len(best))
+        count = len(best)
+        if self.mass is not None:
+            wanted = self.mass * math.fsum(best)
+            count = next((n for n in range(1, count) if math.fsum(best[:n]) >= wanted), count)
+        return count if self.all_from is None else max(count, sum(score >= self.all_from for score in scores))
 
     def _answer_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens of yes and no: spellings of one token, or else first tokens that differ."""

@@ -54,6 +54,19 @@ def test_the_best_three_are_read_in_an_order_that_the_given_order_does_not_chang
         }
 
 
+def test_of_a_list_all_that_the_judge_says_yes_to_are_read_and_the_others_are_named(build, monkeypatch):
+    monkeypatch.setattr("rag_posfix.pipeline.defaults.ALL_FROM", 0.0)
+    question = Question("List all rivers.", documents=DOCUMENTS, use_cache=False)
+    with closing(build(1)) as pipeline:
+        assert len(pipeline.ask(question).documents) == len(DOCUMENTS)
+        answer = asked(pipeline)
+        (left_out,) = {document.id for document in DOCUMENTS} - {document.id for document in answer.documents}
+        assert answer.dropped == ((left_out, "reranker"),)
+    monkeypatch.setattr("rag_posfix.pipeline.defaults.ALL_FROM", 1.0)
+    with closing(build(1)) as pipeline:
+        assert len(pipeline.ask(question).documents) == 3, "never fewer than the best three"
+
+
 def test_a_smaller_model_and_what_is_named_stay(build):
     with closing(build(10**6)) as pipeline:
         assert len(asked(pipeline).documents) == len(DOCUMENTS)

@@ -79,6 +79,16 @@ def test_mass_returns_the_fewest_passages_whose_scores_sum_to_that_share(mass, t
     assert order(result) == expected
 
 
+@pytest.mark.parametrize(
+    ("all_from", "top_n", "expected"),
+    [(0.6, None, 3), (0.61, 1, 1), (0.6, 1, 1), (0.2, 1, 2), (0.1, 1, 3), (0.0, 2, 3), (0.9, 2, 2)],
+)
+def test_all_further_passages_with_a_score_are_returned_beyond_the_first(all_from, top_n, expected):
+    values = {**VALUES, "c": first_token(0.05, 0.05, 0.45)}  # scores: a .6, b .2, c .1
+    result, _ = judged(values, "c", "b", "a", all_from=all_from - 1e-9 if all_from else 0.0, top_n=top_n)
+    assert order(result) == ["a", "b", "c"][:expected]
+
+
 def test_a_passage_that_meets_the_mass_exactly_is_the_last():
     # Judged as without a passage: scores of .5 each, and half of them is one of two.
     result, _ = judged(dict.fromkeys(("a", "b", ""), VALUES[""]), "a", "b", mass=0.5)
