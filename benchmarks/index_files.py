@@ -1,12 +1,14 @@
 """Times the first index of many files, and an update of it: ``python -m benchmarks.index_files [--files 1000]``.
 
-The files are variants of those of the end-to-end gate, without the manual, each paragraph with its own number. Timed
-is ``rag-posfix index``, in a process of its own, with wall-clock and CPU seconds.
+The files are variants of those of the end-to-end gate, without the manual, each paragraph with its own number; every
+second one is a PDF or Word file, slides, a workbook or a table. Timed is ``rag-posfix index``, in a process of its
+own, with wall-clock and CPU seconds, and the memory of the largest process.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -18,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.end_to_end.files import CORPUS
+from benchmarks.end_to_end.files import CORPUS, pdf_of
 from rag_posfix.evaluation.record import environment, write_record
 
 _TEXT = (".md", ".txt", ".html")
@@ -31,7 +33,52 @@ def write_variants(folder: Path, count: int) -> None:
         source = sources[number % len(sources)]
         target = folder / f"{number // 100:02}" / f"{source.stem}-{number}{source.suffix}"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(re.sub(rb"\n\n(?=[A-Z])", f"\n\nThis is copy {number}. ".encode(), source.read_bytes()))
+        content = re.sub(rb"\n\n(?=[A-Z])", f"\n\nThis is copy {number}. ".encode(), source.read_bytes())
+        if number % 2:
+            write = _KINDS[number // 2 % len(_KINDS)]
+            write(target, [part for part in content.decode("utf-8", "replace").split("\n\n") if part.strip()])
+        else:
+            target.write_bytes(content)
+
+
+def _write_pdf(target: Path, parts: Sequence[str]) -> None:
+    text = "\n\n".join(parts).encode("latin-1", "replace").decode("latin-1")
+    target.with_suffix(".pdf").write_bytes(pdf_of([text]))
+
+
+def _write_word(target: Path, parts: Sequence[str]) -> None:
+    import docx
+
+    document = docx.Document()
+    for part in parts:
+        document.add_paragraph(part)
+    document.save(str(target.with_suffix(".docx")))
+
+
+def _write_slides(target: Path, parts: Sequence[str]) -> None:
+    import pptx
+
+    slides = pptx.Presentation()
+    for part in parts:
+        slides.slides.add_slide(slides.slide_layouts[1]).placeholders[1].text = part
+    slides.save(str(target.with_suffix(".pptx")))
+
+
+def _write_workbook(target: Path, parts: Sequence[str]) -> None:
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    for row in [("number", "part"), *enumerate(parts)]:
+        book.worksheets[0].append(row)
+    book.save(target.with_suffix(".xlsx"))
+
+
+def _write_table(target: Path, parts: Sequence[str]) -> None:
+    with target.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("number", "part"), *enumerate(parts)])
+
+
+_KINDS = (_write_pdf, _write_word, _write_slides, _write_workbook, _write_table)
 
 
 def timed_index(files: Path, index: Path) -> dict[str, float]:
@@ -45,6 +92,7 @@ def timed_index(files: Path, index: Path) -> dict[str, float]:
     return {
         "seconds": round(time.perf_counter() - started, 1),
         "cpu_seconds": round(cpu, 1),
+        "peak_mib": after.ru_maxrss // 2**10,
         "passages": printed["passages"],
         "added": printed["added"],
     }

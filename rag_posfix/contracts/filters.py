@@ -278,7 +278,7 @@ def _scalars(field: str, values: Iterable[object], path: str) -> tuple[Scalar, .
                 f"{path} {field!r}: {_shown(value)} is not understood; give text, a finite number, a boolean or None, "
                 "or a list of those that are allowed"
             )
-        scalars[comparison_key(value)] = value  # type: ignore[assignment]  # checked above
+        scalars[comparison_key(value)] = value
     return tuple(scalars.values())
 
 

@@ -298,10 +298,9 @@ class _Page(HTMLParser):
         if tag == "title":
             self._in_title = False
         if self._invisible:
-            if tag in self._invisible:
-                last = len(self._invisible) - 1 - self._invisible[::-1].index(tag)
-                del self._invisible[last:]
-                self._is_navigation &= bool(self._invisible)
+            while tag in self._invisible and self._invisible.pop() != tag:
+                pass  # elements within it that are not closed
+            self._is_navigation &= bool(self._invisible)
             return
         if tag not in _VOID:
             self._separate(tag)
