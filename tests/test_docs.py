@@ -60,7 +60,7 @@ def test_a_table_that_differs_from_its_head_is_stale(tmp_path, monkeypatch):
 def test_a_table_that_was_edited_by_hand_is_written_anew():
     page = (docs.generate.ROOT / "docs" / "results-tables.md").read_text("utf-8")
     assert fill_tables(page) == page
-    edited = page.replace("| .681 |", "| .691 |", 1)
+    edited = page.replace("| .747 |", "| .757 |", 1)
     assert edited != page
     assert fill_tables(edited) == page
 
