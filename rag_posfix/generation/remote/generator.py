@@ -292,8 +292,8 @@ class RemoteGenerator:
         if not texts or (withheld is not None and not any(texts)):
             raise no_text(withheld)
         self._check_json("".join(texts), end.reason, request)
-        ended = time.perf_counter()
-        timings = {"prefill": (first or ended) - started, "decode": ended - (first or ended)}
+        stopped = time.perf_counter()
+        timings = {"prefill": (first or stopped) - started, "decode": stopped - (first or stopped)}
         yield Chunk("", self._generation(request, "".join(texts), end, usage, timings, stop_reason))
 
     def _rows(self, request: GenerationRequest) -> tuple[list[GenerationRequest], list[float]]:
