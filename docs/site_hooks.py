@@ -25,6 +25,7 @@ MOVED = {
     "haystack": "frameworks.html#haystack",
     "llama_index": "frameworks.html#llamaindex",
     "production-cache": "passages.html",
+    "scale": "operations.html#a-fleet-on-paper",
     "results-discussion": "settings.html#discussion-of-the-results",
 }
 """Former pages, and the addresses of what they had."""
