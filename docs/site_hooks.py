@@ -24,9 +24,11 @@ MOVED = {
     "default-method": "settings.html#the-default-method",
     "haystack": "frameworks.html#haystack",
     "llama_index": "frameworks.html#llamaindex",
+    "models": "choosing-a-model.html#how-a-model-loads",
     "production-cache": "passages.html",
-    "scale": "operations.html#a-fleet-on-paper",
     "results-discussion": "settings.html#discussion-of-the-results",
+    "scale": "operations.html#a-fleet-on-paper",
+    "tutorials/measure-your-model": "../measure.html#with-a-program",
 }
 """Former pages, and the addresses of what they had."""
 
