@@ -103,7 +103,7 @@ def test_the_reference_shows_signatures_and_meanings_of_the_public_names(site):
 
 def test_the_first_page_of_every_kind_is_in_the_navigation(site):
     start = (site / "index.html").read_text("utf-8")
-    for title in ("Start", "Guides", "Run", "Methods", "Research", "Reference", "Develop"):
+    for title in ("Start", "Use", "Run", "Measure", "Methods", "Research", "Reference", "Develop"):
         assert title in start
 
 
@@ -111,9 +111,9 @@ def navigation():
     return yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
 
 
-def test_the_site_has_seven_tabs_of_at_most_eight_entries():
+def test_the_site_has_eight_tabs_of_at_most_eight_entries():
     tabs = {title: entries for tab in navigation() for title, entries in tab.items()}
-    assert list(tabs) == ["Start", "Guides", "Run", "Methods", "Research", "Reference", "Develop"]
+    assert list(tabs) == ["Start", "Use", "Run", "Measure", "Methods", "Research", "Reference", "Develop"]
     groups = [
         pages for entries in tabs.values() for entry in entries for pages in entry.values() if isinstance(pages, list)
     ]
