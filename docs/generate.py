@@ -149,8 +149,11 @@ def rerankers() -> str:
     sections = {name: _sections(_described(kind)) for name, kind in RERANKERS.items()}
     rows = {name: _rows(RERANKERS.parameters(name), parts.get("Args", "")) for name, (_, parts) in sections.items()}
     count = Counter(row for own in rows.values() for row in own)
-    shared = [row for row in count if count[row] > 2]
-    lines = ["## Parameters of several rerankers", "", *_HEAD, *shared, ""]
+    shared = {row: [name for name in rows if row in rows[name]] for row in count if count[row] > 2}
+    lines = ["## Parameters of several rerankers", "", f"{_HEAD[0]} of |", f"{_HEAD[1]}---|"]
+    for row, names in shared.items():
+        lines.append(f"{row} {'all' if len(names) == len(rows) else ', '.join(f'`{name}`' for name in names)} |")
+    lines.append("")
     for name, (intro, parts) in sections.items():
         lines += [f"## {name}", "", intro.strip(), ""]
         for title in SECTIONS:
