@@ -280,7 +280,7 @@ def _measured(memory_bytes: int, drawn: Sequence[Sequence[int]], answer_tokens: 
 
 
 def summary(questions: int) -> dict[str, Any]:
-    """Return the plan of each decoder and GPU, the fleet of docs/scale.md, and with ``questions`` the check."""
+    """Return the plan of each decoder and GPU, the fleet of docs/operations.md, and with ``questions`` the check."""
     work, result = Workload(), {}
     result["plan"] = {
         f"{name}, {gpu}": plan(model, device, work)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ SECTIONS = ("Source", "Formula", "Differs from the paper", "Helps", "Hurts", "Co
 PICTURE = """\
 A prompt of two prefix tokens, three passages of three, four and three tokens and a question of three, drawn from the
 method's own plan. A square is coloured where the token of its line sees the token of its column."""
+
+_HEAD = ("| name | default | meaning |", "|---|---|---|")
 
 PROMPT, EXPERTS_PROMPT = 3064, 4344
 """Tokens of 20 passages of 150 tokens with prefix and suffix of 32: read once, and by ``context_experts``."""
@@ -142,30 +145,38 @@ def _sections(text: str) -> tuple[str, Mapping[str, str]]:
 
 
 def rerankers() -> str:
-    """Return a section per reranker, from its docstring."""
-    lines: list[str] = []
-    for name, kind in RERANKERS.items():
-        text = (inspect.getdoc(kind) or "").replace("\nAttributes:\n", "\nArgs:\n")
-        intro, sections = _sections(text)
+    """Return a section per reranker, from its docstring, after the parameters that several have alike."""
+    sections = {name: _sections(_described(kind)) for name, kind in RERANKERS.items()}
+    rows = {name: _rows(RERANKERS.parameters(name), parts.get("Args", "")) for name, (_, parts) in sections.items()}
+    count = Counter(row for own in rows.values() for row in own)
+    shared = {row: [name for name in rows if row in rows[name]] for row in count if count[row] > 2}
+    lines = ["## Parameters of several rerankers", "", f"{_HEAD[0]} of |", f"{_HEAD[1]}---|"]
+    for row, names in shared.items():
+        lines.append(f"{row} {'all' if len(names) == len(rows) else ', '.join(f'`{name}`' for name in names)} |")
+    lines.append("")
+    for name, (intro, parts) in sections.items():
         lines += [f"## {name}", "", intro.strip(), ""]
         for title in SECTIONS:
-            body = inspect.cleandoc(sections.get(title, ""))
+            body = inspect.cleandoc(parts.get(title, ""))
             if body and title != "Args":
                 lines += [f"**{title}:** {body}", ""]
-        own = {field: one.default for field, one in RERANKERS.parameters(name).items()}
-        lines += _table(own, sections.get("Args", ""))
+        if own := [row for row in rows[name] if row not in shared]:
+            lines += [*_HEAD, *own, ""]
     return "\n".join(lines).rstrip()
 
 
+def _described(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").replace("\nAttributes:\n", "\nArgs:\n")
+
+
 def _parameters(cls: Any, described: str) -> list[str]:
-    parameters = {name: one.default for name, one in parameters_of(cls).items()}
-    return ["## Parameters", "", *_table(parameters, described)] if parameters else []
+    parameters = parameters_of(cls)
+    return ["## Parameters", "", *_HEAD, *_rows(parameters, described), ""] if parameters else []
 
 
-def _table(parameters: Mapping[str, Any], described: str) -> list[str]:
+def _rows(parameters: Mapping[str, Any], described: str) -> list[str]:
     texts = argument_texts(described)
-    rows = [f"| `{name}` | `{default!r}` | {texts[name]} |" for name, default in parameters.items()]
-    return ["| name | default | meaning |", "|---|---|---|", *rows, ""]
+    return [f"| `{name}` | `{field.default!r}` | {texts[name]} |" for name, field in parameters.items()]
 
 
 def memory_table() -> str:
@@ -208,10 +219,10 @@ def expected() -> dict[Path, str]:
         (readme, "first screen", first_screen(RESULTS)),
         (reranking, "rerankers", f"\n{rerankers()}\n"),
         (operations, "alerts", alerts_table()),
-        (ROOT / "docs" / "models.md", "chat models", chat_models_table()),
-        (ROOT / "docs" / "models.md", "plain prompts", plain_prompts_table()),
-        (ROOT / "docs" / "models.md", "snapshots", snapshots_table()),
-        (ROOT / "docs" / "models.md", "families", families_table()),
+        (models, "chat models", chat_models_table()),
+        (models, "plain prompts", plain_prompts_table()),
+        (models, "snapshots", snapshots_table()),
+        (models, "families", families_table()),
         (models, "memory", memory_table()),
         (models, "needs", needs_table()),
     ):

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, from the record of ``python -m benchmarks.models``."""
+"""The tables of docs/choosing-a-model.md, from the record of ``python -m benchmarks.models``."""
 
 from __future__ import annotations
 

@@ -27,9 +27,12 @@ MOVED = {
     "laboratory-results": "laboratory.html#what-was-measured",
     "large-models": "results.html#large-models",
     "llama_index": "frameworks.html#llamaindex",
+    "models": "choosing-a-model.html#how-a-model-loads",
     "production-cache": "passages.html",
     "reranking-results": "results-tables.html#rerankers",
     "results-discussion": "settings.html#discussion-of-the-results",
+    "scale": "operations.html#a-fleet-on-paper",
+    "tutorials/measure-your-model": "../measure.html#with-a-program",
 }
 """Former pages, and the addresses of what they had."""
 

@@ -72,6 +72,13 @@ def test_every_mark_of_a_table_has_its_end():
         assert text.count("<!-- table:") == text.count("<!-- end of table -->") == found, path.name
 
 
+def test_a_parameter_that_several_rerankers_share_is_described_once():
+    page = docs.generate.rerankers()
+    shared, _, own = page.partition("\n## attention_sorting\n")
+    assert (shared.count("| `top_n` |"), own.count("| `top_n` |")) == (1, 0)
+    assert "| `rounds` | `3` |" in own
+
+
 def test_a_record_that_is_missing_is_named():
     with pytest.raises(EvaluationError, match=r"absent\.json cannot be read"):
         fill_tables("<!-- table: absent -->\n<!-- end of table -->")

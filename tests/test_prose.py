@@ -34,7 +34,7 @@ def test_an_altered_decimal_is_noticed_on_every_page_that_has_one():
             wrong = page[:last] + str((int(page[last]) + 1) % 10) + page[last + 1 :]
             assert any(problems(wrong)), f"{path.name}: {decimals[len(decimals) // 2][0]}"
             altered += 1
-    assert altered >= 20
+    assert altered >= 10
 
 
 @pytest.fixture
