@@ -399,15 +399,21 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
 
 def _column_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return distinct names of columns; an empty name for a column that is to be left out."""
-    names: list[str] = []
+    names: set[str] = set()
+    result, counts = [], Counter[str]()
     for column, name in enumerate(header):
         if not name:
             cells = [row[column] for row in rows if column < len(row)]
             is_number = column == 0 and all(cell.isdecimal() for cell in cells)
             name = "" if is_number or not any(cells) else f"column {column + 1}"
-        repeated = 1 + sum(known == name or known.startswith(f"{name} ") for known in names) if name in names else 1
-        names.append(f"{name} {repeated}" if name and repeated > 1 else name)
-    return names
+        distinct = name
+        while distinct in names:
+            counts[name] += 1
+            distinct = f"{name} {counts[name] + 1}"
+        if distinct:
+            names.add(distinct)
+        result.append(distinct)
+    return result
 
 
 def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterator[tuple[int, list[str]]]:

@@ -94,8 +94,8 @@ def test_heads_of_odd_and_even_pages_stay_once(tmp_path):
 
 
 def test_words_stay_apart_where_one_ends_with_f(tmp_path):
-    pages = ["Half of it staff ideas are a self image.\nIn brief it is one of its own, of flow and of interest."]
-    assert text_of(tmp_path / "a.pdf", pages).split() == pages[0].split()
+    page = "Harbour.\nThe pier is old and it has a long story of its own.\nIt was of its owner, out of it all."
+    assert text_of(tmp_path / "a.pdf", [page]).split() == page.split()
 
 
 def test_a_hyphen_at_the_end_of_a_line_before_a_capital_or_number_stays(tmp_path):

@@ -79,6 +79,10 @@ def test_a_title_above_the_names_of_columns_is_the_title_of_each_row(tmp_path, t
 def test_columns_without_a_name_or_with_the_same_name_keep_their_values(tmp_path):
     ((_, text),) = rows_of(tmp_path, "Price,Price,,Price\n1,2,three,4\n")
     assert text == "Price: 1\nPrice 2: 2\ncolumn 3: three\nPrice 3: 4"
+    ((_, text),) = rows_of(tmp_path, "Price,Price 2,Price\n1,2,3\n")
+    assert text == "Price: 1\nPrice 2: 2\nPrice 3: 3"
+    ((_, text),) = rows_of(tmp_path, "\t".join(["a"] * 900) + "\n" + "\t".join(["x"] * 900), "b.tsv")[:1]
+    assert text.startswith("a: x\na 2: x\na 3: x")
 
 
 @pytest.mark.parametrize(
