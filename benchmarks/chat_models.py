@@ -39,7 +39,28 @@ _OFF_BY_NONE = ("sliding_window", "attention_chunk_size", "q_lora_rank", "hidden
 
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
-    "xlstm": {"num_heads": 4, "head_dim": None},
+    "xlstm": {"num_heads": 4, "head_dim": None, "qk_dim_factor": 1.0},  # half of 64 is rounded up to 64
+    "zamba": {
+        "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 5e5, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            layers: {"rope_type": "default", "rope_theta": 1e4} for layers in ("full_attention", "sliding_attention")
+        }
+    },
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": dict.fromkeys(

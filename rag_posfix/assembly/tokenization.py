@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.template_contents import (
@@ -125,6 +125,12 @@ class TokenizedPrompt:
                 *(Turn(turn.role, turn.content.shifted(suffix_start)) for turn in self.later),
             ),
         )
+
+    def with_passages_in_suffix(self, passages: Sequence[TokenizedPassage]) -> Layout:
+        """Return the layout of the same tokens as text without passages: read whole, and kept in no store."""
+        layout = self.with_passages(passages)
+        suffix = Span(layout.prefix.stop, len(layout.token_ids))
+        return replace(layout, passages=(), texts=(), keys=(), relevance=None, suffix=suffix)
 
 
 def _clip_relevance(scores: Sequence[float | None]) -> tuple[float, ...] | None:

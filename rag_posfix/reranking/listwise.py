@@ -7,7 +7,6 @@ import re
 import string
 from collections.abc import Generator as GeneratorIterator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
@@ -24,7 +23,6 @@ from rag_posfix.assembly.tokenization import (
 from rag_posfix.contracts.generator import FirstTokenReader
 from rag_posfix.contracts.request import GenerationRequest, Sampling, current_salt
 from rag_posfix.errors import ConfigError
-from rag_posfix.plan.layout import Span
 from rag_posfix.reranking.base import RERANKERS, log_sum
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import WindowedReranker
@@ -151,11 +149,8 @@ class ListwiseReranker(WindowedReranker):
             list(dict.fromkeys(ids[0] for text in (label, f" {label}") if len(ids := encode(text)) == 1))
             for label in self._labels(len(passages))
         ]
-        layout = prompt.with_passages(passages)
-        # As part of the suffix the window is read whole, and the passage KV store keeps nothing of it.
-        suffix = Span(len(prompt.prefix), len(layout.token_ids))
-        together = replace(layout, passages=(), texts=(), keys=(), relevance=None, suffix=suffix)
-        (row,) = self.generator.first_token_log_probs(together, [i for ids in spellings for i in ids], current_salt())
+        layout = prompt.with_passages_in_suffix(passages)
+        (row,) = self.generator.first_token_log_probs(layout, [i for ids in spellings for i in ids], current_salt())
         values = iter(row)
         return [log_sum([next(values) for _ in ids]) for ids in spellings]
 
