@@ -7,7 +7,7 @@ headings.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ class CopiedHeading:
 
 def read_again(
     chunks: Iterator[Chunk], headings: CopiedHeading, again: Callable[[], Iterator[Chunk]]
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Yield the chunks of an answer, or those of ``again`` in place of a copied heading.
 
     Chunks are held back while the answer may be a heading.

@@ -308,8 +308,9 @@ class Pipeline(AskedInBatches):
             if isinstance(chunks, GeneratorType):
                 stack.callback(chunks.close)  # at once, not when the last reference is gone
             if (headings := self._headings(prepared)) is not None:
-                chunks = read_again(chunks, headings, lambda: self.generator.stream(self._without_headings(prepared)))
-                stack.callback(chunks.close)
+                read = read_again(chunks, headings, lambda: self.generator.stream(self._without_headings(prepared)))
+                stack.callback(read.close)
+                chunks = read
             return self._stream(prepared, chunks, odds, stack.pop_all())
 
     def _generate(self, prepared: PreparedQuestion) -> Generation:
