@@ -48,7 +48,7 @@ class CopiedHeading:
 
 def read_again(
     chunks: Iterator[Chunk], headings: CopiedHeading, again: Callable[[], Iterator[Chunk]]
-) -> Generator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Yield the chunks of an answer, or those of ``again`` in place of a copied heading.
 
     Chunks are held back while the answer may be a heading.

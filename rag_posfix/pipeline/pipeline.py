@@ -44,6 +44,7 @@ from rag_posfix.pipeline.headings import CopiedHeading, both_readings, read_agai
 from rag_posfix.pipeline.language import is_broad
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
+from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query
 from rag_posfix.pipeline.run import PreparedQuestion, PromptMemory, QuestionRun, RememberedPrompt, document_values
 from rag_posfix.pipeline.stored_answer import (
@@ -330,7 +331,7 @@ class Pipeline(AskedInBatches):
     def _without_headings(self, prepared: PreparedQuestion) -> GenerationRequest:
         run, assembler = prepared.run, self._assembler_of(prepared.run.question)
         assembled = assembler.with_template(replace(assembler.template, heading="")).assemble(
-            run.question.text, prepared.prompt.assembled.documents, order="original",
+            run.read_as, prepared.prompt.assembled.documents, order="original",
             max_new_tokens=prepared.request.sampling.max_tokens, history=run.question.history,
         )  # fmt: skip
         return replace(prepared.request, layout=assembled.layout)
@@ -386,7 +387,10 @@ class Pipeline(AskedInBatches):
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
         position = 0 if self.cache is None else self.cache.position
         kv_position = None if self.passages is None else self.passages.position
-        run = QuestionRun(question, salt, metadata_filter, query, trace, watched_by(trace, watcher), position)
+        read_as = with_names(question.text, question.history) if self.defaults.names_for_pronouns else question.text
+        run = QuestionRun(
+            question, salt, metadata_filter, query, trace, watched_by(trace, watcher), position, read_as=read_as
+        )
         with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
         with run.stage("assemble", "assembler") as stage:
@@ -421,7 +425,7 @@ class Pipeline(AskedInBatches):
         if values is not None and (prompt := self._memory.get(origin)) is not None:
             return prompt
         assembled = assembler.assemble(
-            question.text, documents, order=order, seed=question.seed, max_new_tokens=sampling.max_tokens,
+            run.read_as, documents, order=order, seed=question.seed, max_new_tokens=sampling.max_tokens,
             history=question.history, tool_turns=() if question.tools is None else question.tools.turns,
             recent=self.recent.recent(scope), order_free=info.order_invariant,
         )  # fmt: skip
@@ -536,7 +540,7 @@ class Pipeline(AskedInBatches):
 
         def answer_alone(index: int) -> str:
             alone = self._assembler_of(run.question).assemble(
-                run.question.text, [assembled.documents[index]], max_new_tokens=RIVAL_TOKENS,
+                run.read_as, [assembled.documents[index]], max_new_tokens=RIVAL_TOKENS,
                 history=run.question.history,
             )  # fmt: skip
             request = replace(

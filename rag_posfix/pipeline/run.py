@@ -140,8 +140,8 @@ class QuestionRun:
     ``best_left_out`` describes the best of them, by the test that left it out.
 
     ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get,
-    ``position`` that of the answer cache before they were asked. ``odds`` are the judge's log-odds that a passage has
-    the answer, by content key.
+    ``position`` that of the answer cache before they were asked, ``read_as`` the question in the prompt.
+    ``odds`` are the judge's log-odds that a passage has the answer, by content key.
     """
 
     question: Question
@@ -151,6 +151,7 @@ class QuestionRun:
     trace: QuestionTrace
     watcher: StageWatcher
     position: int = 0
+    read_as: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     best_left_out: list[str] = field(default_factory=list)
