@@ -261,12 +261,12 @@ class RemoteGenerator:
                 if current is None:
                     continue
                 choice = current
-                delta, ended = choice.get("delta"), end_of(choice, url)
+                delta, now = choice.get("delta"), end_of(choice, url)
                 if delta is None and not any(texts) and choice.get("message") is not None:  # it did not stream
-                    delta, ended = choice["message"], ended or End("stop")
+                    delta, now = choice["message"], now or End("stop")
                 content = content_of(delta, url)
                 withheld = delta if withholds(delta) else withheld
-                end = ended or end
+                end = now or end
                 stop_reason = choice.get("stop_reason") or stop_reason
                 if content is None:
                     continue

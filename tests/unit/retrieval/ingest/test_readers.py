@@ -79,7 +79,8 @@ def test_an_encrypted_pdf_file_is_named(tmp_path):
 def test_without_a_library_the_extra_is_named(tmp_path, monkeypatch, module, suffix, message):
     content = io.BytesIO()
     zipfile.ZipFile(content, "w").close()
-    (tmp_path / f"a{suffix}").write_bytes(content.getvalue() if suffix not in (".pdf", ".ipynb") else pdf_of(PAGES))
+    of_type = {".pdf": pdf_of(PAGES), ".ipynb": b"{}"}
+    (tmp_path / f"a{suffix}").write_bytes(of_type.get(suffix, content.getvalue()))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=message):
         read_here(tmp_path / f"a{suffix}")
