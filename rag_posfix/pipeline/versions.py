@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import document_id
 from rag_posfix.contracts.answer import warn
-from rag_posfix.pipeline.language import is_broad
+from rag_posfix.pipeline.language import content_words, is_broad
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.pipeline.support import passage_name
 from rag_posfix.text import single_spaced, split_words
@@ -50,8 +50,18 @@ _VERSION = re.compile(
     r"(?:\bv|(?<=[\s_.-])v|\b(?:version|rev|revision|fassung|ausgabe|edition))[ ._-]*(\d{1,3}(?:\.\d{1,3})*)\b",
     re.IGNORECASE,
 )
+_SERIES = re.compile(
+    r"(?<![^\W\d_])(?:invoice|receipt|bill|order|payslip|statement|minutes|meeting|standup|protocol|journal|diary|log|note|"
+    r"report|newsletter|bulletin|letter|mail|ticket|incident|rechnung|quittung|bestellung|protokoll|sitzung|tagebuch|"
+    r"bericht|notiz|brief|facture|compte.rendu|rapport|factura|acta|informe|daily|weekly|monthly|quarter(?:ly)?|q[1-4])"
+    r"(?:s|e|en)?(?![^\W\d_])",
+    re.IGNORECASE,
+)
+"""In a title or file name: a document of a series, each of which stays valid."""
 _ASKS_FOR_OLD = re.compile(
-    r"(?:19|20)\d\d|\b(?:old|older|oldest|previous(?:ly)?|earlier|former(?:ly)?|before|until|chang\w*|differ\w*|"
+    r"(?:19|20)\d\d|\b(?:jan(?:uar[yi]?|vier)|febr?(?:uar[yi]?)|f\u00e9vrier|march|m\u00e4rz|april|avril|in ma[iy]|"
+    r"june|juni|juin|july|juli|juillet|august|ao\u00fbt|september|septembre|o[ck]tober|octobre|november|novembre|de[cz]ember|"
+    r"d\u00e9cembre|old|older|oldest|previous(?:ly)?|earlier|former(?:ly)?|before|until|chang\w*|differ\w*|"
     r"used to|history|versions?|alte[nrs]?|\u00e4lter\w*|fr\u00fcher\w*|vorher\w*|bisher\w*|ge\u00e4ndert|"
     r"\u00e4nder\w*|unterschied\w*|ancien\w*|avant|anterior\w*|antes|cambi\w*)\b",
     re.IGNORECASE,
@@ -80,12 +90,16 @@ def older_versions(documents: Sequence[Document], question: str) -> dict[int, in
     """Return the indices of passages that are older versions of another passage, each with that of the newest one.
 
     Versions are passages of different files with another date, or number of a version, and most words in common. None
-    is older for a broad question, or one that names a year or asks for an earlier state.
+    is older for a broad question, or one that names a year or month or asks for an earlier state. A passage is none if
+    its name is that of a series (invoices, minutes), or if it has a word of the question that the newer one lacks:
+    contracts with two people are two texts.
     """
     if _ASKS_FOR_OLD.search(question) or is_broad(question):
         return {}
     ages = [_age(document) for document in documents]
     words = [{word for word in split_words(document.page_content) if not word.isdigit()} for document in documents]
+    asked = content_words(question)
+    named = [asked & {*split_words(f"{_name(document)} {document.page_content}")} for document in documents]
     sources = [document.metadata.get("source") for document in documents]
     older = {}
     for index, age in enumerate(ages):
@@ -93,6 +107,8 @@ def older_versions(documents: Sequence[Document], question: str) -> dict[int, in
             other
             for other in range(len(documents))
             if sources[other] != sources[index]
+            and named[index] <= named[other]
+            and not _SERIES.search(_name(documents[index]))
             and _is_older(age, ages[other])
             and _is_same(words[index], words[other])
         ]
@@ -111,6 +127,10 @@ def leave_out_older(run: QuestionRun, documents: Sequence[Document]) -> list[Doc
             "read; to read it, name its year in the question, or min_relevance=off"
         )
     return [document for index, document in enumerate(documents) if index not in older]
+
+
+def _name(document: Document) -> str:
+    return " ".join(str(document.metadata.get(name) or "") for name in ("title", "source"))
 
 
 def _dated_name(document: Document) -> str:

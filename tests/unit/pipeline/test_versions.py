@@ -113,6 +113,32 @@ def test_texts_with_other_words_are_no_versions_of_each_other():
     assert older_versions(minutes, "When did the board buy a boat?") == {}
 
 
+CONTRACT = "The notice period of {} is {} days from the end of the month, salary is paid monthly."
+
+
+@pytest.mark.parametrize(
+    ("question", "sources"),
+    [
+        ("How long is the notice period of Anna Berg?", ("contract-2021.md", "contract-2024.md")),
+        ("How long is the notice period?", ("minutes-2021.md", "minutes-2024.md")),
+        ("How long is the notice period?", ("2021 meetings.md", "2024 meetings.md")),
+        ("How long is the notice period?", ("Rechnung 2021.md", "Rechnung 2024.md")),
+        ("Wie lang ist die Frist im April?", ("policy-2021-04.md", "policy-2021-05.md")),
+    ],
+)
+def test_documents_of_a_series_or_of_somebody_whom_the_question_names_are_no_versions(question, sources):
+    texts = CONTRACT.format("Anna Berg", 21), CONTRACT.format("Carl Dahl", 30)
+    assert (
+        older_versions([document(text, source) for text, source in zip(texts, sources, strict=True)], question) == {}
+    )
+
+
+@pytest.mark.parametrize("question", [QUESTION, "May I shorten the notice period?", "Ist die notice period fest?"])
+def test_a_question_that_names_nobody_reads_the_newer_of_two(question):
+    """ "log" in "catalogue" is no log."""
+    assert older_versions([document(OLD, "catalogue-2021.md"), document(NEW, "catalogue-2024.md")], question) == {0: 1}
+
+
 def asked(question=QUESTION, **options):
     versions = [document(OLD, "policy-2021.md"), document(NEW, "policy-2024.md")]
     return pipeline(retriever=as_retriever(lambda _: versions)).ask(Question(question, **options))
