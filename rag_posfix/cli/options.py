@@ -39,7 +39,7 @@ _SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
     "reranker": (str, "Choose the k passages with it: name or name:parameter=value."),
     "order": (str, "Order the passages by it: name or name:parameter=value."),
     "k": (int, "Put this number of passages into the prompt."),
-    "retriever": (str, "Retrieve with auto, dense, bm25, hybrid or KIND:key=value,..."),
+    "retriever": (str, "Retrieve with auto, dense, bm25, hybrid or KIND:key=value."),
     "max_tokens": (int, "Stop the answer after this number of tokens."),
     "allow_ungrounded": (bool, "Answer from the model's memory if nothing is found."),
     "allow_unsupported": (bool, "Answer even if no passage supports it, with a warning."),

@@ -52,8 +52,9 @@ def error_of(response: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/docs", "/openapi.json", "/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/models", "/info"],
-)
+    ["/", "/docs", pytest.param("/openapi.json", marks=pytest.mark.slow), "/livez", "/readyz", "/health", "/healthz",
+     "/metrics", "/v1/models", "/info"],
+)  # fmt: skip
 def test_head_has_status_and_headers_of_get_without_its_body(path: str):
     client = client_for()
     head, get = client.head(path), client.get(path)

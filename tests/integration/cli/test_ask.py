@@ -36,7 +36,7 @@ class TestAsk:
         assert (found["mitigation"], found["order"], found["cached"]) == ("context_experts", "relevance", False)
         assert [document["position"] for document in found["documents"]] == [0, 1, 2]
         assert set(found["documents"][0]) == {
-            "id", "score", "position", "attention", "weight", "title", "source", "page", "text"
+            "id", "score", "position", "attention", "weight", "title", "source", "page", "pages", "page_starts", "text"
         }  # fmt: skip
         assert found["documents"][0]["id"] == "lighthouse"
         assert sum(document["attention"] for document in found["documents"]) == pytest.approx(1)

@@ -39,7 +39,7 @@ def test_tokens_without_text_count_for_none():
     ("answer", "expected"),
     [
         ("One two. Three 3.5 four! Five\nSix?", ["One two.", "Three 3.5 four!", "Five", "Six?"]),
-        ("  A.B. c.  ", ["A.B.", "c."]),
+        ("  A.B. c.  ", ["A.B. c."]),  # a sentence begins with no small letter
         ("\u6771\u4eac\u3002\u5927\u962a\u3002", ["\u6771\u4eac\u3002", "\u5927\u962a\u3002"]),
         ("1871", ["1871"]),
         (" \n ", []),

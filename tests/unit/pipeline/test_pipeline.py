@@ -32,7 +32,7 @@ class TestDocuments:
             AnswerDocument("bread", None, 0, 0.0, text=BREAD.page_content),
             AnswerDocument("rome", None, 1, 1.0, text=ROME.page_content),
         )
-        assert answer.citations == (Citation(0, 22, "Rome lies on the Tiber", ("rome",)),)
+        assert answer.citations == (Citation(0, 22, "Rome lies on the Tiber", ("rome",), pages=(None,)),)
         assert (answer.mitigation, answer.order, answer.finish_reason) == ("context_experts", "relevance", "stop")
         assert (answer.cached, answer.dropped) == (False, ())
         assert answer.usage.completion_tokens == 5
@@ -324,6 +324,8 @@ class TestAnswer:
                 "text": ROME.page_content,
                 "page": None,
                 "weight": None,
+                "pages": (),
+                "page_starts": (),
             },
         )
         assert set(data["usage"]) == {"prompt_tokens", "completion_tokens", "cached_tokens"}
