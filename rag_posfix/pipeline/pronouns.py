@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.pipeline.language import language_of
 
+_NO_NAME = (
+    r"(?!I['\u2019]|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day|(?:January|February|March|April|May|June|July|August|"
+    r"September|October|November|December|English|German|French|Spanish)\b)"
+)
 _NAME = re.compile(
-    r"(?<![.!?:] )(?<!^)\b(?:[Tt]he (?:[a-z]+ ){0,2})?[A-Z][\w'\u2019-]+"
+    rf"(?<![.!?:] )(?<!^)\b(?:[Tt]he (?:[a-z]+ ){{0,2}})?{_NO_NAME}[A-Z][\w'\u2019-]+"
     r"(?: (?:(?:of|de|von|van|the) )?[A-Z0-9][\w'\u2019-]*)*"
 )
 _POSSESSIVE = re.compile(

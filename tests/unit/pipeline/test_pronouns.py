@@ -42,6 +42,19 @@ def test_a_question_that_needs_no_name_stays(question):
     assert asked(question, "Tell me about the ferry Ostrilla.") == question
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "What if I'm ill for a week?",
+        "Is the canteen open on Monday?",
+        "Is the pool open in July?",
+        "Is there a German one?",
+    ],
+)
+def test_a_day_a_month_a_language_and_a_short_form_are_no_names(message):
+    assert asked("How much does it cost?", message) == "How much does it cost?"
+
+
 def test_without_a_name_or_a_history_the_question_stays():
     assert asked("When did she sink?", "Tell me about the old ferry.") == "When did she sink?"
     assert asked("When did she sink?") == "When did she sink?"
