@@ -236,7 +236,10 @@ def _sentences(text: str) -> list[tuple[int, int]]:
 def _goes_on(sentence: str, following: str) -> bool:
     """Return whether a sentence does not end with its full stop, as after an abbreviation."""
     before, after = sentence[-_LONGEST_ABBREVIATION:], following.lstrip()
-    return any(end.search(before) and begin.match(after) for end, begin in _GOES_ON)
+    last = before.rpartition(" ")[2][:-1]
+    if (len(last) > 7 and last.isalpha()) or (len(last) > 3 and last.isdigit()):  # most sentences: nothing to look up
+        return False
+    return any(begin.match(after) and end.search(before) for end, begin in _GOES_ON)
 
 
 def _words(text: str) -> list[str]:

@@ -45,7 +45,7 @@ _SAYS_DATE = re.compile(
     r"[^.!?\n\d]{0,30}$",
     re.IGNORECASE,
 )
-_SEARCHED_CHARACTERS = 4000
+_SEARCHED_CHARACTERS, _NAME_CHARACTERS = 4000, 1000
 _VERSION = re.compile(
     r"(?:\bv|(?<=[\s_.-])v|\b(?:version|rev|revision|fassung|ausgabe|edition))[ ._-]*(\d{1,3}(?:\.\d{1,3})*)\b",
     re.IGNORECASE,
@@ -76,7 +76,7 @@ def date_of(document: Document) -> str:
     """
     metadata = document.metadata
     for value in (*(metadata.get(name) for name in _FIELDS), metadata.get("title"), metadata.get("source")):
-        if value is not None and (found := _date_in(str(value))):
+        if value is not None and (found := _date_in(str(value)[:_NAME_CHARACTERS])):
             return found
     text = single_spaced(document.page_content[:_SEARCHED_CHARACTERS])
     for pattern in (_WRITTEN_DATE, _DATE):
@@ -130,7 +130,7 @@ def leave_out_older(run: QuestionRun, documents: Sequence[Document]) -> list[Doc
 
 
 def _name(document: Document) -> str:
-    return " ".join(str(document.metadata.get(name) or "") for name in ("title", "source"))
+    return " ".join(str(document.metadata.get(name) or "")[:_NAME_CHARACTERS] for name in ("title", "source"))
 
 
 def _dated_name(document: Document) -> str:
@@ -140,7 +140,7 @@ def _dated_name(document: Document) -> str:
 
 def _age(document: Document) -> tuple[str, tuple[int, ...]]:
     names = [document.metadata.get("version"), document.metadata.get("title"), document.metadata.get("source")]
-    found = next((match for name in names if name and (match := _VERSION.search(str(name)))), None)
+    found = next((match for name in names if name and (match := _VERSION.search(str(name)[:_NAME_CHARACTERS]))), None)
     return date_of(document), () if found is None else tuple(map(int, found[1].split(".")))
 
 

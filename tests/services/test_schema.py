@@ -57,7 +57,7 @@ NOT_IN_A_SCHEMA = (
     "writes no JSON by a schema",  # depends on the generator
     "response_format",  # a schema in JSON Schema, which the service reads
     "is the id of no call before it",  # of an earlier message
-    "a block of type 'tool_use' is not supported",  # of the user: only answers have calls
+    "a block of type 'tool_",  # a call of the user, a result of the model
     "an item of type",  # 'message' without a role
     "needs a name of 1 to 128",  # a tool of an old call
     "a tool_choice of type",  # with the name of a tool of the request
