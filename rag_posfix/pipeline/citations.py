@@ -21,8 +21,8 @@ ENOUGH_EVIDENCE = 4
 QUESTION_SHARE = 0.4
 STEM = 6
 
-MOST_CHARACTERS = 500_000
-"""Characters of a passage that are searched: as many as a context window of 128,000 tokens holds."""
+MOST_CHARACTERS = 350_000
+"""Characters of a passage that are searched: as many as a context window of 90,000 tokens holds."""
 
 _ABBREVIATIONS = (
     "Abb|Abs|Anm|Art|Bd|Capt|Col|Dipl|Dr|Fa|Fig|Frl|Gen|Gov|Hon|Hr|Hrsg|Ing|Jr|Kap|Lt|Mag|Mlle|Mme|Mr|Mrs|Ms|Mt|Nr|"

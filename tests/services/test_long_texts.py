@@ -11,6 +11,9 @@ from tests.support.serving import client_for
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
+SECONDS = 2 * MOST_SECONDS
+"""A fault costs many times the bound; processors differ by less than two."""
+
 DOCUMENTS = "/v1/collections/notes/documents"
 
 COSTLY = {
@@ -28,7 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_8_mb_in_any_field_cost_100_mb_and_a_second_at_most(name: str, served: tuple[str, int]) -> None:
+def test_8_mb_in_any_field_cost_100_mb_and_two_seconds_at_most(name: str, served: tuple[str, int]) -> None:
     text = long_text(name, 8_000_000)
     costs = [
         cost
@@ -39,17 +42,17 @@ def test_8_mb_in_any_field_cost_100_mb_and_a_second_at_most(name: str, served: t
     ]
     assert len(costs) >= 4
     assert {cost.status for cost in costs} <= {200, 400, 422}
-    assert [cost for cost in costs if cost.megabytes > MOST_MEGABYTES or cost.seconds > MOST_SECONDS] == []
+    assert [cost for cost in costs if cost.megabytes > MOST_MEGABYTES or cost.seconds > SECONDS] == []
 
 
 @pytest.mark.parametrize("name", ["lines", "headings"])
-def test_the_longest_document_costs_100_mb_and_a_second_at_most(name: str, served: tuple[str, int]) -> None:
+def test_the_longest_document_costs_100_mb_and_two_seconds_at_most(name: str, served: tuple[str, int]) -> None:
     # These texts repeat: no more than a few passages differ, and embedding them takes no time.
     ((_, body),) = [entry for entry in BODIES if entry[0] == DOCUMENTS]
     text = long_text(name, 1_000_000)
     (cost,) = [cost for cost in measure(*served, DOCUMENTS, body, text) if cost.field == "documents.0.text"]
     assert cost.status == 200
-    assert (cost.megabytes < MOST_MEGABYTES, cost.seconds <= MOST_SECONDS) == (True, True), cost
+    assert (cost.megabytes < MOST_MEGABYTES, cost.seconds <= SECONDS) == (True, True), cost
 
 
 def test_every_route_that_reads_a_body_is_measured() -> None:

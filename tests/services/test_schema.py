@@ -63,6 +63,7 @@ NOT_IN_A_SCHEMA = (
     "a tool_choice of type",  # with the name of a tool of the request
     "tool_choice=",
     "a tool of type",
+    "the name of a packaged model",  # or the file of a profile, a parameter of an order
     "is not supported; use one of system",  # the role of results of tools, where the format takes none
     "tool_calls is not supported here",  # of a message that is no answer
     "the arguments of a call must be",  # JSON in a text
