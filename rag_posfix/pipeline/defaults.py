@@ -93,10 +93,7 @@ class MeasuredProfile:
 
 
 ALL_FROM = 0.6
-"""Score of the judge from which a passage is read for a broad question.
-
-On lists of ten passages every passage with a part of the answer had .65 or more, and every other .56 or less.
-"""
+"""Score of the judge from which a passage is read for a broad question; .5 is that of no passage at all."""
 
 
 def large_model_profile(generator: Generator) -> MeasuredProfile:

@@ -97,9 +97,10 @@ def older_versions(documents: Sequence[Document], question: str) -> dict[int, in
     if _ASKS_FOR_OLD.search(question) or is_broad(question):
         return {}
     ages = [_age(document) for document in documents]
-    words = [{word for word in split_words(document.page_content) if not word.isdigit()} for document in documents]
+    texts = [set(split_words(document.page_content)) for document in documents]
+    words = [{word for word in text if not word.isdigit()} for text in texts]
     asked = content_words(question)
-    named = [asked & {*split_words(f"{_name(document)} {document.page_content}")} for document in documents]
+    named = [asked & text.union(split_words(_name(document))) for text, document in zip(texts, documents, strict=True)]
     sources = [document.metadata.get("source") for document in documents]
     older = {}
     for index, age in enumerate(ages):
