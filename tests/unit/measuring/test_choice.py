@@ -57,6 +57,7 @@ def test_the_choice_is_never_worse_than_none_beyond_noise(reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.slow
 def test_the_choice_is_within_noise_of_the_best_in_nine_of_ten_runs(reader):
     near = [chosen >= best - NOISE for chosen, _, best, _ in outcomes(reader)]
     assert mean(near) >= 0.9
