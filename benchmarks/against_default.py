@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.keep_record import RESULTS
-from benchmarks.tables import DEFAULT
+from benchmarks.tables import DEFAULT, filled
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import ExperimentRecord, read_record, save_record
 from rag_posfix.evaluation.statistics import difference_interval, mean, mean_if_known
@@ -116,6 +116,22 @@ def _summary(differences: Sequence[Difference]) -> dict[str, Any]:
     }
 
 
+def table_of(summary: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
+    """Return the table: of each method in all data sets, the default's accuracy minus its own, by set and over all."""
+    columns = {"default minus": "`{method}`"}
+    columns |= {name: f"{{sets[{number}][accuracy]:+.2f}}" for number, name in enumerate(names)}
+    columns |= {
+        "all": "{all[accuracy]:+.3f} [{all[ci95][0]:+.3f}, {all[ci95][1]:+.3f}]", "questions": "{all[n]}",
+        "log-probability, all": "{all[log_probability]:+.2f}",
+    }  # fmt: skip
+    rows = (
+        {"method": method, "sets": [sets[name] for name in names], "all": sets["all"]}
+        for method, sets in summary.items()
+        if set(names) <= sets.keys()
+    )
+    return filled(columns, rows)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Write the record; each of its data sets names the records that it is of."""
     parser = argparse.ArgumentParser(prog="benchmarks.against_default")
@@ -127,7 +143,8 @@ def main(arguments: Sequence[str]) -> None:
     sets = {name: [read_record(RESULTS / f"{r}.json") for r in records] for name, records in names.items()}
     model = next(iter(sets.values()))[0].head["model"]
     head = {"kind": "against-default", "model": model, "records": names, "default": options.default}
-    save_record(options.out, {**head, "summary": compare(sets, options.default)})
+    summary = compare(sets, options.default)
+    save_record(options.out, {**head, "summary": summary, "tables": {"against-default": table_of(summary, names)}})
 
 
 if __name__ == "__main__":

@@ -295,6 +295,36 @@ def summary(questions: int) -> dict[str, Any]:
     return result | ({"check": check(questions)} if questions else {})
 
 
+def tables(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of docs/operations.md: replicas for each decoder and GPU, and what 50 GPUs do."""
+    from benchmarks.tables import filled
+
+    columns = {
+        "model, GPU": "{name}", "passages on the GPU": "{passages_on_gpu:,}", "found there": "{share_on_gpu:.0%}",
+        "from Redis": "{share_from_redis:.0%}", "prefill": "{prefill_ms:.1f} ms", "step": "{step_ms:.1f} ms",
+        "answer at 100/s": "{answer_s:.1f} s", "replicas at 1, 100, 1,000/s": "{all_replicas}",
+        "from Redis, Gbit/s": "{gbit_s}",
+    }  # fmt: skip
+    plans = (
+        {
+            "name": name, **row, "all_replicas": ", ".join(map(str, row["replicas"])),
+            "gbit_s": ", ".join(f"{float(f'{rate:.2g}'):g}" for rate in row["redis_gbit_s"]),
+        }
+        for name, row in result["plan"].items()
+    )  # fmt: skip
+    fleet_columns = {
+        "answer cache": "{name}", "requests": "{title}", "different passages on GPUs": "{passages:,}",
+        "found there": "{share:.0%}", "50 GPUs": "{rate_of_all:,.0f}/s", "GPUs for 1,000/s": "{gpus}",
+    }  # fmt: skip
+    fleets = (
+        {"name": name, "title": title}
+        | {key.removeprefix(f"{way}_"): value for key, value in row.items() if key.startswith(f"{way}_")}
+        for name, row in result["fleet"].items()
+        for way, title in (("routed", "routed by passage"), ("alone", "spread at random"))
+    )
+    return {"capacity-plan": filled(columns, plans), "capacity-fleet": filled(fleet_columns, fleets)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", type=int, default=0, metavar="QUESTIONS", help="measure with the packaged model")
@@ -307,7 +337,13 @@ def main() -> None:
     if chosen.out is not None:
         from rag_posfix.evaluation.record import environment, write_record
 
-        head = {"kind": "capacity", **environment(), "load_average": load, "settings": asdict(Workload())}
+        head = {
+            "kind": "capacity",
+            "tables": tables(result),
+            **environment(),
+            "load_average": load,
+            "settings": asdict(Workload()),
+        }
         print(write_record(chosen.out, "capacity", {**head, "summary": result}))
 
 

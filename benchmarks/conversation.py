@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.keep_record import RESULTS
-from benchmarks.tables import table
+from benchmarks.tables import filled, table
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
@@ -331,6 +331,32 @@ def measure_cache(
     return {"mitigation": mitigation, "passages": K, "turns": rows}, rows, engine
 
 
+def table_of(part: str, summary: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return the table of a part: ranks by query, answers by condition, or the cache by turn."""
+    if part == "ranks":
+        retrievers = summary["queries"]["last"]
+        columns = {"query": "`{query}`"} | {
+            f"{name}: reciprocal rank, hit@5": f"{{{name}[reciprocal_rank]:~.3f}}, {{{name}[hit@5]:~.2f}}"
+            for name in retrievers
+        }
+        return filled(columns, ({"query": query, **ranks} for query, ranks in summary["queries"].items()))
+    if part == "answers":
+        columns = {
+            "reader": "{model}", "method": "`{mitigation}`", "condition": "`{condition}`",
+            "accuracy": "{accuracy:~.2f}",
+            "gold among the passages": "{has_gold:.0%}", "cached tokens": "{cached_share:.0%}",
+            "default - this, p": "{default_minus_this:+.2f} [{ci95[0]:+.2f}, {ci95[1]:+.2f}], {mcnemar_p:.2f}",
+        }  # fmt: skip
+        common = {"model": model, "mitigation": summary["mitigation"]}
+        return filled(columns, ({**common, "condition": name, **row} for name, row in summary["conditions"].items()))
+    columns = {
+        "method": "`{mitigation}`", "layout": "{layout}", "user": "{user}", "turn": "{turn}",
+        "prompt tokens": "{prompt_tokens}", "cached": "{cached_tokens}", "store, bytes": "{store_bytes:,}",
+        "first token, s": "{first_token_seconds:~.2f}",
+    }  # fmt: skip
+    return filled(columns, ({"mitigation": summary["mitigation"], **turn} for turn in summary["turns"]))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.conversation", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
@@ -361,6 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "settings": {"k": K, "max_tokens": MAX_TOKENS, "model": chosen.model, "mitigation": chosen.mitigation},
             "summary": summary,
         }  # fmt: skip
+        head["tables"] = {f"conversation-{part}": table_of(part, summary, chosen.model)}
         save_record(chosen.out / f"{name}.json", head, rows)
         journal.unlink(missing_ok=True)
         print(name, table([head]), sep="\n\n")

@@ -9,13 +9,14 @@ depend on the layers, not on the width of the model. ``docs/gpu.md`` names the r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.keep_record import RESULTS
-from benchmarks.tables import table
+from benchmarks.tables import filled, table
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, save_record
 from rag_posfix.mitigations import MITIGATIONS
@@ -82,16 +83,37 @@ def _numbers(counts: Counts, steps: int) -> dict[str, int]:
     return {name: -(-total // steps) for name, total in totals.items()}
 
 
+def table_of(methods: Mapping[str, Mapping[str, Mapping[str, int]]]) -> dict[str, Any]:
+    """Return the table: calls of each method, how many times the stock model's, and waits."""
+    columns = {"method": "{name}"}
+    for phase, key in (("prompt", "prompt"), ("token", "step")):
+        columns[f"{phase}: calls"] = f"{{{key}[calls]:,}} ({{{key}_ratio:.1f}}x)"
+        columns[f"{phase}: reads + uploads"] = f"{{{key}[reads]}} + {{{key}[uploads]}}"
+    stock = methods["stock"]
+    return filled(
+        columns,
+        (
+            {
+                "name": "the stock model" if name == "stock" else f"`{name}`", **counts,
+                **{f"{phase}_ratio": counts[phase]["calls"] / stock[phase]["calls"] for phase in counts},
+            }
+            for name, counts in methods.items()
+        ),
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULTS / "device-calls.json")
     options = parser.parse_args()
     start()
+    methods = {name: count_method(name, options.layers) for name in METHODS}
     head = {
         "kind": "device-calls",
         "settings": {"layers": options.layers, "passages": PASSAGES, "tokens": TOKENS},
-        "summary": {"methods": {name: count_method(name, options.layers) for name in METHODS}},
+        "summary": {"methods": methods},
+        "tables": {"device-calls": table_of(methods)},
         "environment": environment(),
     }
     save_record(options.out, head, None)

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx2
 
+from benchmarks.tables import filled
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.batching.scheduler import unbatched
@@ -30,6 +31,12 @@ from rag_posfix.settings import CacheSettings, Settings
 from tests.support.serving import CHAT, serving
 
 METHODS = "none,sorted_inter_document,parallel_encoding,default"
+
+COLUMNS = {
+    "dtype": "{settings[dtype]}", "batch-invariant": "`{settings[batch_invariant]}`", "method": "`{method}`",
+    "connections": "{together}", "different answers": "{different_answers} of {questions}",
+    "different log-probabilities": "{different_scores} of {questions}",
+}  # fmt: skip
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,7 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     summary = {"least_rows": engine.loaded.least_rows, "rows": rows}
     if chosen.out is not None:
         load = {"load_average": os.getloadavg()}
-        head = {"kind": "equal-under-load", **environment(), **load, "settings": {**vars(chosen), "out": None}}
+        table = filled(COLUMNS, ({**row, "settings": vars(chosen)} for row in rows))
+        head = {
+            "kind": "equal-under-load",
+            "tables": {"equal-under-load": table},
+            **environment(),
+            **load,
+            "settings": {**vars(chosen), "out": None},
+        }
         print(write_record(chosen.out, "equal-under-load", {**head, "summary": summary}))
     return summary
 

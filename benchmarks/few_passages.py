@@ -23,7 +23,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from benchmarks.tables import table
+from benchmarks.tables import filled, table
 from rag_posfix.contracts.answer import Question
 from rag_posfix.demo_data import load_questions
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
@@ -43,6 +43,11 @@ ARRANGEMENTS = (
     "yes_no:top_n=3/original/inter_document",
 )
 Reading = dict[str, float]
+
+COLUMNS = {
+    "model, passages": "{size}", "arrangement": "`{name}`", "cold": "{cold:.2f}", "warm": "{warm:.2f}",
+    "decode": "{decode:.2f}", "prompt tokens from the store, warm": "{cached:.0%}",
+}  # fmt: skip
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -129,6 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     head = {"kind": "few-passages", **environment(), **model_facts(engine), "processor": platform.processor()}
     head |= {"load_average": os.getloadavg(), "settings": {**vars(chosen), "out": None}, "summary": summary}
+    size = f"{head['model']}, {chosen.documents} x {chosen.tokens}"
+    table_rows = ({"size": size, "name": name, **ratios} for name, ratios in summary.items())
+    head["tables"] = {"few-passages": filled(COLUMNS, table_rows)}
     print(table([head]))
     if chosen.out is not None:
         print(write_record(chosen.out, "few-passages", head))

@@ -48,6 +48,20 @@ CONNECTIONS = 16
 _SECRET = 43
 """Characters of the secret part of a key, at its end."""
 
+TABLE = {
+    "cached": (
+        "cached answers, {rate:.0f} requests/s, {requests} requests", "p50 < 5 ms, p99 < 25 ms",
+        "p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms",
+    ),
+    "rerank": (
+        "rerank of 20 short documents by embedding, {requests} requests", "p50 < 150 ms",
+        "p50 {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms",
+    ),
+    "streams": ("{streams} streams at the same time", "all complete", "{complete} complete"),
+    "added": ("time that HTTP adds to an answer of the engine", "< 5 %", "{added_percent:+.1f} %"),
+}  # fmt: skip
+"""Of the record: load, limit and measurement."""
+
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.service_load", description=__doc__.splitlines()[0])
@@ -376,6 +390,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         load["after"] = os.getloadavg()
         settings = {"rate": chosen.rate, "seconds": chosen.seconds}
         head = {"kind": "service-load", **environment(), "load_average": load, "settings": settings}
+        rows = [[cell.format(**summary[load]) for cell in row] for load, row in TABLE.items() if load in summary]
+        head["tables"] = {"service-load": {"columns": ["load", "limit", "measured"], "rows": rows}}
         print(write_record(chosen.out, "service-load", {**head, "summary": summary}))
     return summary
 

@@ -1,26 +1,29 @@
 """Markdown tables of records: ``python -m benchmarks.tables RECORD... [as LAYOUT]``. ``make docs`` fills pages so.
 
-A table is made from heads alone. Records of one kind, one data set and one number of questions may be given together;
-of a method that several hold, the first counts. Bench records are the exception: each has rows of its own.
+A record carries its tables as text, or is of a kind that commands of the product write and has a layout here. Records
+of one kind, one data set and one number of questions may be given together; of a method that several hold, the first
+counts. Records that carry tables, and those of bench, have rows of their own.
 """
 
 from __future__ import annotations
 
 import re
+import string
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.keep_record import experiment
-from benchmarks.study_tables import STUDY_LAYOUTS, Head, Row, percent, short
-from benchmarks.verdict_tables import VERDICT_LAYOUTS
 from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
+
+Head = Mapping[str, Any]
+Row = list[str]
 
 DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
 PROFILE = re.compile(r"profile=\[.*?\]")
@@ -35,18 +38,31 @@ TIMES_FASTER = {
     "ttft_warm_redis_ratio": "warm, Redis",
 }
 PLAIN_RATIOS = {"decode_ratio": "decode", "together_ratio": "together", "memory_ratio": "peak memory"}
-RULES = {
-    "5 question": "question likelihood, weight 5",
-    "5 given": "given relevance, weight 5",
-    "2.5 both": "both, weight 2.5",
-    "2.5 both + share": "**both, weight 2.5, and share** (default)",
-    "2.5 given + log-probability": "given relevance, weight 2.5, and probability of the answer",
-    "2.5 both + lift per token": "both, weight 2.5, and lift per token",
-    "lift": "lift alone",
-    "likeliest answer of the mixture": "likeliest answer of the mixture",
-}
-SETS = {"litm": "Lost in the Middle", "xquad": "XQuAD"}
-LOADS = {"memory": "in memory", "mapped": "mapped", "mapped, hashes not compared": "mapped, `verify=False`"}
+
+
+class Cells(string.Formatter):
+    """Formats cells: ``~`` drops the zero before the point, a percent sign has a space before it, None is "-"."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "-"
+        text = format(value, format_spec.removeprefix("~")).replace("%", " %")
+        return short(text) if format_spec.startswith("~") else text
+
+
+def filled(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a table for a record to carry: titles, and a row per mapping, whose values fill each column's format."""
+    cells = Cells()
+    return {"columns": list(columns), "rows": [[cells.vformat(c, (), row) for c in columns.values()] for row in rows]}
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def short(text: str) -> str:
+    """Return a number without the zero before its point: .681."""
+    return re.sub(r"(?<!\d)0\.", ".", text)
 
 
 def label(name: str) -> str:
@@ -149,19 +165,6 @@ def capture(heads: Sequence[Head]) -> Iterator[Row]:
         ]
 
 
-def bounds(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per order-invariant method: accuracy where its scorer finds the gold passage, and elsewhere."""
-    first = "scorer finds the gold passage"
-    yield ["method", first, "accuracy there (gold alone)", "accuracy elsewhere (gold alone)", "in all (gold alone)"]
-    alone = heads[0]["summary"]["gold_only"]["accuracy"]
-    for name, result in methods_of(heads).items():
-        if result["answers_that_change"]:
-            continue
-        first, later = result["by_scorer"]["gold_first"], result["by_scorer"]["gold_later"]
-        cells = [short(f"{group['accuracy']:.2f} ({group['gold_only_accuracy']:.2f})") for group in (first, later)]
-        yield [label(name), percent(first["share"]), *cells, short(f"{result['worst']:.2f} ({alone:.2f})")]
-
-
 def floor_and_ceiling(heads: Sequence[Head]) -> str:
     """Return the number of questions, and the scores with the gold passage alone and without passages."""
     summary = heads[0]["summary"]
@@ -195,22 +198,6 @@ def demo(heads: Sequence[Head]) -> Iterator[Row]:
         cells = (result["positions"][position] for position in where)
         correct = [f"{cell['right']} of {count} ({cell['log_probability']:.2f})" for cell in cells]
         yield [label(name), *correct, f"{result['answers_that_change']} of {count}"]
-
-
-def rules(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per rule that chooses a passage: accuracy, gold believed; log-probability chosen, and mixed."""
-    sets = heads[0]["summary"]
-
-    def cell(result: Mapping[str, float], mixed: bool = True) -> str:
-        correct, believed = result["accuracy_chosen"], result["believes_gold"]
-        mixture = f"{result['log_probability_mixture']:.2f}" if mixed else "-"
-        shares = ", ".join("1.0" if share == 1 else short(f"{share:.2f}") for share in (correct, believed))
-        return f"{shares}; {result['log_probability_chosen']:.2f}, {mixture}"
-
-    yield ["rule", *(SETS.get(name, name) for name in sets)]
-    yield ["the gold passage alone", *(cell(result["gold_only"], mixed=False) for result in sets.values())]
-    for rule, text in RULES.items():
-        yield [text, *(cell(result["rules"][rule]) for result in sets.values())]
 
 
 def rerank(heads: Sequence[Head]) -> Iterator[Row]:
@@ -287,48 +274,36 @@ def ratios(heads: Sequence[Head]) -> Iterator[Row]:
         yield [label(name), *(f"{ratio[key]:.2f}" for key in ("ttft_cold_ratio", "decode_ratio", "memory_ratio"))]
 
 
-def llama_cpp(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per number of threads and engine: seconds to the first token, then tokens per second."""
-    yield ["threads", "", "cold", "the same prompt again", "passages reordered", "tokens/s"]
-    for threads, engines in heads[0]["summary"].items():
-        for name, result in engines.items():
-            times = [seconds_cell(result[f"ttft_{time}_s"]) for time in ("cold", "again", "reordered")]
-            display_name = name if name in ("llama.cpp", "transformers") else label(name)
-            yield [threads, display_name, *times, f"{result['decode_tokens_per_s']:.1f}"]
+def end_to_end(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per measure of the end-to-end gate, a column per arrangement; several records as "before, after"."""
+    names = list(heads[-1]["summary"])
+    yield ["", *(f"`{name}`" for name in names)]
+    counts = {"right passage among the first five": ("retrieved", "questions"),
+              "right passage retrieved, not read": ("lost", "retrieved"),
+              "right answers": ("right", "questions"),
+              "off-topic questions answered as grounded": ("off_topic_answered", "off_topic")}  # fmt: skip
+    for text, (count, of) in counts.items():
+        yield [text, *(_each_record(heads, name, partial(_share, count=count, of=of)) for name in names)]
+    yield ["citations of a right passage", *(_each_record(heads, name, _precision) for name in names)]
+    yield ["passages that the filter leaves out", *(_each_record(heads, name, _leaked) for name in names)]
 
 
-def seconds_cell(seconds: float) -> str:
-    """Return seconds with two digits at least: 28.96 is 29.0, .221 is .22, .0276 is .028."""
-    if seconds >= 1:
-        return f"{seconds:.1f}"
-    return short(f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}")
+def _share(measured: Mapping[str, Any], count: str, of: str) -> str:
+    return f"{measured[count]} of {measured[of]}" if measured[of] else ""
 
 
-def vector_search(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per measurement of the vector store, a column per way of loading it."""
-    result = [heads[0]["summary"]["search"][load] for load in LOADS]
-    searches = {
-        "filter: none": "search for 10, p50 (p95)",
-        "filter: a thousandth": "with a filter that 1 of 1000 passes",
-        "filter: a half": "with a filter that half pass",
-    }
-    yield ["", *LOADS.values()]
-    yield [
-        "load",
-        *(short(f"{measured['load_s']:.1f} s, {measured['load_memory_bytes'] / 1e9:.2f} GB") for measured in result),
-    ]
-    for key, text in searches.items():
-        yield [text, *(f"{measured[key]['p50_ms']:.1f} ms ({measured[key]['p95_ms']:.1f})" for measured in result)]
-    yield ["recall of the ten nearest", *(short(f"{measured['recall_at_10']:.3f}") for measured in result)]
+def _leaked(measured: Mapping[str, Any]) -> str:
+    return str(measured["leaked"])
 
 
-def nothing_relevant(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per threshold: the share of answerable and of unanswerable questions below it."""
-    below = heads[0]["summary"]["below"]
-    kinds = list(next(iter(below.values())))
-    yield ["best score below", *kinds]
-    for threshold, result in below.items():
-        yield [short(f"{float(threshold):.2f}"), *(f"{result[kind]:.1%}".replace("%", " %") for kind in kinds)]
+def _precision(measured: Mapping[str, Any]) -> str:
+    precision = measured["citation_precision"]
+    return "" if precision is None else short(f"{precision:.2f}")
+
+
+def _each_record(heads: Sequence[Head], name: str, show: Callable[[Mapping[str, Any]], str]) -> str:
+    """Return what is shown of an arrangement in each record; once if all are equal."""
+    return ", ".join(dict.fromkeys(filter(None, (show(head["summary"][name]) for head in heads))))
 
 
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
@@ -338,23 +313,10 @@ ARRANGEMENT_COLUMNS = (
 )  # fmt: skip
 
 
-def few_passages(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per record and arrangement: times as multiples of the stock model's, and what the store gave."""
-    yield ["model, passages", "arrangement", "cold", "warm", "decode", "prompt tokens from the store, warm"]
-    for head in heads:
-        size = f"{head['model']}, {head['settings']['documents']} x {head['settings']['tokens']}"
-        for name, values in head["summary"].items():
-            ratios = (f"{values[key]:.2f}" for key in ("cold", "warm", "decode"))
-            yield [size, f"`{name}`", *ratios, f"{values['cached']:.0%}"]
-
-
 LAYOUTS: dict[str, Layout] = {
-    "few-passages": few_passages,
     "positions": partial(positions, columns=("worst", "mean", "spread", "worst - best of `none`")),
     "stability": partial(positions, columns=("worst", "spread", "answers that change")),
-    "settings": partial(positions, columns=()),
     "arrangements": partial(positions, columns=ARRANGEMENT_COLUMNS),
-    "bounds": bounds,
     "capture": capture,
     "permutations": permutations,
     "rerank": rerank,
@@ -362,25 +324,30 @@ LAYOUTS: dict[str, Layout] = {
     "bench": speed,
     "ratios": ratios,
     "demo": demo,
-    "expert-choice": rules,
-    "llama-cpp": llama_cpp,
-    "vector-search": vector_search,
-    "nothing-relevant": nothing_relevant,
-    **STUDY_LAYOUTS,
-    **VERDICT_LAYOUTS,
+    "end-to-end": end_to_end,
 }
-"""By name; without a name a record has the layout of its kind."""
+"""Of records that commands of the product write; other records carry their tables."""
 
-WITH_FLOORS = ("positions", "stability", "settings", "arrangements")
+WITH_FLOORS = ("positions", "stability", "arrangements")
 
 
 def table(heads: Sequence[Head], layout: str | None = None) -> str:
-    """Return the Markdown table of records, in a layout of ``LAYOUTS``; None: the layout of their kind."""
+    """Return the Markdown table of records: the one of this name that each carries, or a layout of ``LAYOUTS``.
+
+    Without a name it is the table of their kind.
+    """
     name = layout or str(heads[0].get("kind"))
-    if name not in LAYOUTS:
-        raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(LAYOUTS)}")
-    first, *rows = LAYOUTS[name](heads)
-    lines = [f"| {' | '.join(row)} |" for row in (first, ["---"] * len(first), *rows)]
+    carried = [head.get("tables", {}).get(name) for head in heads]
+    if all(carried):
+        if any(each["columns"] != carried[0]["columns"] for each in carried):
+            raise EvaluationError(f"the tables {name!r} of the records have different columns; give them one by one")
+        rows = [carried[0]["columns"], *(row for each in carried for row in each["rows"])]
+    elif name in LAYOUTS:
+        rows = list(LAYOUTS[name](heads))
+    else:
+        names = dict.fromkeys([*LAYOUTS, *(each for head in heads for each in head.get("tables", {}))])
+        raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(names)}")
+    lines = [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
     if name in WITH_FLOORS:
         lines += ["", floor_and_ceiling(heads)]
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tables import table
+from benchmarks.tables import filled, table
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
@@ -117,6 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     summary = {"loading_s": loading, "ratios": ratios}
     head = {"kind": "unpatched", **environment(), **model_facts(engine)}
     head |= {"settings": {**vars(chosen), "out": None}, "threads": torch.get_num_threads(), "summary": summary}
+    columns = {
+        "`default`": "{name}", "first token": "{first_token:~.2f}", "tokens per second": "{tokens_per_s:~.2f}",
+    }  # fmt: skip
+    head["tables"] = {"unpatched": filled(columns, ({"name": name, **row} for name, row in ratios.items()))}
     print(loading)
     print(table([head]))
     if chosen.out is not None:

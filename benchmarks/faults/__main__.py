@@ -34,14 +34,10 @@ from benchmarks.faults.scenarios import (
     redis_fault,
     slow_clients,
 )
-from benchmarks.faults.service import Host
+from benchmarks.faults.service import Host, fault_table
 from benchmarks.faults.unread import pipelining, unread_searches
+from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
-
-COLUMNS = (
-    "requests", "failed", "wrong", "undocumented", "lost", "added_ms", "worst_ms", "recovered_s", "served",
-    "mib_before", "mib_most", "mib_after", "live_worst_ms",
-)  # fmt: skip
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -75,24 +71,6 @@ def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[s
     }
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the rows as a table of Markdown."""
-    lines = ["| fault | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for name, row in rows.items():
-        lines.append("| " + " | ".join([name, *(_cell(row.get(column)) for column in COLUMNS)]) + " |")
-    if "memory" in rows:
-        memory = rows["memory"]
-        lines.append(
-            f"\nmemory: {memory['mib'][0]} MiB at the start, {memory['mib'][-1]} MiB after {memory['requests']} "
-            f"requests; {memory['grown_mib']} MiB more in the second half"
-        )
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else str(len(value)) if isinstance(value, list) else str(value)
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     chosen = options(arguments)
     load = {"before": os.getloadavg()}
@@ -107,11 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
             for name in chosen.only or measured:
                 print(f"{name} ...", file=sys.stderr)
                 rows[name] = measured[name]()
-    print(json.dumps(rows, indent=2) if chosen.json else table(rows))
+    tables = {chosen.name: fault_table(rows)}
+    print(json.dumps(rows, indent=2) if chosen.json else table([{"kind": chosen.name, "tables": tables}]))
     if chosen.out is not None:
         settings = {"seconds": chosen.seconds, "requests": chosen.requests, "long": chosen.long}
         load["after"] = os.getloadavg()
-        head = {"kind": chosen.name, **environment(), "load_average": load, "settings": settings}
+        head = {"kind": chosen.name, "tables": tables, **environment(), "load_average": load, "settings": settings}
         print(write_record(chosen.out, chosen.name, {**head, "summary": rows}), file=sys.stderr)
     return rows
 

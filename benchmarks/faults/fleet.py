@@ -29,7 +29,7 @@ import httpx2
 from langchain_core.documents import Document
 
 from benchmarks.faults.scenarios import DOCUMENTED, cluster
-from benchmarks.faults.service import ROOT, Load, correct_answer, summary
+from benchmarks.faults.service import ROOT, Load, correct_answer, fault_table, summary
 from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
@@ -158,8 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load: dict[str, Any] = {"before": os.getloadavg()}
     rows = measure(chosen.seconds)
     load["after"] = os.getloadavg()
-    head = {"kind": "fleet", **environment(), "load_average": load, "settings": {"seconds": chosen.seconds}}
-    print(table([{**head, "summary": rows}]))
+    head = {
+        "kind": "fleet",
+        "tables": {"fleet": fault_table(rows)},
+        **environment(),
+        "load_average": load,
+        "settings": {"seconds": chosen.seconds},
+    }
+    print(table([head]))
     if chosen.out is not None:
         print(write_record(chosen.out, "fleet", {**head, "summary": rows}), file=sys.stderr)
 

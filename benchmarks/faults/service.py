@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from benchmarks.tables import filled
 from rag_posfix.caching.answers.tiered import build_answer_cache
 from rag_posfix.settings import CacheSettings
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -31,6 +32,22 @@ from tests.support.serving import CHAT, WordReranker, make_pipeline, serving
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 300
+
+FAULT_COLUMNS = {
+    "requests": "requests",
+    "failed": "failed",
+    "wrong": "wrong",
+    "undocumented": "undocumented status",
+    "lost": "lost",
+    "added_ms": "added, ms",
+    "worst_ms": "longest, ms",
+    "recovered_s": "recovered after, s",
+    "served": "deleted and served",
+    "mib_before": "memory before, MiB",
+    "mib_most": "at most",
+    "mib_after": "after",
+    "live_worst_ms": "longest `/livez`, ms",
+}
 
 
 @dataclass(frozen=True)
@@ -197,6 +214,18 @@ def summary(outcomes: list[Outcome]) -> dict[str, float]:
         "p50_ms": round(statistics.median(latencies), 1),
         "p99_ms": round(latencies[int(0.99 * (len(latencies) - 1))], 1),
     }
+
+
+def fault_table(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the table of faults: a column of each number that any row has; of a list, how many it holds."""
+    columns = {name: title for name, title in FAULT_COLUMNS.items() if any(name in row for row in rows.values())}
+    cells = [
+        {"fault": fault}
+        | {name: len(value) if isinstance(value := row.get(name), list) else value for name in columns}
+        for fault, row in rows.items()
+        if row.keys() & columns
+    ]
+    return filled({"fault": "{fault}"} | {title: f"{{{name}:}}" for name, title in columns.items()}, cells)
 
 
 def tier_hits(url: str, tier: str = "redis") -> float:

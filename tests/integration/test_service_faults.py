@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.__main__ import main, table
+from benchmarks.faults.__main__ import main
 from benchmarks.faults.fuzz import fuzz, growth
 from benchmarks.faults.scenarios import (
     FAILOVERS,
@@ -106,11 +106,6 @@ def test_memory_does_not_grow_with_requests(host: Host):
     assert found["grown_mib"] < 4, found["mib"]  # a kept body alone would be 200 requests of 10 KB
 
 
-def test_the_table_has_a_row_for_each_fault():
-    killed = {"requests": 30, "failed": 0, "wrong": 0, "undocumented": 0, "added_ms": 1.5, "worst_ms": 20.0}
-    fuzzed = {"requests": 40, "wrong": 0, "undocumented": [{"status": "418"}]}
-    text = table({"Redis killed": {**killed, "recovered_s": 0.5}, "fuzzed": fuzzed})
-    assert "| Redis killed | 30 | 0 | 0 | 0 |  | 1.5 | 20.0 | 0.5 |" in text
-    assert "| fuzzed | 40 |  | 0 | 1 |  |  |  |  |" in text
+def test_a_fault_that_does_not_exist_is_refused():
     with pytest.raises(SystemExit, match="there are: Redis killed, Redis paused"):
         main(["--only", "no such fault"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.against_default import compare
-from benchmarks.study_tables import against_default
+from benchmarks.against_default import compare, table_of
 from benchmarks.tables import DEFAULT
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import ExperimentRecord
@@ -74,7 +73,7 @@ def test_without_log_probabilities_accuracies_are_compared():
     rows = [(DEFAULT, "a", 0, 1.0, None), ("none", "a", 0, 0.0, -1.0)]
     summary = compare({"set": [record(rows)]})
     assert summary["none"]["all"]["log_probability"] is None
-    _, row = against_default([{"records": {"set": []}, "summary": summary}])
+    (row,) = table_of(summary, ["set"])["rows"]
     assert row == ["`none`", "+1.00", "+1.000 [+1.000, +1.000]", "1", "-"]
 
 
@@ -92,9 +91,9 @@ def test_another_default_can_be_named():
 
 def test_the_table_has_the_methods_of_every_data_set():
     summary = compare({"one": [FIRST], "two": [SECOND]})
-    header, *rows = against_default([{"records": {"one": [], "two": []}, "summary": summary}])
-    assert header == ["default minus", "one", "two", "all", "questions", "log-probability, all"]
-    assert rows == [["`none`", "+0.25", "-1.00", "-0.167 [-1.000, +0.500]", "3", "+0.33"]]
+    table = table_of(summary, ["one", "two"])
+    assert table["columns"] == ["default minus", "one", "two", "all", "questions", "log-probability, all"]
+    assert table["rows"] == [["`none`", "+0.25", "-1.00", "-0.167 [-1.000, +0.500]", "3", "+0.33"]]
 
 
 def test_records_of_two_models_are_refused():

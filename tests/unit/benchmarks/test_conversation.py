@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.conversation import WEIGHTS, earlier_rows, load_follow_ups, main, summarize_answers, summarize_ranks
-from benchmarks.tables import table
+from benchmarks.conversation import (
+    WEIGHTS,
+    earlier_rows,
+    load_follow_ups,
+    main,
+    summarize_answers,
+    summarize_ranks,
+    table_of,
+)
 
 
 def test_every_turn_but_the_first_is_a_follow_up_with_its_history():
@@ -43,9 +50,7 @@ def test_a_weight_is_chosen_on_one_half_and_reported_on_the_other():
     assert summary["queries"]["last"]["dense"] == {"reciprocal_rank": pytest.approx(0.1), "hit@5": 0.0}
     assert summary["queries"]["rewrite"]["dense"]["hit@5"] == 1.0  # rank 5
     assert (summary["n"], summary["rewritten"]) == (2, 0.5)
-    head = {"kind": "conversation-ranks", "settings": {"model": "m"}, "summary": summary}
-    assert table([head]).splitlines()[2] == "| `last` | .100, .00 |"
-    assert "| A | .3 | dense | .250 | 1.000 | .500 | .100 |" in table([head], "conversation-weights").splitlines()
+    assert table_of("ranks", summary, "m")["rows"][0] == ["`last`", ".100, .00"]
 
 
 def test_a_condition_is_compared_with_passages_first():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.tables import LAYOUTS, ratio_cell, seconds_cell, short, table, table_of
+from benchmarks.capacity import summary, tables
+from benchmarks.device_calls import table_of as calls_table
+from benchmarks.faults.service import fault_table
+from benchmarks.tables import LAYOUTS, filled, ratio_cell, short, table, table_of
 from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import save_record
@@ -90,18 +93,9 @@ def test_arrangements_say_what_their_scorer_finds_and_how_sound_the_answers_are(
     ]
 
 
-def test_bounds_split_the_questions_by_what_the_scorer_finds():
-    split = {
-        "gold_first": {"share": 0.4, "accuracy": 0.5, "gold_only_accuracy": 0.625},
-        "gold_later": {"share": 0.6, "accuracy": 0.0, "gold_only_accuracy": 0.25},
-    }
-    lines = table([head({"none": {**NONE, "by_scorer": split}, "free": {**FREE, "by_scorer": split}})], "bounds")
-    assert lines.splitlines()[2:] == ["| `free` | 40 % | .50 (.62) | .00 (.25) | .25 (.50) |"]
-
-
 def test_of_a_method_that_several_records_hold_the_first_counts():
-    lines = table([head({"none": NONE}), head({"none": FREE, "free": FREE})], "settings").splitlines()
-    assert lines[2:4] == ["| `none` | -3.21 (.20) | -2.50 (1.0) |", "| `free` | -2.00 (.25) | same |"]
+    lines = table([head({"none": NONE}), head({"none": FREE, "free": FREE})], "stability").splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| `none`", "| `free`"]
 
 
 @pytest.mark.parametrize(
@@ -142,13 +136,12 @@ def test_a_time_is_told_as_how_many_times_faster(ratio, cell):
 
 
 def test_numbers_are_as_short_as_they_say_something():
-    assert [seconds_cell(seconds) for seconds in (28.96, 0.221, 0.0276)] == ["29.0", ".22", ".028"]
     assert short("0.5 s, 10.5 GB, 20.05") == ".5 s, 10.5 GB, 20.05"
 
 
 def test_words_name_records_in_a_folder_and_a_layout(tmp_path):
     save_record(tmp_path / "one.json", head({"none": NONE}), [])
-    assert table_of(["one", "as", "settings"], tmp_path) == table([head({"none": NONE})], "settings")
+    assert table_of(["one", "as", "stability"], tmp_path) == table([head({"none": NONE})], "stability")
     assert table_of([str(tmp_path / "one.json")]) == table([head({"none": NONE})])
     for words, said in (
         (["two"], "two.json cannot be read"),
@@ -160,62 +153,33 @@ def test_words_name_records_in_a_folder_and_a_layout(tmp_path):
     assert "pie" not in LAYOUTS
 
 
-def test_routers_are_compared_with_round_robin():
-    found = {"hit_rate": 0.5, "p50_ratio": 1.0, "throughput_ratio": 1.0}
-    better = {"hit_rate": 0.874, "p50_ratio": 0.333, "throughput_ratio": 2.5}
-    head = {"kind": "ray-routing", "summary": {"routers": {"round robin": found, "overlap": better}}}
-    assert table([head]).splitlines()[2:] == [
-        "| round robin | 50 % | 1.00 | 1.00 |",
-        "| overlap | 87 % | 0.33 | 2.50 |",
+def test_a_record_carries_its_table_and_several_have_rows_of_their_own():
+    columns = {"way": "`{name}`", "share": "{share:.0%}", "p50": "{times[p50]:~.2f} s", "added": "{added:.1f}"}
+    row = {"name": "none", "share": 0.874, "times": {"p50": 0.333}, "added": None}
+    tables = {"routing": filled(columns, [row])}
+    heads = [{"kind": "routing", "tables": tables}, {"kind": "routing", "tables": tables}]
+    assert table(heads).splitlines() == [
+        "| way | share | p50 | added |",
+        "| --- | --- | --- | --- |",
+        "| `none` | 87 % | .33 s | - |",
+        "| `none` | 87 % | .33 s | - |",
     ]
-
-
-def test_a_user_has_a_row_with_the_minutes_and_every_step():
-    head = {
-        "kind": "first-answer",
-        "summary": {"engineer": {"minutes": 1.26, "seconds": {"environment": 3.4, "python -c": 72.2}}},
-    }
-    assert table([head]).splitlines()[2] == "| engineer | 1.3 | `environment` 3, `python -c` 72 |"
+    other = {"kind": "routing", "tables": {"routing": filled({"way": "{name}"}, [row])}}
+    with pytest.raises(EvaluationError, match="different columns"):
+        table([heads[0], other])
 
 
 def test_a_fault_has_a_row_and_statuses_that_no_document_has_are_counted():
-    head = {
-        "kind": "service-faults",
-        "summary": {
-            "redis killed": {"requests": 40, "failed": 0, "wrong": 1, "undocumented": [418, 420], "added_ms": 1.5},
-        },
+    rows = {
+        "none": {"requests": 5, "failed": 0, "wrong": 0},
+        "redis killed": {"requests": 40, "failed": 0, "undocumented": [418, 420], "added_ms": 1.5},
+        "pipelining": {"answers": 4},
     }
-    lines = table([head]).splitlines()
-    assert lines[2:] == ["| redis killed | 40 | 0 | 1 | 2 | 1.5 |"]
-
-
-def test_every_load_stands_beside_its_limit():
-    head = {
-        "kind": "service-load",
-        "summary": {
-            "cached": {"rate": 300.0, "requests": 3000, "p50_ms": 1.09, "p99_ms": 30.0},
-            "rerank": {"requests": 191, "p50_ms": 44.4, "p99_ms": 64.07},
-            "streams": {"streams": 50, "complete": 49},
-            "added": {"added_percent": -1.13},
-        },
-    }
-    cells = [line.split(" | ")[-1].removesuffix(" |") for line in table([head]).splitlines()[2:]]
-    assert cells == ["p50 1.1 ms, p99 30.0 ms", "p50 44 ms, p99 64 ms", "49 complete", "-1.1 %"]
-
-
-def test_the_check_of_the_capacity_shows_what_was_planned_and_measured():
-    room = {"predicted_share": 0.5, "measured_share": 0.46, "predicted_rate": 0.5, "measured_rate": 0.6}
-    head = {"kind": "capacity", "summary": {"check": {"rooms": {"4": room}}}}
-    assert table([head]).splitlines()[2] == "| 4 of 16 | 50 % | 46 % | 0.500 | 0.600 | 1.20 |"
-
-
-def test_faults_without_a_cost_have_no_column_of_it():
-    rows = {"none": {"requests": 5, "failed": 0}, "engine": {"requests": 7, "failed": 1, "recovered_s": 0.5}}
-    assert table([{"kind": "fleet", "summary": rows}]).splitlines() == [
-        "| fault | requests | failed | recovered after, s |",
-        "| --- | --- | --- | --- |",
-        "| none | 5 | 0 | - |",
-        "| engine | 7 | 1 | 0.5 |",
+    assert table([{"kind": "fleet", "tables": {"fleet": fault_table(rows)}}]).splitlines() == [
+        "| fault | requests | failed | wrong | undocumented status | added, ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| none | 5 | 0 | 0 | - | - |",
+        "| redis killed | 40 | 0 | - | 2 | 1.5 |",
     ]
 
 
@@ -225,103 +189,16 @@ def test_calls_of_a_method_stand_beside_those_of_the_stock_model():
         "stock": {"prompt": {"calls": 1000, "reads": 0, "uploads": 1}, "step": step},
         "none": {"prompt": {"calls": 2500, "reads": 0, "uploads": 2}, "step": {**step, "calls": 550}},
     }
-    assert table([{"kind": "device-calls", "summary": {"methods": methods}}]).splitlines()[2:] == [
-        "| the stock model | 1,000 (1.0x) | 0 + 1 | 500 (1.0x) | 1 + 0 |",
-        "| `none` | 2,500 (2.5x) | 0 + 2 | 550 (1.1x) | 1 + 0 |",
+    assert calls_table(methods)["rows"] == [
+        ["the stock model", "1,000 (1.0x)", "0 + 1", "500 (1.0x)", "1 + 0"],
+        ["`none`", "2,500 (2.5x)", "0 + 2", "550 (1.1x)", "1 + 0"],
     ]
 
 
-def test_answers_under_load_say_how_many_differ():
-    row = {"method": "none", "together": 8, "questions": 12, "different_answers": 1, "different_scores": 12}
-    settings = {"dtype": "float32", "batch_invariant": "off"}
-    head = {"kind": "equal-under-load", "settings": settings, "summary": {"rows": [row]}}
-    assert table([head]).splitlines()[2:] == ["| float32 | `off` | `none` | 8 | 1 of 12 | 12 of 12 |"]
-
-
-def curve(*values):
-    return {str(place): {"log_probability": score, "accuracy": right} for place, (score, right) in enumerate(values)}
-
-
-def spread(*values):
-    """Values, one per seed, as a record has them."""
-    return {"mean": sum(values) / len(values), "low": min(values), "high": max(values), "values": list(values)}
-
-
-def laboratory_row(metric, *values):
-    """The row of an encoding with these values, one per seed, on a task with one split."""
-    found = {"splits": {"in": spread(*values)}, "steps": [200] * len(values)}
-    summary = {"metric": metric, "splits": {"in": "8 pairs"}, "encodings": {"rope": found}}
-    return table([{"kind": "lab", "summary": summary}]).splitlines()[2]
-
-
-def test_a_row_of_the_laboratory_has_the_result_of_each_seed():
-    assert laboratory_row("error", 10.0, 30.0) == "| `rope` | 10.0, 30.0 | 200, 200 |"
-
-
-def test_one_seed_has_no_range_and_perplexity_two_digits():
-    assert laboratory_row("perplexity", 3.416) == "| `rope` | 3.42 | 200 |"
-
-
-def test_the_error_by_place_has_the_first_place_the_mean_between_and_the_last():
-    places = [spread(2.0, 4.0), spread(10.0, 20.0), spread(20.0, 40.0), spread(5.0, 7.0)]
-    found = {"splits": {"in": {"by_place": places}}}
-    head = {"kind": "lab", "summary": {"splits": {"in": "4 pairs"}, "encodings": {"alibi": found}}}
-    (row,) = table([head], "by-place").splitlines()[2:]
-    assert row == "| `alibi` | 4 pairs | 2, 4 | 15, 30 | 5, 7 |"
-
-
-def test_the_best_counters_of_every_decoder_have_a_row_each():
-    counter = {"layer": 1, "head": 2, "query": "thing", "gate": 0.9, "largest_other_gate": 0.5, "difference": 0.4}
-    counters = {"sentences": counter, "paragraphs": {**counter, "head": 0}}
-    head = {
-        "kind": "lab-maps", "encoding": "cope", "settings": {"people": 2}, "summary": {"counters": counters},
-    }  # fmt: skip
-    assert table([head]).splitlines()[2:] == [
-        "| `cope` | 2 | sentences | 1, 2 | thing | 0.90 | 0.50 | 0.40 |",
-        "| `cope` | 2 | paragraphs | 1, 0 | thing | 0.90 | 0.50 | 0.40 |",
-    ]
-
-
-def test_a_tuned_model_is_shown_beside_the_one_before_it():
-    alone = {"log_probability": -1.0, "accuracy": 0.5}
-    none = curve((-3.0, 0.1), (-4.0, 0.2), (-2.0, 0.3))
-    models = {
-        "before": {"litm": {"gold_only": alone, "none": none, "set": curve((-3.5, 0.1))}},
-        "block": {"litm": {"gold_only": alone, "none": none}},
-    }
-    perplexity = {
-        "before": {"perplexity": 20.0, "difference": 0.0, "difference_ci95": [0.0, 0.0]},
-        "block": {"perplexity": 21.0, "difference": -0.05, "difference_ci95": [-0.06, -0.04]},
-    }
-    trainings = {"block": {"seconds": 600.0, "steps": 100, "best_step": 80}}
-    head = {
-        "kind": "fine-tuning",
-        "summary": {"models": models, "perplexity": perplexity, "trainings": trainings},
-    }
-    shown = "-3.00 (0.10) | -4.00 (0.20) | -2.00 (0.30) | -4.00 (0.10) | 2.00 (0.20) | -3.00 (0.20) | -1.00 (0.50)"
-    assert table([head]).splitlines()[2:] == [
-        f"| litm | `none` | before | {shown} |",
-        f"| litm | `none` | block | {shown} |",
-        "| litm | `set` | before | -3.50 (0.10) |  |  | -3.50 (0.10) | 0.00 (0.00) | -3.50 (0.10) | -1.00 (0.50) |",
-    ]
-    assert table([head], "forgetting").splitlines()[2:] == [
-        "| before | - | - | 20.00 | - |",
-        "| block | 10 | 80 of 100 | 21.00 | -0.050 [-0.060, -0.040] |",
-    ]
-
-
-def test_what_a_training_adds_has_intervals_and_one_cell_for_methods_without_an_order():
-    def gain(value):
-        return {"mean": value, "ci95": [value - 0.1, value + 0.1]}
-
-    none = {"0": gain(0.5), "4": gain(0.6), "9": gain(0.4), "worst": gain(0.45), "spread": gain(-0.2)}
-    same = {"0": gain(0.5), "4": gain(0.5), "9": gain(0.5), "worst": gain(0.5), "spread": gain(0.0)}
-    head = {"kind": "fine-tuning", "summary": {"gains": {"block": {"key_value": {"none": none, "set": same}}}}}
-    places = "+0.50 [+0.40, +0.60] | +0.60 [+0.50, +0.70] | +0.40 [+0.30, +0.50]"
-    assert table([head], "gains").splitlines()[2:] == [
-        f"| key-value | `none` | block | {places} | +0.45 [+0.35, +0.55] | -0.20 [-0.30, -0.10] |",
-        "| key-value | `set` | block |  |  |  | +0.50 [+0.40, +0.60] | - |",
-    ]
+def test_the_plan_and_the_fleet_of_a_capacity_have_tables():
+    made = tables(summary(0))
+    assert [len(row) for table in made.values() for row in table["rows"][:1]] == [9, 6]
+    assert made["capacity-fleet"]["rows"][0][:2] == ["20 % answered", "routed by passage"]
 
 
 def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
@@ -339,29 +216,3 @@ def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
     for changes in ({"data": "e"}, {"dtype": "float32"}):
         with pytest.raises(EvaluationError, match="differ in more than --hostile"):
             table([heads[0], {**heads[1], **changes}], "capture")
-
-
-def test_servers_have_a_row_per_record_and_the_last_fifty_are_compared_with_the_second_fifty():
-    blocks = [9.0] * 5 + [2.0] * 5 + [7.0] * 5 + [1.9] * 5
-    heads = [
-        {
-            "kind": "engines",
-            "settings": {"documents": 14, "tokens": 150, "questions": len(speeds) * 10},
-            "summary": {
-                "ratios": {"first_token_cold": 0.5, "first_token_warm": 3.25, "questions_per_s": 2.0},
-                "plain": {"cached_share": 0.25},
-                "judged": {"cached_share": 0.75, "questions_per_s_by_ten": speeds},
-            },
-        }
-        for speeds in (blocks, blocks[:4])
-    ]
-    assert table(heads).splitlines()[2:] == [
-        "| 14 x 150 | 200 | .50 | 3.25 | 2.00 | -5.0 % | 25 %, 75 % |",
-        "| 14 x 150 | 40 | .50 | 3.25 | 2.00 | - | 25 %, 75 % |",
-    ]
-    changed = {"plain": {"orders": 3, "same_order": 0}, "judged": {"orders": 0, "same_order": 0}}
-    head = {"settings": {"ordered": 4, "orders": 24}, "summary": {"changed": changed}}
-    assert table([head], "engines-changed").splitlines()[2:] == [
-        "| plain | 4 | 24 | 3 | 0 |",
-        "| judged | 4 | 24 | 0 | 0 |",
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.verdict_tables import VERDICT_LAYOUTS
 from benchmarks.verdicts import LARGE_DEFAULTS, answered_alone, compare, main, rank_correlation, unseen
 from rag_posfix.evaluation.answers.position_summary import PositionRow
 from rag_posfix.evaluation.record import read_head
@@ -79,26 +78,6 @@ def test_two_arrangements_and_equal_ranks_have_no_rank_correlation():
     assert rank_correlation(ranks, dict.fromkeys(ranks, (1.0, 0.2)), list(ranks)) is None
 
 
-def test_the_table_has_a_row_of_every_record_and_says_where_the_filter_leaves_nothing():
-    summary = {"set": {"all": compare(rows()), "answered alone": None}}
-    header, full = VERDICT_LAYOUTS["verdicts"]([{"summary": summary}])
-    assert dict(zip(header, full, strict=True)) == {
-        "model, data": "set",
-        "questions": "6",
-        "rank correlation, p (arrangements)": "+.60, .42 (4)",
-        "of the stable ones": "+.50, 1.00 (3)",
-        "best with labels": f"`{EXPERTS}` 1.00",
-        "nearest to `none`": "`plain` .50",
-        "nearest - `none`": "+.50 [+.17, +.83]",
-        "chosen without labels": f"`{EXPERTS}` 1.00",
-        "chosen - `none`": "+1.00 [+1.00, +1.00]",
-        "chosen - best": "same",
-        "mean of the stable ones": ".50",
-    }
-    _, empty = VERDICT_LAYOUTS["verdicts-answered-alone"]([{"summary": summary}])
-    assert empty == ["set", "0", *["-"] * 9]
-
-
 def questions(a, b):
     return [f"a{number}" for number in range(a)] + [f"b{number}" for number in range(b)]
 
@@ -128,13 +107,6 @@ def test_an_arrangement_is_not_chosen_by_the_questions_that_it_answers():
     # none is wrong at 0 on all six; five of them have p = 2 / 2^5 = .06: nothing is better.
     assert (result["chosen"], result["better"], result["oracle"]) == ({"none": 6}, 0, "plain")
     assert result["auto_minus"]["oracle_worst"]["accuracy"] == -1
-
-
-def test_the_table_of_unseen_questions_names_what_was_chosen_and_how_often():
-    header, row_of_set = VERDICT_LAYOUTS["verdicts-auto"]([{"summary": {"set": {"unseen": unseen(rows())}}}])
-    cells = dict(zip(header, row_of_set, strict=True))
-    assert cells["best on all questions"] == f"`{EXPERTS}` 1.00"
-    assert cells["`none`: worst, mean, best"] == ".00, .50, 1.00"
 
 
 @pytest.mark.parametrize("record", ["positions-qwen15-litm-10", "positions-qwen15-litm-20"], ids=["name", "file"])
