@@ -23,14 +23,13 @@ from benchmarks.keep_record import RESULTS
 from benchmarks.tables import filled, table
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.generator import ChatMessage, Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.contracts.retrieval import Retriever, SearchQuery, retrieve_query
 from rag_posfix.demo_data import load_passages
-from rag_posfix.evaluation.grading import best_subspan_em, first_line
 from rag_posfix.evaluation.record import environment, file_digest, model_facts, save_record
-from rag_posfix.evaluation.statistics import difference_interval, mcnemar_p
+from rag_posfix.evaluation.statistics import best_subspan_em, difference_interval, first_line, mcnemar_p
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.pipeline.build import build_embeddings, build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question

@@ -30,8 +30,8 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.generator import sum_usage
 from rag_posfix.contracts.request import Sampling, Usage
-from rag_posfix.contracts.spent_usage import sum_usage
 from rag_posfix.demo_data import load_passages
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.pipeline.build import build_pipeline

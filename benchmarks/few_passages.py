@@ -28,7 +28,7 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.demo_data import load_questions
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
 from rag_posfix.evaluation.record import environment, model_facts, write_record
-from rag_posfix.evaluation.speed.runs import TimedRun, bench_layout, stock_run
+from rag_posfix.evaluation.speed.bench import TimedRun, bench_layout, stock_run
 from rag_posfix.generation.engine import Engine
 from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
+from rag_posfix.evaluation.answers.experiment import PositionRow, summarize_positions
 from rag_posfix.evaluation.record import ExperimentRecord, read_head, read_record, save_record
 
 RESULTS = Path(__file__).parent / "results"

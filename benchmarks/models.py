@@ -34,7 +34,7 @@ def examine(name: str) -> dict[str, Any]:
     """
     from transformers import CONFIG_MAPPING
 
-    from rag_posfix.patching.prepare import prepare
+    from rag_posfix.patching.install import prepare
 
     try:
         with _limited(SECONDS):

@@ -19,15 +19,15 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from benchmarks.chat_models import SIZES, tiny_config, tiny_model
 from benchmarks.keep_record import RESULTS
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.evaluation.record import environment, read_head, save_record
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.generation.prefill.segments import KVLookup
+from rag_posfix.generation.prefill.per_passage import KVLookup
 from rag_posfix.mitigations import create
-from rag_posfix.patching.plain import PlainCache, PlainForward
-from rag_posfix.patching.prepare import prepare
+from rag_posfix.patching.install import prepare
 from rag_posfix.patching.snapshots import SnapshotForm
+from rag_posfix.patching.spec import PlainCache, PlainForward
 from rag_posfix.plan.layout import Layout, Span
 
 TYPES = (

@@ -29,10 +29,9 @@ from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.evaluation.data.hostile import with_hostile_passage
-from rag_posfix.evaluation.data.questions import PositionExample, data_facts, load_examples
-from rag_posfix.evaluation.grading import best_subspan_em
+from rag_posfix.evaluation.data.questions import PositionExample, data_facts, load_examples, with_hostile_passage
 from rag_posfix.evaluation.record import environment, model_facts, read_record, write_record
+from rag_posfix.evaluation.statistics import best_subspan_em
 from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.support import NO_BELOW, YES_FROM, compare_words, read_texts

@@ -23,18 +23,16 @@ import torch
 
 from benchmarks.tables import filled, table
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import environment, model_facts, write_record
-from rag_posfix.evaluation.speed.runs import bench_layout, method_run, stock_run
+from rag_posfix.evaluation.speed.bench import bench_layout, method_run, stock_run
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.install import install, stock_copy
-from rag_posfix.patching.plain import PlainForward
-from rag_posfix.patching.prepare import prepare, verify_plain
+from rag_posfix.patching.install import install, prepare, stock_copy, verify, verify_plain
+from rag_posfix.patching.spec import PlainForward
 from rag_posfix.patching.structure import read_structure
-from rag_posfix.patching.verify import verify
 
 METHOD = MitigationChoice("default")
 

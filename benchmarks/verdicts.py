@@ -19,19 +19,18 @@ from typing import Any
 
 from benchmarks.keep_record import RESULTS, position_row
 from benchmarks.tables import DEFAULT
-from rag_posfix.evaluation.answers.answering import is_sound
-from rag_posfix.evaluation.answers.position_summary import BASELINE, GOLD_ONLY, PositionRow
+from rag_posfix.evaluation.answers.experiment import BASELINE, GOLD_ONLY, PositionRow, is_sound
 from rag_posfix.evaluation.record import read_record, save_record
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p
 from rag_posfix.measuring.choice import (
     Scores,
     choose,
     measured,
+    order_matters,
     scores_with_labels,
     scores_without_labels,
     usual_answers,
 )
-from rag_posfix.measuring.flips import order_matters
 from rag_posfix.measuring.measure import rows_by_question
 
 LENGTHS = {

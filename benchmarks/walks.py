@@ -22,8 +22,7 @@ from typing import Any
 import httpx2
 import torch
 
-from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
-from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.kv.store import EntryShape, KVCodec, PassageKV, PassageStore
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.cli.main import app
 from rag_posfix.contracts.request import MitigationChoice

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.keep_record import RESULTS
 from benchmarks.tables import DEFAULT, short
-from rag_posfix.cli.demo import GOLD_POSITIONS, PASSAGES
+from rag_posfix.cli.measure import GOLD_POSITIONS, PASSAGES
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record
 

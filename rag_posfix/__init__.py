@@ -8,7 +8,7 @@ torch (``process.prepare_process``).
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rag_posfix.extras import missing_package
+from rag_posfix.errors import missing_package
 
 if TYPE_CHECKING:
     from rag_posfix.assembly.assembler import Assembler

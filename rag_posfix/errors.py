@@ -166,3 +166,27 @@ def install_command(extra: str) -> str:
     """Return the instruction that installs an extra, for messages."""
     folder = "in a copy of the repository run" if INSTALL_FROM == "." else "run"
     return f"{folder}: pip install '{INSTALL_FROM}[{extra}]'"
+
+
+_EXTRA_PACKAGES = {
+    "local": (
+        "torch", "transformers", "accelerate", "gguf", "jinja2", "safetensors", "sentence_transformers", "faiss",
+        "bm25s", "filelock", "numpy",
+    ),
+    "server": ("fastapi", "starlette", "uvicorn", "prometheus_client", "fastapi_offline"),
+    "mcp": ("mcp", "mcp_types"),
+    "remote": ("httpx2",),
+    "telemetry": ("opentelemetry",),
+    "redis": ("redis",),
+    "train": ("peft",),
+    "eval": ("scipy", "matplotlib", "ir_measures", "pytrec_eval"),
+    "report": ("altair", "vl_convert"),
+    "ray": ("ray",),
+}  # fmt: skip
+
+
+def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return the error for an import of an optional dependency that failed; None for other modules."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in _EXTRA_PACKAGES.items() if package in packages), None)
+    return None if extra is None else missing_extra(package, extra)

@@ -23,14 +23,21 @@ from pydantic_settings import (
 )
 
 from rag_posfix.checked import Checked, check_method, checked_min_relevance, checked_retriever, may_hold_secret
-from rag_posfix.config_file import CONFIG_FILE, nearest_name, read_config_file
-from rag_posfix.devices import checked_device
+from rag_posfix.checkpoints import choose_reader
 from rag_posfix.errors import ConfigError
-from rag_posfix.files import ANSWERS_FOLDER, PASSAGES_FOLDER, default_cache_dir, default_data_dir
+from rag_posfix.files import (
+    ANSWERS_FOLDER,
+    CONFIG_FILE,
+    PASSAGES_FOLDER,
+    default_cache_dir,
+    default_data_dir,
+    nearest_name,
+    read_config_file,
+)
 from rag_posfix.parameters import shown
-from rag_posfix.plugins import import_modules
+from rag_posfix.process import checked_device
+from rag_posfix.registry import import_modules
 from rag_posfix.text import NO_PASSAGE_TEXT
-from rag_posfix.weight_packages import choose_reader
 
 __all__ = ["Settings"]
 

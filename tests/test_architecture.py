@@ -25,8 +25,7 @@ MOST_LINES_PER_FUNCTION = 60
 
 TRANSFORMERS_NAMES = {
     "rag_posfix/generation/load.py": r"[A-Z]\w*|__version__|utils\.(logging|quantization_config)(\.\w+)*",
-    "rag_posfix/generation/model/kv_cache.py": "cache_utils.(Cache|CacheLayerMixin)",
-    "rag_posfix/generation/model/sequence_batch.py": "DynamicCache",
+    "rag_posfix/generation/model/sequence_batch.py": "DynamicCache|cache_utils.(Cache|CacheLayerMixin)",
 }
 """What generation imports of transformers: classes exported at its top and the bases of caches."""
 
@@ -71,10 +70,14 @@ PLANTED = [
     ("rag_posfix/generation/engine.py", "import rag_posfix", "rag_posfix"),
     ("rag_posfix/generation/engine.py", "import httpx2", "httpx2"),
     ("rag_posfix/generation/engine.py", "from transformers import AutoModelForCausalLM", "transformers"),
-    ("rag_posfix/caching/memory.py", "from rag_posfix.plan.plan import Plan", "rag_posfix.plan.plan"),
-    ("rag_posfix/caching/memory.py", "import torch", "torch"),
-    ("rag_posfix/assembly/budget.py", "from rag_posfix.plan.plan import Plan", "rag_posfix.plan.plan"),
-    ("rag_posfix/retrieval/base.py", "from rag_posfix.assembly.budget import x", "rag_posfix.assembly.budget"),
+    ("rag_posfix/caching/tier.py", "from rag_posfix.plan.plan import Plan", "rag_posfix.plan.plan"),
+    ("rag_posfix/caching/tier.py", "import torch", "torch"),
+    ("rag_posfix/assembly/tokenization.py", "from rag_posfix.plan.plan import Plan", "rag_posfix.plan.plan"),
+    (
+        "rag_posfix/retrieval/base.py",
+        "from rag_posfix.assembly.tokenization import x",
+        "rag_posfix.assembly.tokenization",
+    ),
     ("rag_posfix/reranking/build.py", "from rag_posfix.retrieval.base import x", "rag_posfix.retrieval.base"),
     ("rag_posfix/pipeline/pipeline.py", "from rag_posfix.retrieval.base import x", "rag_posfix.retrieval.base"),
     ("rag_posfix/pipeline/build.py", "import redis, sentence_transformers", "redis"),
@@ -82,12 +85,12 @@ PLANTED = [
     ("rag_posfix/pipeline/build.py", "import haystack", "haystack"),
     ("rag_posfix/pipeline/build.py", "import uvicorn", "uvicorn"),
     ("rag_posfix/pipeline/build.py", "from mcp_types import Tool", "mcp_types"),
-    ("rag_posfix/mcp/forms.py", "from rag_posfix.assembly.budget import x", "rag_posfix.assembly.budget"),
+    ("rag_posfix/mcp/forms.py", "from rag_posfix.assembly.tokenization import x", "rag_posfix.assembly.tokenization"),
     ("rag_posfix/pipeline/build.py", "import opentelemetry.trace", "opentelemetry"),
     ("rag_posfix/pipeline/build.py", "from rag_posfix import cli", "rag_posfix.cli"),
     ("rag_posfix/telemetry/spans.py", "from rag_posfix.pipeline.pipeline import x", "rag_posfix.pipeline.pipeline"),
     ("rag_posfix/probing/base.py", "from rag_posfix.mitigations.base import x", "rag_posfix.mitigations.base"),
-    ("rag_posfix/laboratory/measuring.py", "import numpy", "numpy"),
+    ("rag_posfix/laboratory/experiment.py", "import numpy", "numpy"),
     ("rag_posfix/training/loop.py", "import ray.data, peft", "ray"),
     ("rag_posfix/evaluation/statistics.py", "import pytrec_eval, pickle", "pytrec_eval"),
     ("rag_posfix/evaluation/statistics.py", "from peft import LoraConfig", "peft"),

@@ -17,7 +17,7 @@ from docs.generate import TABLE, expected, fill_tables
 from docs.picture import COLOURS, draw, render, toy_layout, toy_plan
 from docs.themes import COLOURS as PAIRS
 from docs.themes import DARK_PAGE, INK, LIGHT_PAGE, themed
-from rag_posfix.cli.demo import GOLD_POSITIONS, PASSAGES
+from rag_posfix.cli.measure import GOLD_POSITIONS, PASSAGES
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 from rag_posfix.mitigations import MITIGATIONS

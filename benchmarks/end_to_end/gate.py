@@ -13,11 +13,10 @@ from langchain_core.documents import Document
 
 from benchmarks.end_to_end.files import GateQuestion
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.filters import matches, parse_filter
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.contracts.retrieval import retrieve_query
+from rag_posfix.contracts.retrieval import matches, parse_filter, retrieve_query
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.grading import best_subspan_em, normalize
+from rag_posfix.evaluation.statistics import best_subspan_em, normalize
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.query import search_query
 

@@ -31,11 +31,12 @@ from benchmarks.faults.scenarios import (
     disk_full,
     failover,
     leaving_clients,
+    pipelining,
     redis_fault,
     slow_clients,
+    unread_searches,
 )
 from benchmarks.faults.service import Host, fault_table
-from benchmarks.faults.unread import pipelining, unread_searches
 from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
 

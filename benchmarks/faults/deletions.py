@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import MemoryTier
 from tests.support.redis_server import RedisServer
 
 _FLUSH_SECONDS = 60.0

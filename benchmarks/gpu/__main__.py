@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import exactness, parts
+from benchmarks.gpu import parts
 from benchmarks.gpu.bench import Bench, Part, Row, environment, run_parts, write
 from benchmarks.gpu.models import REAL, TINY, Scale
 
 PARTS = (
-    Part("exactness", 0.15, exactness.cells),
+    Part("exactness", 0.15, parts.exactness_cells),
     Part("first-token", 0.5, parts.first_token_cells),
     Part("stores", 0.1, parts.store_cells),
     Part("batches", 0.15, parts.batch_cells),

@@ -13,8 +13,7 @@ import torch
 
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.install import install
-from rag_posfix.patching.verify import verify
+from rag_posfix.patching.install import install, verify
 from rag_posfix.plan.layout import Layout, Span
 
 PREFIX_TOKENS, SUFFIX_TOKENS = 32, 32

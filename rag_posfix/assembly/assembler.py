@@ -10,7 +10,6 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.budget import PassageBudget, select_passages, truncate, truncate_at_sentence
 from rag_posfix.assembly.documents import (
     CheckedDocument,
     Dropped,
@@ -21,11 +20,15 @@ from rag_posfix.assembly.documents import (
 from rag_posfix.assembly.orders import OrderInputs, apply_order, create_order
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import (
+    PassageBudget,
     TokenizedPassage,
     TokenizedPrompt,
     cut_passage,
+    select_passages,
     tokenize_passage,
     tokenize_prompt,
+    truncate,
+    truncate_at_sentence,
 )
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.generator import ChatMessage, TokenEncoder

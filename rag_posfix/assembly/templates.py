@@ -1,23 +1,42 @@
 """Prompt templates as data: the shipped ones by name, files in TOML and Jinja2, and langchain's prompts.
 
 Messages are in a form that every chat template accepts. Knows no tokens.
+
+Where a chat template writes each content, for templates that look into messages.
+
+Tools as a chat template writes them: found by rendering a call; calls are read from what the model writes.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import logging
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.cancellation import check_cancelled
+from rag_posfix.contracts.generator import (
+    ChatMessage,
+    Generator,
+    TokenEncoder,
+    ToolEncoder,
+    check_json_schema,
+    shown_model,
+)
 from rag_posfix.contracts.request import BLANK_LINE as BLANK_LINE
 from rag_posfix.contracts.request import PromptTemplate as PromptTemplate
-from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.errors import ConfigError, UnsupportedModelError, missing_extra
 from rag_posfix.parameters import shown
+from rag_posfix.plan.layout import Span
 from rag_posfix.registry import check_names
 from rag_posfix.text import clean_text
 
@@ -239,3 +258,341 @@ def _check_message(message: ChatMessage, index: int, roles: Sequence[str]) -> tu
         kind = type(content).__name__
         raise ConfigError(f"message {index} ({role}): content is {kind}, must be a string; join its text parts")
     return role, clean_text(content)
+
+
+_log = logging.getLogger(__name__)
+
+_MARK, _END = "\ue002", "\ue003"
+"""No chat template writes these characters."""
+
+_MOST_MESSAGES = 256
+"""Of a conversation whose contents are looked for: the cost grows with the square of their number."""
+
+_warned: WeakSet[TokenEncoder] = WeakSet()
+_probed: WeakSet[TokenEncoder] = WeakSet()
+_PROBE = "A passage of some words, and of two lines.\nIt is the second.\n\n"
+
+
+def written_contents(
+    encoder: TokenEncoder, messages: Sequence[ChatMessage], filled: str
+) -> tuple[str, list[Span]] | None:
+    """Return the chat template's own rendering of ``messages``, and where in it each content is.
+
+    A template that leaves out thoughts of earlier turns, or obeys a switch in a message, writes other text for the
+    true contents than for placeholders. A content is found by rendering the other messages truly, and it marked.
+
+    Cost: two renderings per message, and none of them if ``filled`` is what the template writes.
+
+    Args:
+        filled: The rendering of placeholders, filled with the contents.
+
+    Returns:
+        None if ``filled`` is what the template writes, or if the places cannot be told, which logs a warning.
+
+    Raises:
+        ConfigError: the template refuses a content.
+    """
+    try:
+        rendered = encoder.render_chat(messages, open_answer=True)
+    except ConfigError:
+        if all(message["content"].strip() for message in messages):
+            raise
+        warn_once(encoder)  # passages may fill what is empty
+        return None
+    if rendered == filled:
+        return None
+    try:
+        spans = [
+            _find(encoder, messages, n, rendered) for n in range(len(messages)) if len(messages) <= _MOST_MESSAGES
+        ]
+    except ConfigError:  # it refuses a content that is marked
+        spans = [None]
+    found = [span for span in spans if span is not None]
+    if len(found) == len(messages) and all(a.stop <= b.start for a, b in pairwise(found)):
+        return rendered, found
+    warn_once(encoder)
+    return None
+
+
+def probe_passages(encoder: TokenEncoder, messages: Sequence[ChatMessage], place: int, offset: int, text: str) -> None:
+    """Warn if the chat template writes passages otherwise than as they are, or other text around them.
+
+    Passages are encoded without the template, so one that counts or changes their words cannot be followed. Cost: one
+    rendering for the first prompt of an encoder.
+
+    Args:
+        place: The message with the passages.
+        offset: Where in its content they are.
+        text: The rendering of ``messages``, which have none.
+    """
+    if encoder in _probed:
+        return
+    _probed.add(encoder)
+    content = messages[place]["content"]
+    changed = [*messages]
+    changed[place] = {**changed[place], "content": content[:offset] + _PROBE + content[offset:]}
+    try:
+        written = encoder.render_chat(changed, open_answer=True)
+    except ConfigError:
+        written = ""
+    if written.count(_PROBE) != 1 or written.replace(_PROBE, "") != text:
+        warn_once(encoder)
+
+
+def warn_once(encoder: TokenEncoder) -> None:
+    """Log that prompts of ``encoder`` may differ from those of the stock model."""
+    if encoder not in _warned:
+        _warned.add(encoder)
+        _log.warning(
+            "the chat template writes other text for these messages than around placeholders (it tests or changes "
+            "contents), so the prompt differs from the stock model's; take switches such as /no_think out of "
+            "messages, or use another chat template"
+        )
+
+
+def _find(encoder: TokenEncoder, messages: Sequence[ChatMessage], index: int, rendered: str) -> Span | None:
+    """Return where ``rendered`` has the content of a message; None if it cannot be told."""
+    check_cancelled()
+    content = messages[index]["content"]
+    # Around a content, marks leave its switches to the template; alone, they are in what it keeps of a content.
+    for marked in (f"{_MARK}{content}{_END}", f"{_MARK}{_END}"):
+        changed = [*messages]
+        changed[index] = {**changed[index], "content": marked}
+        text = encoder.render_chat(changed, open_answer=True)
+        if (text.count(_MARK), text.count(_END)) != (1, 1):
+            continue
+        before, after = text.split(_MARK)[0], text.split(_END)[1]
+        stop = len(rendered) - len(after)
+        if len(before) <= stop and rendered.startswith(before) and rendered.endswith(after):
+            return Span(len(before), stop)
+    # A template that tests the ends of a content leaves a mark in its middle.
+    middle = len(content) // 2
+    changed = [*messages]
+    changed[index] = {**changed[index], "content": f"{content[:middle]}{_MARK}{content[middle:]}"}
+    text = encoder.render_chat(changed, open_answer=True)
+    start = text.find(_MARK) - middle
+    written = content
+    if not rendered.startswith(content, max(start, 0)):  # a template may trim it
+        written = content.strip()
+        start += content.find(written)
+    is_there = start >= 0 and bool(written) and rendered.startswith(written, start)
+    return Span(start, start + len(written)) if is_there and text.replace(_MARK, "", 1) == rendered else None
+
+
+def rewritten_pieces(pieces: Sequence[str], split: int | None, written: str) -> list[str] | None:
+    """Return the pieces of a content as the chat template wrote it, in which one of them differs.
+
+    Args:
+        split: The piece that the passages precede, which may not be next to what differs on both sides.
+
+    Returns:
+        None if it cannot be told which piece differs.
+    """
+    result, first, last = list(pieces), 0, len(pieces) - 1
+    while first < last and written.startswith(result[first]):
+        written = written.removeprefix(result[first])
+        first += 1
+    while first < last and written.endswith(result[last]):
+        written = written.removesuffix(result[last])
+        last -= 1
+    if first < last and split is not None:
+        return None
+    result[first : last + 1] = [written, *[""] * (last - first)]
+    return result
+
+
+_TOOL, _ARGUMENTS, _RESULT = "probe_of_tools", "\ue000", "result_of_tools"
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a chat template writes a call: a JSON object with ``name`` and the arguments, between two texts.
+
+    Attributes:
+        arguments: Name of the field with the arguments: ``arguments`` (Qwen, Mistral) or ``parameters`` (Llama 3).
+        opening: What the template writes between the beginning of the assistant's turn and the call.
+        visible_opening: The part of it that answers show, without special tokens; may be empty.
+        visible_closing: What answers show behind the call.
+    """
+
+    arguments: str
+    opening: str
+    visible_opening: str
+    visible_closing: str
+
+    def schema(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the JSON schema of a call of one of the tools, as text."""
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    self.arguments: tool["function"].get("parameters") or _NO_PARAMETERS,
+                },
+                "required": ["name", self.arguments],
+                "additionalProperties": False,
+            }
+            for tool in tools
+        ]
+        return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+    def read(self, text: str, names: Collection[str]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        """Return the text of an answer without its calls, and the calls as (name, arguments).
+
+        Malformed calls, and calls of other tools than ``names``, stay in the text.
+        """
+        calls: list[tuple[str, dict[str, Any]]] = []
+        kept, position, decoder = "", 0, json.JSONDecoder()
+        while (start := text.find("{", position)) >= 0:
+            try:
+                value, stop = decoder.raw_decode(text, start)
+            except ValueError:
+                value, stop = None, start + 1
+            call = self._call(value, names)
+            before = text[position : stop if call is None else start]
+            if call is not None:
+                before = before.rstrip().removesuffix(self.visible_opening).rstrip(" \n,")
+                rest = text[stop:].lstrip()
+                if self.visible_closing and rest.startswith(self.visible_closing):
+                    stop = len(text) - len(rest) + len(self.visible_closing)
+                calls.append(call)
+            kept, position = kept + before, stop
+        kept += text[position:]
+        return (kept.strip() if calls else text), calls
+
+    def _call(self, value: Any, names: Collection[str]) -> tuple[str, dict[str, Any]] | None:
+        if not isinstance(value, dict) or value.get("name") not in names:
+            return None
+        arguments = value.get(self.arguments, {})
+        return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+class ToolCallReader:
+    """Reads calls from an answer while it is written; text is certain until a call may have begun.
+
+    Args:
+        names: The tools that may be called.
+        inside: Whether the answer begins inside of a call.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str], *, inside: bool) -> None:
+        self._form, self._names = form, names
+        self._mark = "" if inside else form.visible_opening or "{"
+        self._waiting = ""
+
+    def feed(self, text: str) -> str:
+        """Add text; return the text that is certain."""
+        self._waiting += text
+        stop = self._waiting.find(self._mark)
+        if stop < 0:
+            lengths = range(min(len(self._mark), len(self._waiting)), 0, -1)
+            stop = len(self._waiting) - next((n for n in lengths if self._mark.startswith(self._waiting[-n:])), 0)
+        certain, self._waiting = self._waiting[:stop], self._waiting[stop:]
+        return certain
+
+    def finish(self) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        """Return the rest of the text, and the calls."""
+        return self._form.read(self._waiting, self._names)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTools:
+    """The tools of a question, for one generator.
+
+    Attributes:
+        encoder: The generator's tokenizer, which renders the tools.
+        form: How its chat template writes calls.
+        names: The tools that may be called.
+        schema: The JSON schema of a call that must be made; None where the model decides.
+    """
+
+    encoder: ToolEncoder
+    form: ToolFormat
+    names: tuple[str, ...]
+    schema: str | None
+
+    def read(self, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        """Return the text of an answer without its calls, and the calls as (name, arguments)."""
+        return self.form.read(text, self.names)
+
+    def reader(self) -> ToolCallReader:
+        return ToolCallReader(self.form, self.names, inside=self.schema is not None)
+
+
+def resolve_tools(generator: Generator, tools: Sequence[Mapping[str, Any]], choice: Any) -> BoundTools:
+    """Return tools as a generator's chat template writes them.
+
+    Args:
+        tools: The tools in OpenAI's form.
+        choice: ``auto`` or None, ``none``, ``any`` (``required``, True), the name of a tool, or OpenAI's object of it.
+
+    Raises:
+        ConfigError: no tool has the name.
+        UnsupportedModelError: the chat template takes no tools, or a required call cannot be enforced.
+    """
+    encoder = generator.encoder
+    if not isinstance(encoder, ToolEncoder):
+        raise UnsupportedModelError(
+            f"{shown_model(generator.model_id)} takes no tools here; give PosfixRAG.as_tool() to a model that does"
+        )
+    form = find_tool_format(encoder)
+    if isinstance(choice, Mapping):
+        choice = choice.get("function", choice).get("name")
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice in (None, "auto", False):
+        return BoundTools(encoder.with_tools(tools), form, names, None)
+    if choice == "none":
+        return BoundTools(encoder.with_tools(()), form, (), None)
+    callable_names = names if choice in ("any", "required", True) else (choice,)
+    required = [tool for tool in tools if tool["function"]["name"] in callable_names]
+    if not required:
+        raise ConfigError(f"tool_choice={choice!r} must be auto, none, any or the name of a tool: {', '.join(names)}")
+    schema = form.schema(required)
+    check_json_schema(generator, schema)
+    return BoundTools(encoder.with_tools(tools, form.opening), form, callable_names, schema)
+
+
+def find_tool_format(encoder: ToolEncoder) -> ToolFormat:
+    """Return how the chat template of a model writes calls of tools.
+
+    Raises:
+        UnsupportedModelError: the template writes no tools, calls or results, or calls in another form.
+    """
+    tool = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
+    call = {"id": "call00000", "type": "function", "function": {"name": _TOOL, "arguments": _ARGUMENTS}}
+    question: ChatMessage = {"role": "user", "content": "?"}
+    called: ChatMessage = {"role": "assistant", "content": "", "tool_calls": json.dumps([call])}
+    result: ChatMessage = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": _TOOL}
+    try:
+        opened = encoder.with_tools([tool]).render_chat([question])
+        bare = encoder.with_tools(())
+        written = bare.render_chat([question, called], open_answer=False)
+        answered = bare.render_chat([question, called, result])
+    except ConfigError as error:
+        raise _unsupported("refuses them") from error
+    if _TOOL not in opened or _TOOL not in written or _RESULT not in answered:
+        raise _unsupported("writes no tools, no calls or no results")
+    pairs = zip(bare.render_chat([question]), written, strict=False)
+    turn = written[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+    turn = re.sub(f'"?{_ARGUMENTS}"?', "{}", turn)
+    for start in (match.start() for match in re.finditer("{", turn)):
+        try:
+            value, stop = json.JSONDecoder().raw_decode(turn, start)
+        except ValueError:
+            continue
+        names = [name for name, field in value.items() if field == {}]
+        if value.get("name") == _TOOL and len(names) == 1:
+            opening = turn[:start]
+            visible, closing = (
+                encoder.decode_answer(encoder.encode_template(text)).strip() for text in (opening, turn[stop:])
+            )
+            return ToolFormat(names[0], opening, visible, closing)
+    raise _unsupported("writes calls in another form than a JSON object with name and arguments")
+
+
+def _unsupported(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the chat template of the model takes no tools: it {reason}; choose a model whose template does (Qwen2.5, "
+        "Llama 3.1, Mistral), or give PosfixRAG.as_tool() to a model that calls tools"
+    )

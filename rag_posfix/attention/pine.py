@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rag_posfix.attention.blockwise import attend_segments, attend_whole, attend_with_lse
+from rag_posfix.attention.masks import attend_segments, attend_whole, attend_with_lse
 from rag_posfix.attention.rope import quarter_turn, rotate_half_split
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated

@@ -17,10 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
-from rag_posfix.caching.redis_client import RedisDeletions
-from rag_posfix.caching.redis_servers import RedisServers
-from rag_posfix.caching.tier import Codec, TierStats, V, map_in
+from rag_posfix.caching.redis_client import RedisDeletions, RedisServers
+from rag_posfix.caching.tier import CircuitBreaker, Codec, Counters, Guard, TierStats, V, map_in
 from rag_posfix.errors import CacheError
 
 _MIN_BYTES = 64 * 1024

@@ -1,21 +1,184 @@
-"""Tiers of a cache: interfaces of tiers, entries and codecs, and a cache that looks entries up in several tiers."""
+"""Tiers of a cache: interfaces of tiers, entries and codecs, and a cache that looks entries up in several tiers.
+
+Runs an operation in another thread and stops waiting for it at a deadline, which may follow the latency.
+
+A socket timeout limits each read, not a whole operation. A slow name server, a handshake of several round trips, or a
+server that sends one byte at a time take longer. A caller can stop waiting for a thread instead.
+
+Calls to stores that may fail: a failure is counted, logged once and replaced by a default, never raised.
+
+The memory tier: entries as objects, with a size limit; the least recently used entry is evicted first.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import queue
 import threading
+import time
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from rag_posfix.caching.deletions import DeletionLog, DeletionStore
-from rag_posfix.caching.guard import Counters, Guard
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import CacheError
 from rag_posfix.registry import Registry
 
 _T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class Counters:
+    """Named counts that several threads may add to."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._counts[name]
+
+
+class CircuitBreaker:
+    """Decides whether a store may be used.
+
+    Closed: every caller may use the store. A failure opens the breaker: no caller may use the store until the end of
+    the cool-down. Then it is half-open: one caller at a time may try. A success closes it; another failure doubles the
+    cool-down, up to ``max_cooldown_seconds``.
+    """
+
+    def __init__(
+        self,
+        cooldown_seconds: float = 5.0,
+        max_cooldown_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < cooldown_seconds <= max_cooldown_seconds:
+            raise CacheError(
+                f"circuit breaker: cooldown_seconds={cooldown_seconds} must be above 0 and at most "
+                f"max_cooldown_seconds={max_cooldown_seconds}"
+            )
+        self._first_cooldown = cooldown_seconds
+        self._max_cooldown = max_cooldown_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._cooldown = cooldown_seconds
+        self._retry_at: float | None = None  # None: closed
+        self._trying = False
+
+    @property
+    def closed(self) -> bool:
+        with self._lock:
+            return self._retry_at is None
+
+    def allow(self) -> bool:
+        """Return whether the caller may use the store now; it must then report ``success`` or ``failure``."""
+        with self._lock:
+            if self._retry_at is None:
+                return True
+            current_time = self._clock()
+            if current_time < self._retry_at:
+                return False
+            # The trial is a lease: if its caller never reports, another one follows after a cool-down.
+            self._retry_at = current_time + self._cooldown
+            self._trying = True
+            return True
+
+    def success(self) -> None:
+        with self._lock:
+            self._retry_at = None
+            self._trying = False
+            self._cooldown = self._first_cooldown
+
+    def failure(self) -> None:
+        with self._lock:
+            if self._retry_at is None:
+                self._cooldown = self._first_cooldown
+            elif self._trying:
+                self._cooldown = min(2 * self._cooldown, self._max_cooldown)
+            else:  # the call began before the first failure was reported: the same outage, not a longer one
+                return
+            self._trying = False
+            self._retry_at = self._clock() + self._cooldown
+
+
+class Guard:
+    """Calls a store, skips it while its circuit breaker is open, and logs the start and the end of an outage.
+
+    Each use of the store ("reading redis://host:6379/0") has its own line in the log: a full store rejects every write
+    and serves every read, and a shared state would log a line for each request.
+
+    Args:
+        cache: The cache that the store belongs to, for the log.
+        counters: Counts failures as ``errors`` and skipped reads as ``skipped``.
+        breaker: None never skips the store.
+        errors: Exceptions that mean that the store failed; others are raised.
+        is_rejection: Whether a failure means that the store works and rejects this operation, for example because it
+            is full or read-only. The breaker then stays closed.
+    """
+
+    def __init__(
+        self,
+        cache: str,
+        counters: Counters | None = None,
+        breaker: CircuitBreaker | None = None,
+        errors: tuple[type[Exception], ...] = (Exception,),
+        is_rejection: Callable[[BaseException], bool] = lambda _: False,
+    ) -> None:
+        self._cache = cache
+        self._counters = counters or Counters()
+        self._breaker = breaker
+        self._errors = errors
+        self._is_rejection = is_rejection
+        self._failing: set[str] = set()
+        self._lock = threading.Lock()
+
+    def call(self, use: str, operation: Callable[[], _T], default: _T, *, ignore_breaker: bool = False) -> _T:
+        """Return what ``operation`` returns, or ``default`` if it fails or the circuit breaker is open."""
+        if self._breaker is not None and not (self._breaker.allow() or ignore_breaker):
+            self._counters.add("skipped" if use.startswith("reading") else "skipped_writes")
+            return default
+        try:
+            result = operation()
+        except self._errors as error:
+            self.failed(use, error)
+            if self._breaker is not None:
+                (self._breaker.success if self._is_rejection(error) else self._breaker.failure)()
+            return default
+        if self._breaker is not None:
+            self._breaker.success()
+        self.worked(use)
+        return result
+
+    def failed(self, use: str, error: BaseException) -> None:
+        """Report a failure. Only the type of the error is logged, because its text may quote stored values."""
+        self._counters.add("errors")
+        with self._lock:
+            is_new = use not in self._failing
+            self._failing.add(use)
+        if is_new:
+            _logger.warning("%s: %s is failing (%s); answering without it", self._cache, use, type(error).__name__)
+
+    def worked(self, use: str) -> None:
+        """Report a success."""
+        with self._lock:
+            was_failing = use in self._failing
+            self._failing.discard(use)
+        if was_failing:
+            _logger.warning("%s: %s works again", self._cache, use)
+
+
 _Item = TypeVar("_Item")
 
 
@@ -319,3 +482,274 @@ class TieredCache(Generic[V]):
 def map_in(pool: ThreadPoolExecutor, function: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
     """Apply ``function`` to several items at once: hashing and reading files release the GIL."""
     return [function(item) for item in items] if len(items) < 2 else list(pool.map(function, items))
+
+
+_JOIN_SECONDS = 0.2
+
+
+class DeadlineRunner:
+    """A few threads for operations that may hang. They are daemons, so that a hanging one cannot keep a process alive.
+
+    Args:
+        name: Prefix of the threads' names.
+        max_threads: Most operations at once, hanging ones included; further ones wait until a thread is free.
+    """
+
+    def __init__(self, name: str, max_threads: int = 4) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reset()
+
+    def run(self, operation: Callable[[], _T], seconds: float) -> _T:
+        """Return what ``operation`` returns.
+
+        Raises:
+            TimeoutError: It did not finish within ``seconds``. It continues in its thread and its result is discarded;
+                if it has not begun, it never will.
+        """
+        future = self.start(operation)
+        try:
+            return future.result(min(seconds, threading.TIMEOUT_MAX))  # more is an OverflowError
+        finally:
+            future.cancel()
+
+    def start(self, operation: Callable[[], _T]) -> Future[_T]:
+        """Run ``operation`` without waiting for it."""
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is closed")
+            if self._pid != os.getpid():  # threads do not survive a fork
+                self._reset()
+            self._tasks.put((future, operation))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._max_threads:
+                self._start_thread()
+        return future
+
+    @property
+    def running(self) -> int:
+        """How many operations are running, including those past their deadline."""
+        with self._lock:
+            return self._running
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all threads are running an operation: another one would wait."""
+        return self.running >= self._max_threads
+
+    def close(self) -> None:
+        """End the threads that are not hanging."""
+        with self._lock:
+            self._closed = True
+            threads = self._threads if self._pid == os.getpid() else []
+            for _ in threads:
+                self._tasks.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._running = 0
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._work, args=(self._tasks, self._idle), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(
+        self,
+        tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None],
+        idle: threading.Semaphore,
+    ) -> None:
+        while (task := tasks.get()) is not None:
+            future, operation = task
+            if future.set_running_or_notify_cancel():
+                self._add_running(1)
+                try:
+                    result = operation()
+                except BaseException as error:
+                    self._add_running(-1)
+                    future.set_exception(error)
+                else:
+                    self._add_running(-1)
+                    future.set_result(result)
+                    del result
+            del task, future, operation  # a result must not stay in memory until the next task
+            if tasks.empty():  # otherwise the next task was already counted on this thread
+                idle.release()
+
+    def _add_running(self, count: int) -> None:
+        with self._lock:
+            self._running += count
+
+
+class AdaptiveDeadline:
+    """How long to wait for a store, between two limits; longer where the store, the network or this machine is busy.
+
+    Formula: the retransmission timeout of TCP (RFC 6298, section 2): smoothed latency + 4 x smoothed deviation, with
+    weights 1/8 and 1/4, and at least twice the smoothed latency: the deviation of a constant latency goes to 0, and
+    the next answer that is a little late would miss its deadline. A store that never answers gives no latency, so that
+    the deadline for a dead store stays where it is.
+
+    Attributes:
+        usable_seconds: Latency up to which waiting for the store is worth it: 3/4 of ``longest_seconds``.
+    """
+
+    def __init__(self, shortest_seconds: float, longest_seconds: float) -> None:
+        self._shortest = shortest_seconds
+        self._longest = longest_seconds
+        self.usable_seconds = 0.75 * longest_seconds
+        self._lock = threading.Lock()
+        self._latency: float | None = None
+        self._deviation = 0.0
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            timeout = 0.0 if self._latency is None else self._latency + max(4 * self._deviation, self._latency)
+        return min(max(timeout, self._shortest), self._longest)
+
+    def record(self, latency_seconds: float) -> None:
+        """Take the latency of an operation that succeeded, in time or late."""
+        with self._lock:
+            if self._latency is None:
+                self._latency, self._deviation = latency_seconds, latency_seconds / 2
+                return
+            self._deviation += (abs(self._latency - latency_seconds) - self._deviation) / 4
+            self._latency += (latency_seconds - self._latency) / 8
+
+
+_MIN_BYTES = 4096
+_OVERHEAD_BYTES = 1024  # the key, the tags and the Python objects around an entry, roughly
+
+
+class MemoryTier(Generic[V]):
+    """Stores entries in this process; tensors stay on their device.
+
+    Args:
+        max_bytes: Size limit in bytes, >= 4096; each entry counts 1 KiB more than its size. A larger entry is not
+            stored.
+        max_entries: Maximum number of entries, >= 1; None for no limit.
+        clock: Seconds since 1970.
+
+    Raises:
+        CacheError: A limit is too small.
+    """
+
+    name = "memory"
+    immediate = True  # only a reference is stored
+
+    def __init__(
+        self, max_bytes: int = 1024**3, max_entries: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        if max_bytes < _MIN_BYTES or (max_entries is not None and max_entries < 1):
+            raise CacheError(
+                f"memory tier: max_bytes={max_bytes} must be >= {_MIN_BYTES} and max_entries={max_entries} must be "
+                ">= 1; set 0 in the settings to have no such tier"
+            )
+        self._max_bytes = max_bytes
+        self._max_entries = math.inf if max_entries is None else max_entries
+        self._clock = clock
+        self._counters = Counters()
+        self._entries: OrderedDict[str, V] = OrderedDict()  # least recently used first
+        self._keys_by_tag: defaultdict[str, set[str]] = defaultdict(set)
+        self._n_bytes = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def get_many(self, keys: Mapping[str, Any]) -> dict[str, V]:
+        """Return the stored entries of ``keys``; an expired entry, or one that is not as expected, is removed."""
+        hits: dict[str, V] = {}
+        with self._lock:
+            current_time = self._clock()
+            for key, expected in keys.items():
+                entry = self._entries.get(key)
+                if entry is None:
+                    continue
+                if entry.expires_at > current_time and entry.fits(expected):
+                    self._entries.move_to_end(key)
+                    hits[key] = entry
+                else:
+                    self._discard(key)
+                    self._counters.add("corrupt", int(entry.expires_at > current_time))
+        self._counters.add("hits", len(hits))
+        self._counters.add("misses", len(keys) - len(hits))
+        return hits
+
+    def put_many(self, entries: Mapping[str, V]) -> None:
+        """Store ``entries``, replacing earlier ones; an entry that exceeds the limit leaves its key without one."""
+        for key, entry in entries.items():
+            n_bytes = entry.n_bytes + _OVERHEAD_BYTES
+            with self._lock:
+                self._discard(key)
+                if self._closed or n_bytes > self._max_bytes:
+                    continue
+                while self._n_bytes + n_bytes > self._max_bytes or len(self._entries) >= self._max_entries:
+                    self._discard(next(iter(self._entries)))
+                    self._counters.add("evictions")
+                self._entries[key] = entry
+                self._n_bytes += n_bytes
+                for tag in entry.tags:
+                    self._keys_by_tag[tag].add(key)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, sorted. This is no use of their entries."""
+        with self._lock:
+            current_time = self._clock()
+            return sorted(
+                key
+                for key, entry in self._entries.items()
+                if key.startswith(prefix) and entry.expires_at > current_time
+            )
+
+    def tags(self) -> frozenset[str]:
+        """Return the tags of all entries."""
+        with self._lock:
+            return frozenset(self._keys_by_tag)
+
+    def delete_tags(self, tags: Sequence[str]) -> int:
+        """Delete every entry that has one of ``tags``; return how many there were."""
+        with self._lock:
+            keys = {key for tag in tags for key in self._keys_by_tag.get(tag, ())}
+            for key in keys:
+                self._discard(key)
+        return len(keys)
+
+    def clear(self) -> int:
+        """Delete every entry; return how many there were."""
+        with self._lock:
+            count = len(self._entries)
+            self._entries.clear()
+            self._keys_by_tag.clear()
+            self._n_bytes = 0
+        return count
+
+    def stats(self) -> TierStats:
+        """Return what the tier has done and holds."""
+        with self._lock:
+            entries, n_bytes = len(self._entries), self._n_bytes
+        return TierStats.counted(self.name, self._counters, entries=entries, n_bytes=n_bytes)
+
+    def close(self) -> None:
+        """Delete every entry and store no more."""
+        with self._lock:
+            self._closed = True
+        self.clear()
+
+    def _discard(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self._n_bytes -= entry.n_bytes + _OVERHEAD_BYTES
+        for tag in entry.tags:
+            keys = self._keys_by_tag[tag]
+            keys.discard(key)
+            if not keys:
+                del self._keys_by_tag[tag]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from rag_posfix.cli.options import AsJson, out_option
-from rag_posfix.cli.output import emit, experiment_step, out, say_files, table
+from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say_files, table
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 
 if TYPE_CHECKING:
@@ -101,8 +100,7 @@ def run(
     Measures in and out of the training distribution. rag-posfix lab list names tasks and encodings. The same command
     continues after an interruption.
     """
-    from rag_posfix.laboratory.experiment import run_laboratory
-    from rag_posfix.laboratory.measuring import TrainingSettings
+    from rag_posfix.laboratory.experiment import TrainingSettings, run_laboratory
     from rag_posfix.laboratory.tasks import TASKS
 
     settings = TrainingSettings(

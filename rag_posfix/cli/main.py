@@ -10,26 +10,10 @@ from collections.abc import Sequence
 import typer
 
 from rag_posfix import __version__
-from rag_posfix.cli import (
-    ask,
-    bench,
-    demo,
-    evaluate,
-    index,
-    lab,
-    mcp,
-    measure,
-    methods,
-    probe,
-    serve,
-    storage,
-    train,
-)
+from rag_posfix.cli import ask, evaluate, index, lab, measure, methods, probe, serve, train
 from rag_posfix.cli.help import make_readable
-from rag_posfix.cli.options import Config, Plugin
-from rag_posfix.cli.output import SafeFormatter, emit_json, err
-from rag_posfix.errors import RagPosfixError
-from rag_posfix.extras import missing_package
+from rag_posfix.cli.options import Config, Plugin, SafeFormatter, emit_json, err
+from rag_posfix.errors import RagPosfixError, missing_package
 from rag_posfix.process import prepare_process, quiet_libraries
 from rag_posfix.settings import config_file
 from rag_posfix.text import clean_text
@@ -44,24 +28,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("demo")(demo.demo)
+app.command("demo")(measure.demo)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)
 app.command("prompt")(ask.prompt)
 app.command("methods")(methods.methods)
 app.command("verify")(methods.verify)
 app.command("serve")(serve.serve)
-app.command("mcp")(mcp.mcp)
+app.command("mcp")(serve.mcp)
 app.command("measure")(measure.measure)
 app.command("report")(measure.report)
-app.command("bench")(bench.bench)
+app.command("bench")(evaluate.bench)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(measure.data, name="data")
 app.add_typer(probe.app, name="probe")
 app.add_typer(lab.app, name="lab")
 app.add_typer(train.app, name="train")
-app.add_typer(storage.cache, name="cache")
-app.add_typer(storage.models, name="models")
+app.add_typer(index.cache, name="cache")
+app.add_typer(index.models, name="models")
 app.add_typer(serve.keys, name="keys")
 make_readable(app)
 

@@ -1,30 +1,60 @@
-"""``rag-posfix measure``, ``report`` and ``data``: a model's position bias on one's own documents, and what to use."""
+"""``rag-posfix measure``, ``report`` and ``data``: a model's position bias on one's own documents, and what to use.
+
+``rag-posfix demo``: answers of a real model by the position of the gold passage, without and with a method.
+"""
 
 from __future__ import annotations
 
 import shlex
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.cli.ask_many import read_questions
-from rag_posfix.cli.options import AsJson, Fresh, Limit, check_searchable, out_option, with_settings
-from rag_posfix.cli.output import emit, err, out, progress_with_text, say, say_files, status, table
+from rag_posfix.checkpoints import READERS, is_here
+from rag_posfix.cli.ask import read_questions
+from rag_posfix.cli.options import (
+    AsJson,
+    Fresh,
+    Limit,
+    check_searchable,
+    checked_choice,
+    emit,
+    err,
+    load_engine,
+    out,
+    out_option,
+    progress_bar,
+    progress_with_text,
+    say,
+    say_files,
+    status,
+    table,
+    with_settings,
+)
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
 from rag_posfix.text import clean_text
 
 if TYPE_CHECKING:
+    from langchain_core.documents import Document
+
+    from rag_posfix.contracts.request import MitigationChoice
+    from rag_posfix.demo_data import DemoQuestion
     from rag_posfix.evaluation.data.questions import PositionExample
-    from rag_posfix.measuring.flips import AskedQuestion
+    from rag_posfix.generation.engine import Engine
+    from rag_posfix.measuring.choice import AskedQuestion
     from rag_posfix.measuring.measure import MeasureOptions
     from rag_posfix.pipeline.pipeline import Pipeline
+    from rag_posfix.retrieval.base import PassageRetriever
+
 
 _DEFAULT_QUESTIONS = 50
 _SHOWN_PROBLEMS = 100
@@ -86,12 +116,10 @@ def measure(
     """
     _check_usage(index, questions, data, passages, settings)
     rows = None if questions is None else read_questions(questions, None, False)
-    from rag_posfix.evaluation.data.labels import load_labels
+    from rag_posfix.evaluation.data.collection import load_labels
     from rag_posfix.evaluation.record import file_digest
-    from rag_posfix.measuring.flips import find_questions, from_examples
-    from rag_posfix.measuring.measure import MeasureOptions, measure
-    from rag_posfix.measuring.written_questions import JOURNAL as WRITTEN
-    from rag_posfix.measuring.written_questions import same_by
+    from rag_posfix.measuring.choice import find_questions, from_examples
+    from rag_posfix.measuring.measure import WRITTEN_JOURNAL, MeasureOptions, measure, same_by
     from rag_posfix.pipeline.build import build_pipeline
 
     examples = [] if data is None else load_labels(data, passages, limit)
@@ -108,7 +136,7 @@ def measure(
                 pipeline, [(row.id, row.question) for row in rows][:limit], refusals.append
             )
         elif data is None:
-            examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN, limit, options, report)
+            examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN_JOURNAL, limit, options, report)
         _show_left_out(dropped, refusals)
         asked, source = asked or from_examples(examples, documents), questions or data
         record = measure(
@@ -168,7 +196,7 @@ def _written(
 
     Where the writer wrote less than half of them, sentences with a gap fill up.
     """
-    from rag_posfix.measuring.written_questions import WrittenJournal, gap_questions, write_questions
+    from rag_posfix.measuring.measure import WrittenJournal, gap_questions, write_questions
     from rag_posfix.retrieval.index.storage import read_entries
 
     until, count = time.monotonic() + 20 * options.minutes, limit or _DEFAULT_QUESTIONS
@@ -186,7 +214,7 @@ def _written(
 
 
 def _written_name(examples: list[PositionExample]) -> str:
-    from rag_posfix.measuring.written_questions import GAP
+    from rag_posfix.measuring.measure import GAP
 
     gaps = sum(GAP in example.question for example in examples)
     return "written from the index" + (f", {gaps} of {len(examples)} as sentences with a gap" if gaps else "")
@@ -249,7 +277,7 @@ def check(
     Reads what measure --data reads: JSON lines, CSV or Parquet with --passages, rows of Lost in the Middle or
     HotpotQA, SQuAD's format. The exit code is 1 if a row cannot be used.
     """
-    from rag_posfix.evaluation.data.labels import check_labels
+    from rag_posfix.evaluation.data.collection import check_labels
 
     usable, problems = check_labels(file, passages)
 
@@ -262,3 +290,201 @@ def check(
     emit({"usable": usable, "problems": [asdict(problem) for problem in problems]}, as_json, show)
     if any(problem.severity == "error" for problem in problems):
         raise typer.Exit(1)
+
+
+PASSAGES = 10
+GOLD_POSITIONS = {"first": 0, "middle": 5, "last": PASSAGES - 1}
+ANSWER_TOKENS = 20
+PASSAGE_BYTES = 2**30
+"""The size limit of the passage KV store in memory."""
+
+DEMO_MODEL = READERS[-1]
+DEMO_NOTE = (
+    "The demo reads with the smallest packaged model; other commands take the largest that is fetched (rag-posfix "
+    "models list)."
+)
+
+NEXT = """\
+Where to go next:
+  rag-posfix index YOUR_FILES --out my.index         index text, HTML, PDF, JSON lines
+  rag-posfix ask "Your question?" --index my.index   answers with sources
+  rag-posfix serve --index my.index                  an OpenAI-compatible service
+  rag-posfix methods                                 every method and its paper
+Does your model have this problem, on your documents, and what should you use?
+  rag-posfix measure --index my.index --questions questions.txt --out report"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One answer, with one method and one position of the gold passage."""
+
+    question: str
+    expected: str
+    mitigation: str
+    gold: str
+    answer: str
+    right: bool
+    log_probability: float
+    seconds: float
+
+
+@with_settings("model", "adapter", "device")
+def demo(
+    settings: Settings,
+    questions: Annotated[int, typer.Option("--questions", min=1, max=24, help="Ask this number of questions.")] = 3,
+    mitigation: Annotated[
+        str, typer.Option("--mitigation", help="Compare this method with the unmodified model.")
+    ] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Compare answers with and without a method, on demo data.
+
+    The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
+    answer, is put first, in the middle and last. Passages that were read stay in memory, as in the service: the first
+    answer to a question is a cold one, the others are warm.
+    """
+    method = checked_choice(mitigation)
+    choices = {"none": checked_choice("none"), mitigation: method}
+    started = time.perf_counter()
+    if "model" not in settings.model_fields_set and is_here(DEMO_MODEL, settings.cache_dir):
+        settings = settings.model_copy(update={"model": DEMO_MODEL})
+        if not as_json:
+            say(DEMO_NOTE)
+    engine = load_engine(settings, PASSAGE_BYTES)
+    with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
+        retriever, indexed = _index(Path(folder) / "demo.index", settings)
+        cells = _compare(engine, retriever, questions, choices)
+    seconds = time.perf_counter() - started
+
+    def show(_: dict[str, Any]) -> None:
+        _demo_show(cells, engine.model_id, indexed, mitigation)
+        say(f"\nTook {seconds:.0f} s.\n\n{NEXT}")
+
+    rows = [asdict(cell) for cell in cells]
+    emit({"model": engine.model_id, "passages": indexed, "rows": rows, "seconds": seconds}, as_json, show)
+
+
+def _index(folder: Path, settings: Settings) -> tuple[PassageRetriever, int]:
+    """Embed and save the corpus, then load the index back, as `index` and `ask` do."""
+    from rag_posfix.demo_data import load_passages
+    from rag_posfix.pipeline.build import build_embeddings
+    from rag_posfix.retrieval.base import PassageRetriever
+    from rag_posfix.retrieval.faiss_store import FaissVectorStore
+
+    passages = load_passages()
+    with status(f"indexing {len(passages)} passages"):
+        embeddings = build_embeddings(settings)
+        store = FaissVectorStore(embeddings)
+        store.add_documents(passages)
+        store.save(folder)
+        return PassageRetriever(store=FaissVectorStore.load(folder, embeddings), k=PASSAGES), len(passages)
+
+
+def _compare(
+    engine: Engine, retriever: PassageRetriever, count: int, choices: dict[str, MitigationChoice]
+) -> list[_Cell]:
+    from rag_posfix.assembly.assembler import Assembler
+    from rag_posfix.demo_data import load_questions
+    from rag_posfix.evaluation.answers.experiment import answer_and_score
+    from rag_posfix.evaluation.statistics import best_subspan_em
+
+    assembler = Assembler(engine.encoder, engine.context_window)
+    questions = load_questions()[:count]
+    cells: list[_Cell] = []
+    total = len(questions) * len(GOLD_POSITIONS) * 2
+    with progress_bar("answering") as progress:
+        for question in questions:
+            hits = retriever.retrieve(question.question, PASSAGES)
+            for name in choices:
+                for where, gold_position in GOLD_POSITIONS.items():
+                    layout = assembler.assemble(
+                        question.question,
+                        _with_gold_at(hits, question, gold_position),
+                        order="original",
+                        max_new_tokens=ANSWER_TOKENS,
+                    ).layout
+                    asked = time.perf_counter()
+                    generation, score = answer_and_score(engine, layout, choices[name], question.answer, ANSWER_TOKENS)
+                    seconds, text = time.perf_counter() - asked, " ".join(generation.text.split())
+                    correct = bool(best_subspan_em(text, question.answers))
+                    cells.append(_Cell(question.question, question.answer, name, where, text, correct, score, seconds))
+                    progress(len(cells), total)
+                    if not err().is_terminal:
+                        err().print(f"answered {len(cells)} of {total}", highlight=False)
+    return cells
+
+
+def _with_gold_at(hits: list[Document], question: DemoQuestion, gold_position: int) -> list[Document]:
+    """Return the retrieved passages with the gold passage at a position; it replaces the last if it was not found."""
+    from rag_posfix.demo_data import load_passages
+
+    gold = next((document for document in hits if document.id == question.gold), None)
+    other_documents = [document for document in hits if document.id != question.gold][: PASSAGES - 1]
+    if gold is None:
+        gold = next(passage for passage in load_passages() if passage.id == question.gold)
+        gold.metadata["relevance_score"] = other_documents[-1].metadata["relevance_score"]
+    return [*other_documents[:gold_position], gold, *other_documents[gold_position:]]
+
+
+def _demo_show(cells: list[_Cell], model: str, indexed: int, mitigation: str) -> None:
+    from rich.markup import escape
+
+    console = out()
+    console.print(
+        f"\n{model} answers from {PASSAGES} of {indexed} passages. Only the position of the gold passage, which holds "
+        "the answer, changes.\n",
+        highlight=False,
+    )
+    names = ("none", mitigation)
+    for question in dict.fromkeys(cell.question for cell in cells):
+        rows = [cell for cell in cells if cell.question == question]
+        title = f"{escape(question)}  [dim]({escape(rows[0].expected)})[/dim]"
+        answers = table("gold passage", *map(_shown_name, names), title=title, title_justify="left")
+        for where in GOLD_POSITIONS:
+            answers.add_row(where, *(_mark(_cell_of(rows, name, where)) for name in names))
+        console.print(answers)
+    console.print(_verdict(cells, names), _cost(cells, names), sep="\n", highlight=False)
+
+
+def _shown_name(name: str) -> str:
+    return "unmodified" if name == "none" else name
+
+
+def _cell_of(cells: list[_Cell], name: str, where: str) -> _Cell:
+    return next(cell for cell in cells if cell.mitigation == name and cell.gold == where)
+
+
+def _mark(cell: _Cell) -> str:
+    from rich.markup import escape
+
+    text = cell.answer if len(cell.answer) <= 60 else cell.answer[:57] + "..."
+    return f"[green]✓ {escape(text)}[/green]" if cell.right else f"[red]✗ {escape(text)}[/red]"
+
+
+def _verdict(cells: list[_Cell], names: tuple[str, str]) -> str:
+    """Return how many answers are right, and for how many questions that depends on where the gold passage is."""
+    sentences = []
+    for name in names:
+        rows = [cell for cell in cells if cell.mitigation == name]
+        by_question: dict[str, set[bool]] = {}
+        for cell in rows:
+            by_question.setdefault(cell.question, set()).add(cell.right)
+        changed = sum(len(values) > 1 for values in by_question.values())
+        sentences.append(
+            f"{_shown_name(name)}: {sum(cell.right for cell in rows)} of {len(rows)} right, and for {changed} of "
+            f"{len(by_question)} questions that depends on the order"
+        )
+    return "; ".join(sentences) + "."
+
+
+def _cost(cells: list[_Cell], names: tuple[str, str]) -> str:
+    """Return the mean seconds of an answer, of the first to a question and of the others."""
+    parts = []
+    first, *_ = GOLD_POSITIONS
+    for name in names:
+        cold, warm = (
+            mean(cell.seconds for cell in cells if cell.mitigation == name and (cell.gold == first) is new)
+            for new in (True, False)
+        )
+        parts.append(f"{_shown_name(name)} {cold:.1f} s and {warm:.1f} s")
+    return f"Answer and score took, with new passages and with passages that were read before: {'; '.join(parts)}."

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, Plugin, load_engine, with_settings
-from rag_posfix.cli.output import emit, emit_json, out, say, status, table
+from rag_posfix.cli.options import AsJson, Plugin, emit, emit_json, load_engine, out, say, status, table, with_settings
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.plugins import GROUPS, plugin_entries
+from rag_posfix.registry import GROUPS, plugin_entries
 from rag_posfix.settings import Settings
 
 FIRST_STAGES = {
@@ -131,7 +130,7 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
 
     Compares the logits of the patched and the unmodified model. A model on a server is asked what it gives.
     """
-    from rag_posfix.generation.remote.address import is_remote
+    from rag_posfix.generation.remote.connection import is_remote
 
     if is_remote(settings.model):
         emit(_verify_server(settings), as_json, _show_server)
@@ -139,7 +138,7 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
     engine = load_engine(settings)
     from rag_posfix.generation.load import generation_config_of
     from rag_posfix.mitigations import MITIGATIONS
-    from rag_posfix.patching.prepare import check_again
+    from rag_posfix.patching.install import check_again
 
     loaded, within = engine.loaded, engine.loaded.spec.within
     result = check_again(loaded.model, loaded.spec)
@@ -190,8 +189,8 @@ def _show_model(data: dict[str, Any]) -> None:
 def _verify_server(settings: Settings) -> dict[str, Any]:
     """Return the JSON object of a server: what it gives, and which arrangements run on it."""
     with status("asking the server"):
-        from rag_posfix.generation.remote.address import parse_remote
-        from rag_posfix.generation.remote.plain_prompts import NEAREST, remote_refusal
+        from rag_posfix.generation.remote.connection import parse_remote
+        from rag_posfix.generation.remote.generator import NEAREST, remote_refusal
         from rag_posfix.mitigations import MITIGATIONS
         from rag_posfix.pipeline.retrievers_and_servers import open_remote_generator
         from rag_posfix.reranking import RERANKERS

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rag_posfix.cli.help import ReadableCommand, ReadableGroup
-from rag_posfix.cli.options import AsJson, out_option, with_options_of, with_settings
-from rag_posfix.cli.output import emit, experiment_step, out, say, say_files, table
+from rag_posfix.cli.options import (
+    AsJson,
+    emit,
+    experiment_step,
+    out,
+    out_option,
+    say,
+    say_files,
+    table,
+    with_options_of,
+    with_settings,
+)
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
@@ -86,7 +96,7 @@ def probe_all(
     The probes read as many texts as alone, but shorter ones.
     """
     from rag_posfix.probing import open_subject
-    from rag_posfix.probing.all_probes import run_probes
+    from rag_posfix.probing.base import run_probes
 
     chosen = _select_probes(probes, data)
     for probe in chosen:

@@ -1,24 +1,37 @@
-"""``rag-posfix serve`` and ``keys``: start the HTTP service, and manage its API keys."""
+"""``rag-posfix serve`` and ``keys``: start the HTTP service, and manage its API keys.
+
+``rag-posfix mcp``: search and ask as tools of an agent, on stdin and stdout.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rag_posfix import __version__
 from rag_posfix.cli.options import (
     AsJson,
+    Index,
+    check_answer_fits,
     check_index,
+    check_searchable,
+    emit,
+    err,
     filter_of,
     follows,
+    out,
+    say,
     service_settings_from,
     setting_option,
+    status,
+    table,
     with_settings,
 )
-from rag_posfix.cli.output import emit, err, out, say, table
 from rag_posfix.errors import ConfigError
 from rag_posfix.process import keep_running_on_hangup
 from rag_posfix.settings import ServiceSettings, Settings, TorchrunSettings
@@ -63,7 +76,7 @@ def serve(
     if settings.index is not None:
         check_index(settings.index)
     if TorchrunSettings().rank in (None, 0):  # follower ranks listen on no port
-        from rag_posfix_api.listener import listen
+        from rag_posfix_api.server import listen
 
         listen(service).close()
     from rag_posfix.pipeline.build import resolve_methods
@@ -175,3 +188,27 @@ def _store(data_dir: Path | None) -> KeyStore:
 
 def _day(seconds: int | None) -> str:
     return "-" if seconds is None else time.strftime("%Y-%m-%d", time.gmtime(seconds))
+
+
+@with_settings(
+    "mitigation", "reranker", "order", "k", "retriever", "min_relevance", "allow_ungrounded", "max_tokens", "template",
+    "model", "adapter", "device", "profile",
+)  # fmt: skip
+def mcp(settings: Settings, index: Index = None) -> None:
+    """Serve search and ask as MCP tools of an agent, on stdio.
+
+    An agent starts this command and talks to it on stdin and stdout. The model is loaded with the first question. A
+    running service has the same tools at /mcp.
+    """
+    check_searchable(index, settings)
+    check_answer_fits(settings)
+    import asyncio
+
+    from rag_posfix.mcp.server import serve_stdio
+    from rag_posfix.pipeline.build import build_pipeline, resolve_methods
+
+    methods = resolve_methods(settings)
+    with status("loading the embeddings and the tokenizer"):
+        pipeline = build_pipeline(settings, index=index, deferred=True, methods=methods)
+    with closing(pipeline):
+        asyncio.run(serve_stdio(pipeline, __version__))

@@ -11,17 +11,22 @@ import typer
 from rag_posfix.cli.options import (
     AsJson,
     checked_choice,
+    emit,
+    experiment_step,
     load_engine,
+    out,
     out_option,
+    say,
+    say_files,
     settings_from,
+    status,
+    table,
     with_options_of,
     with_settings,
 )
-from rag_posfix.cli.output import emit, experiment_step, out, say, say_files, status, table
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
-from rag_posfix.training.data.settings import DataSettings
-from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.data.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
@@ -112,7 +117,7 @@ def data(
 
 
 def _teacher(model: str) -> Generator:
-    from rag_posfix.generation.remote.address import is_remote
+    from rag_posfix.generation.remote.connection import is_remote
     from rag_posfix.pipeline.build import build_generator
 
     if not is_remote(model):
@@ -274,7 +279,7 @@ def forgetting(
     of a document.
     """
     from rag_posfix.training.data.pairs import read_segments
-    from rag_posfix.training.forgetting import BASE, compare_perplexity
+    from rag_posfix.training.objectives import BASE, compare_perplexity
 
     segments = [segment.text for segment in read_segments(texts, SEGMENT_WORDS)][:limit]
     engines = {BASE: load_engine(settings.model_copy(update={"adapter": None}))}

@@ -11,7 +11,7 @@ import transformers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.patching.install import install
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plugins import plugin_entries
+from rag_posfix.registry import plugin_entries
 
 VOCABULARY = 131
 TOLERANCE = 1e-5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rag_posfix.conformance.models import plugins
-from rag_posfix.plugins import GROUPS
+from rag_posfix.registry import GROUPS
 
 
 def test_there_is_a_plugin() -> None:

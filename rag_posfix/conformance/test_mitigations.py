@@ -12,7 +12,7 @@ import torch
 from rag_posfix.attention.masks import materialize
 from rag_posfix.conformance.models import TOLERANCE, hooked_model, plugins, random_model, toy_layout
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations.base import Mitigation, create
 from rag_posfix.plan.layout import Layout

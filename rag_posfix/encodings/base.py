@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rag_posfix.attention.blockwise import attend_causal
+from rag_posfix.attention.masks import attend_causal
 from rag_posfix.contracts.method_spec import MethodSpec, Parametrised
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import Integer, Number, check_parameters

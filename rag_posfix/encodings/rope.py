@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_causal
+from rag_posfix.attention.masks import attend_causal
 from rag_posfix.attention.rope import rotate_half_split
 from rag_posfix.encodings.base import ENCODINGS, DecoderShape, Encoding, Positions
 from rag_posfix.errors import ConfigError

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
-    from rag_posfix.evaluation.answers.permutations import evaluate_permutations
-    from rag_posfix.evaluation.answers.positions import evaluate_positions
+    from rag_posfix.evaluation.answers.positions import evaluate_permutations, evaluate_positions
     from rag_posfix.evaluation.data.collection import beir_files
     from rag_posfix.evaluation.data.questions import PositionExample, load_examples
-    from rag_posfix.evaluation.ranking.gold_positions import evaluate_reranking_positions
     from rag_posfix.evaluation.ranking.rankings import RerankerChoice
-    from rag_posfix.evaluation.ranking.reranking import evaluate_reranking
+    from rag_posfix.evaluation.ranking.reranking import evaluate_reranking, evaluate_reranking_positions
     from rag_posfix.evaluation.record import ExperimentRecord, read_record
     from rag_posfix.evaluation.speed.bench import measure_speed
 
@@ -42,10 +40,10 @@ _EXPORTS = {
     "PositionExample": "rag_posfix.evaluation.data.questions",
     "RerankerChoice": "rag_posfix.evaluation.ranking.rankings",
     "beir_files": "rag_posfix.evaluation.data.collection",
-    "evaluate_permutations": "rag_posfix.evaluation.answers.permutations",
+    "evaluate_permutations": "rag_posfix.evaluation.answers.positions",
     "evaluate_positions": "rag_posfix.evaluation.answers.positions",
     "evaluate_reranking": "rag_posfix.evaluation.ranking.reranking",
-    "evaluate_reranking_positions": "rag_posfix.evaluation.ranking.gold_positions",
+    "evaluate_reranking_positions": "rag_posfix.evaluation.ranking.reranking",
     "load_examples": "rag_posfix.evaluation.data.questions",
     "measure_speed": "rag_posfix.evaluation.speed.bench",
     "parse_arrangement": "rag_posfix.evaluation.answers.experiment",

@@ -16,35 +16,33 @@ from typing import Any
 
 from rag_posfix.checked import check_type
 from rag_posfix.checkpoints import check_tensors, folder_of, quiet_loading, refuse_adapter
-from rag_posfix.devices import checked_device
 from rag_posfix.errors import ConfigError, RagPosfixError, UnsupportedModelError, missing_extra
 from rag_posfix.files import default_cache_dir
-from rag_posfix.generation.encode_texts import cpu_has_bfloat16
-from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.batch_invariance import BatchInvariance, rows_for
+from rag_posfix.generation.engine import Engine, cpu_has_bfloat16
 from rag_posfix.generation.model.checkpoint import (
     PACKAGED,
+    REMEMBERED_IN,
+    FileDigests,
     GenerationConfig,
+    GgufFile,
     PackagedModel,
     adapter_tokenizer,
     check_adapter,
-    merge_adapter,
-    read_generation_config,
-)
-from rag_posfix.generation.model.checkpoint_formats import (
-    GgufFile,
     check_quantisation,
+    merge_adapter,
+    model_fingerprint,
+    read_generation_config,
     read_gguf,
     serving,
 )
-from rag_posfix.generation.model.fingerprint import REMEMBERED_IN, FileDigests, model_fingerprint
+from rag_posfix.generation.model.one_pass import BatchInvariance, rows_for
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.patching.families import FAMILIES, family_of, shape_of
-from rag_posfix.patching.prepare import plain_shape, prepare
+from rag_posfix.patching.install import plain_shape, prepare
 from rag_posfix.patching.spec import Ranks
+from rag_posfix.patching.structure import FAMILIES, family_of, shape_of
 from rag_posfix.plan.plan import ModelShape
-from rag_posfix.process import allowed_threads
+from rag_posfix.process import allowed_threads, checked_device
 
 __all__ = ["load_engine"]
 

@@ -15,9 +15,8 @@ from pydantic import AfterValidator
 
 from rag_posfix.assembly.documents import checked_document, distinct_indices, ranked_indices
 from rag_posfix.assembly.orders import OrderInputs, apply_order, create_order
-from rag_posfix.contracts.filters import parse_filter
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.contracts.retrieval import RankedDocument, arerank_indexed, rerank_indexed
+from rag_posfix.contracts.retrieval import RankedDocument, arerank_indexed, parse_filter, rerank_indexed
 from rag_posfix.errors import ConfigError, missing_extra
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentCompressor
 
-from rag_posfix.contracts.filters import matches, parse_filter
+from rag_posfix.contracts.retrieval import matches, parse_filter
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.integrations.document_ordering import (
     DocumentOrderer,

@@ -28,8 +28,14 @@ from mcp_types import (
 
 from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.filters import combine_filters, matches, parse_filter
-from rag_posfix.contracts.retrieval import Retriever, current_of, retrieve_matching
+from rag_posfix.contracts.retrieval import (
+    Retriever,
+    combine_filters,
+    current_of,
+    matches,
+    parse_filter,
+    retrieve_matching,
+)
 from rag_posfix.errors import ConfigError, RagPosfixError, UnknownNameError
 from rag_posfix.mcp.forms import (
     URI_TEMPLATES,

@@ -9,8 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import scores, weigh
-from rag_posfix.attention.masks import segment_ids
+from rag_posfix.attention.masks import scores, segment_ids, weigh
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.bias_profile import BIAS_PROFILE, bias_profile_from, scaled, with_dummy

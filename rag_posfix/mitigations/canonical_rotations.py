@@ -10,8 +10,7 @@ from torch import Tensor
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.plan import ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import log_relevance, mixture, per_device
+from rag_posfix.plan.plan import ModelShape, Plan, RowPlan, RowScores, log_relevance, mixture, per_device
 
 
 @MITIGATIONS.register("canonical_rotations")

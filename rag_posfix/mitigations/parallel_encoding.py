@@ -9,8 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_with_lse, last_row, merge
-from rag_posfix.attention.masks import window_positions, windows_mask, windows_of
+from rag_posfix.attention.masks import attend_with_lse, last_row, merge, window_positions, windows_mask, windows_of
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.layout import Layout

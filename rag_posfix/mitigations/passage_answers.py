@@ -11,8 +11,20 @@ from torch import Tensor
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.plan import CandidateAnswers, Choose, Draft, ModelShape, Plan, RowPlan, RowScores
-from rag_posfix.plan.pooling import Relevance, Rule, mixture, relevance_rule, without_copies
+from rag_posfix.plan.plan import (
+    CandidateAnswers,
+    Choose,
+    Draft,
+    ModelShape,
+    Plan,
+    Relevance,
+    RowPlan,
+    RowScores,
+    Rule,
+    mixture,
+    relevance_rule,
+    without_copies,
+)
 
 
 @MITIGATIONS.register("passage_answers")

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import attend_segments, attend_with_lse, last_row, merge
+from rag_posfix.attention.masks import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.blockwise import (
+from rag_posfix.attention.masks import (
     attend_causal,
     attend_prompt_with_lse,
     attend_whole,

@@ -2,28 +2,334 @@
 
 Without a context all three are exactly transformers' own. A context is switched on in a ``ContextVar``, inside the
 thread that runs the model, so threads with different plans share one model. Nothing is stored on a module.
+
+The forward context: what one forward pass does differently, switched on per thread. Data only.
+
+Rotation inside the attention hook: the model's own angles at the positions of a plan.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from rag_posfix.attention.blockwise import attend_causal_rows
-from rag_posfix.attention.masks import causal_rows
-from rag_posfix.attention.weights import head_attention, last_query_attention
+from rag_posfix.attention.masks import attend_causal_rows, causal_rows, head_attention, last_query_attention
+from rag_posfix.attention.rope import add_rotation, rotate_half_split
 from rag_posfix.errors import GenerationError, UnsupportedModelError
-from rag_posfix.patching.forward_context import ForwardContext, LastLayerRead, Observer, current
-from rag_posfix.patching.rotation import LayerRotation, layer_rotation
 from rag_posfix.patching.spec import ModelSpec, Ranks
-from rag_posfix.plan.plan import AttentionInput, HeadScale, HiddenScale, Rotated
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, HeadScale, HiddenScale, MaskFunction, Rotated
+
+
+@dataclass(slots=True)
+class Observer:
+    """Collects the attention of the last queries, averaged over them, over layers and the heads that are here.
+
+    Attributes:
+        total: (B, Tk) float32, summed over layers.
+        n_layers: Layers that have reported.
+        queries: How many of the last queries count. With a plan that replaces attention: one.
+        layers: The observed layers; None = all.
+        approximate: Whether shares suffice whose last digits may be wrong.
+        heads: Layer -> query heads that count; then nothing is averaged over heads and layers, and ``by_head`` is
+            filled instead of ``total``.
+        by_head: Layer -> (B, heads, Tk) float32.
+    """
+
+    total: Tensor | None = None
+    n_layers: int = 0
+    queries: int = 1
+    layers: frozenset[int] | None = None
+    approximate: bool = False
+    heads: Mapping[int, tuple[int, ...]] | None = None
+    by_head: dict[int, Tensor] = field(default_factory=dict)
+
+    def observes(self, layer: int) -> bool:
+        """Return whether a layer's attention is observed."""
+        if self.heads is not None:
+            return layer in self.heads
+        return self.layers is None or layer in self.layers
+
+    def add(self, attention: Tensor) -> None:
+        """Add one layer's (B, Tk)."""
+        if self.total is not None and attention.device != self.total.device:  # layers on several devices
+            attention = attention.to(self.total.device)
+        self.total = attention if self.total is None else self.total + attention
+        self.n_layers += 1
+
+    def mean(self) -> Tensor | None:
+        """Return the mean over layers, (B, Tk), or None if no layer reported."""
+        return None if self.total is None else self.total / self.n_layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overrides:
+    """What a row's plan changes in the model's attention. All fields at their defaults: the stock path runs.
+
+    Attributes: those of ``RowPlan``.
+    """
+
+    mask: MaskFunction | None = None
+    rope_base_factor: float | None = None
+    layer_scale: tuple[float, ...] | None = None
+    head_scale: HeadScale | None = None
+    hidden_scale: HiddenScale | None = None
+    attend: AttentionOverride | None = None
+
+    @property
+    def masks_only(self) -> bool:
+        """Whether only the attention mask changes."""
+        return all(getattr(self, override.name) is None for override in fields(self) if override.name != "mask")
+
+    @property
+    def rotates_in_hook(self) -> bool:
+        """Whether the attention hook rotates queries and keys instead of the model."""
+        return (
+            self.head_scale is not None
+            or self.hidden_scale is not None
+            or (self.attend is not None and self.attend.rotated is not Rotated.BOTH)
+        )
+
+    @property
+    def changes_angles(self) -> bool:
+        """Whether the model rotates by other angles than its own."""
+        return self.rope_base_factor is not None or self.layer_scale is not None
+
+
+@dataclass(slots=True, eq=False)
+class LayerState:
+    """What the layers of one batch remember between forward passes, and hand on within one.
+
+    Attributes:
+        head_divisors: Layer -> position divisor of each key/value head, decided once.
+        channel: Layer -> the scaled hidden channel of the tokens of this pass, (B, Tq).
+        kept: ``AttentionInput.kept``; tensors in it are never changed in place.
+    """
+
+    head_divisors: dict[int, Tensor | None] = field(default_factory=dict)
+    channel: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def copy(self) -> LayerState:
+        """Return an independent copy."""
+        return LayerState(dict(self.head_divisors), {}, dict(self.kept))
+
+
+class LastLayerRead(Exception):
+    """Ends a forward pass after ``ForwardContext.last_layer``. Whoever sets ``last_layer`` catches it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardContext:
+    """What one forward pass does differently.
+
+    Attributes:
+        overrides: The plan's changes.
+        positions: (B | 1, Tk) positions of every token so far; the queries are the last of them. Needed with overrides
+            that rotate or change angles.
+        spec: The model's; needed with ``positions``.
+        layer_state: Of this batch.
+        prompt_length: Tokens that the prompt holds; queries from the last of them on are last tokens.
+        observer: Receives the attention of the last queries.
+        on_hidden_states: Receives each layer's number and the input of its attention, (B, Tq, hidden).
+        starts: The first token of each row among the keys; those before it are padding. If given, causality and
+            padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.
+        last_layer: The pass ends with the keys, values and observed attention of this layer, by ``LastLayerRead``; for
+            contexts without overrides. None reads all layers.
+        slices: Parts of the batch with caches of their own, in the order of the batch; then nothing above is used.
+            Rows after the last part are padding: they attend to nothing.
+    """
+
+    overrides: Overrides = field(default_factory=Overrides)
+    positions: Tensor | None = None
+    spec: ModelSpec | None = None
+    layer_state: LayerState = field(default_factory=LayerState)
+    prompt_length: int = 1
+    observer: Observer | None = None
+    on_hidden_states: Callable[[int, Tensor], None] | None = None
+    starts: tuple[int, ...] | None = None
+    last_layer: int | None = None
+    slices: tuple[BatchSlice, ...] = ()
+
+    def by_rows(self, n_rows: int) -> list[tuple[slice, ForwardContext]]:
+        """Return (rows, context) for all rows of the pass; rows of padding have a context without overrides."""
+        if not self.slices:
+            return [(slice(None), self)]
+        contexts = [(batch_slice.rows, batch_slice.context) for batch_slice in self.slices]
+        stop = contexts[-1][0].stop
+        return contexts if stop == n_rows else [*contexts, (slice(stop, n_rows), ForwardContext())]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchSlice:
+    """Rows of a batch that have a cache of their own.
+
+    Attributes:
+        rows: Which rows of the batch.
+        context: As for a pass over these rows alone; it has ``starts`` and no mask.
+        keys: Layer -> (keys, values), each (R, Hkv, Tk, D), of all tokens so far: the cache's own tensors.
+    """
+
+    rows: slice
+    context: ForwardContext
+    keys: Callable[[int], tuple[Tensor, Tensor]]
+
+
+_ACTIVE: ContextVar[ForwardContext | None] = ContextVar("rag_posfix_forward_context", default=None)
+
+
+def current() -> ForwardContext | None:
+    """Return the context that is switched on in this thread; None leaves the model as it was trained."""
+    return _ACTIVE.get()
+
+
+@contextmanager
+def active(context: ForwardContext) -> Iterator[None]:
+    """Switch ``context`` on for the forward passes of this thread inside the block."""
+    token = _ACTIVE.set(context)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRotation:
+    """Rotates states of one layer to given positions. A ``Rotation`` of ``attention.attend``.
+
+    Attributes:
+        spec: The model, whose angles are used.
+        rotates: Whether the layer has RoPE.
+        base_factor: Factor of the RoPE base.
+        scale: Divisor of positions in this layer.
+        ratios: (Hkv,) what positions are divided by in each key head and its group of query heads.
+    """
+
+    spec: ModelSpec
+    rotates: bool = True
+    base_factor: float | None = None
+    scale: float | None = None
+    ratios: Tensor | None = None
+
+    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Return (B, H, T, D) rotated; positions (B | 1, T) or (B | 1, h, T) with h in 1, Hkv, Hq."""
+        if not self.rotates:
+            return states
+        cos, sin = self._per_head(states, positions, states.shape[1])
+        return rotate_half_split(states, cos, sin).to(states.dtype)
+
+    @property
+    def name(self) -> Hashable:
+        """Divisors of heads are those of one layer, which keeps them."""
+        ratios = None if self.ratios is None else id(self.ratios)
+        return (self.rotates, self.base_factor, None if self.scale is None else float(self.scale), ratios)
+
+    def phases(self, positions: Tensor) -> Tensor:
+        """Return cos + i sin of each pair of channels, (B | 1, h, T, pairs) complex64."""
+        positions = positions if positions.dim() == 3 else positions[:, None]
+        if not self.rotates:
+            return torch.zeros((*positions.shape, 0), dtype=torch.complex64, device=positions.device)
+        n_heads = positions.shape[1] if self.ratios is None else max(positions.shape[1], self.ratios.shape[0])
+        cos, sin = self._per_head(positions, positions, n_heads)
+        pairs = cos.shape[-1] // 2  # both halves hold the same angles
+        return torch.complex(cos[..., :pairs].contiguous(), sin[..., :pairs].contiguous())
+
+    def _per_head(self, states: Tensor, positions: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (B | 1, h, T, rotated) in the dtype of ``states``; the heads' own divisors count."""
+        positions = positions if positions.dim() == 3 else positions[:, None]  # (B | 1, h, T)
+        if 1 < positions.shape[1] < n_heads:
+            positions = positions.repeat_interleave(n_heads // positions.shape[1], dim=1)
+        if self.ratios is not None:
+            positions = positions / self.ratios.repeat_interleave(n_heads // self.ratios.shape[0])[None, :, None]
+        cos, sin = self.angles(states, positions.flatten(0, 1))
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
+    def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (B, T, rotated), of positions (B, T) as this layer sees them."""
+        if self.scale is not None:
+            positions = positions / self.scale
+        return self.spec.angles(states, positions, self.base_factor)
+
+
+def layer_rotation(overrides: Overrides, spec: ModelSpec, module: Any) -> LayerRotation:
+    """Return the rotation of one layer under overrides, heads left out."""
+    scales = overrides.layer_scale
+    return LayerRotation(
+        spec=spec,
+        rotates=module.layer_idx not in spec.unrotated,
+        base_factor=overrides.rope_base_factor,
+        scale=None if scales is None else scales[module.layer_idx],
+    )
+
+
+AngleLayout = Literal["halves", "neighbours", "single"]
+
+
+def angle_layout(rotary: Any) -> AngleLayout:
+    """Return how a rotary module lays out a pair's angle: in both halves, side by side (Cohere), once (gpt-oss)."""
+    if not hasattr(rotary, "inv_freq"):  # frequencies by the kind of layer (Gemma 3): its base is not changed
+        return "halves"
+    position = torch.ones(1, 1, dtype=torch.long, device=rotary.inv_freq.device)
+    angles = type(rotary).forward(rotary, rotary.inv_freq, position)
+    if not isinstance(angles, tuple):  # complex numbers (Llama 4)
+        return "single"
+    _, sin = angles
+    if sin.shape[-1] == rotary.inv_freq.shape[0]:
+        return "single"
+    return "neighbours" if torch.equal(sin[..., ::2], sin[..., 1::2]) else "halves"
+
+
+def scaled_base_angles(
+    rotary: Any, states: Tensor, positions: Tensor, factor: float, layout: AngleLayout
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin with the RoPE base multiplied by ``factor``.
+
+    Formula: base^(-2i/d) -> (factor base)^(-2i/d) = base^(-2i/d) factor^(-2i/d): every one of the model's own inverse
+        frequencies, whatever scaling made it, is multiplied by factor^(-i / (d / 2)).
+
+    Shapes:
+        positions: (B, T). returns: (B, T, d) each, (B, T, d / 2) for ``single``, in the dtype of ``states``.
+    """
+    frequencies = rotary.inv_freq.float()  # (d / 2,)
+    exponent = torch.arange(frequencies.shape[0], device=frequencies.device) / frequencies.shape[0]
+    angle = positions[..., None].float() * (frequencies * factor**-exponent)
+    if layout == "halves":
+        angle = torch.cat((angle, angle), dim=-1)
+    elif layout == "neighbours":
+        angle = torch.stack((angle, angle), dim=-1).flatten(-2)
+    scaling = getattr(rotary, "attention_scaling", 1.0)
+    return (angle.cos() * scaling).to(states.dtype), (angle.sin() * scaling).to(states.dtype)
+
+
+CHUNK = 2**22
+"""Numbers that are rotated at a time, in float32: few operations for short passages, little memory for long ones."""
+
+
+def rerotate(spec: ModelSpec, keys: Tensor, offset: float) -> Tensor:
+    """Return keys of all layers as if each token stood ``offset`` positions further on.
+
+    Formula: R_(m + offset) x = R_offset R_m x in each layer that rotates; what YaRN scales stays scaled once.
+
+    Shapes:
+        keys: (L, Hkv, T, D), rotated to their positions. returns: the same.
+    """
+    if not offset:
+        return keys
+    phases = LayerRotation(spec).phases(torch.full((1, 1), float(offset), device=keys.device))
+    n_layers = max(1, CHUNK // keys[0].numel())
+    moved = torch.cat([add_rotation(chunk, phases) for chunk in torch.split(keys, n_layers)])
+    for layer in spec.unrotated.intersection(range(len(keys))):
+        moved[layer] = keys[layer]
+    return moved
+
 
 _StockAttention = Callable[..., tuple[Tensor, Tensor | None]]
 """An attention function of transformers."""

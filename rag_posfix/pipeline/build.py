@@ -17,27 +17,25 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.assembly.templates import read_template, templates_by_language
-from rag_posfix.caching.answers.keys import tenant_salt
-from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache
+from rag_posfix.assembly.tokenization import PassageBudget
+from rag_posfix.caching.answers.tiered import TieredAnswerCache, build_answer_cache, tenant_salt
 from rag_posfix.caching.kv.store import PassageStore, build_passage_store
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.checked import check_type, checked_min_relevance
+from rag_posfix.checkpoints import reader_notice
 from rag_posfix.contracts.generator import FirstTokenReader, Generator, PassageReader
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched, unbatched
 from rag_posfix.generation.deferred import DeferredGenerator, deferred_generator
-from rag_posfix.generation.encode_texts import TextEncoder
-from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.engine import Engine, TextEncoder
 from rag_posfix.generation.load import load_engine, read_metadata, usable_device
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.remote.address import is_remote, parse_remote
-from rag_posfix.generation.remote.generator import RemoteGenerator
-from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation
+from rag_posfix.generation.remote.connection import is_remote, parse_remote
+from rag_posfix.generation.remote.generator import RemoteGenerator, check_remote_mitigation
 from rag_posfix.generation.tensor_parallel.launch import LaunchEnvironment, load_parallel
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.best_passage import BestPassage
@@ -71,7 +69,6 @@ from rag_posfix.reranking.likelihood import PassageJudge
 from rag_posfix.reranking.yes_no import YesNoReranker
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings, embedding_identity
 from rag_posfix.settings import Settings, TorchrunSettings
-from rag_posfix.weight_packages import reader_notice
 
 __all__ = ["build_pipeline"]
 

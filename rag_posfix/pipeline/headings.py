@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from rag_posfix.contracts.generator import sum_usage
 from rag_posfix.contracts.request import Chunk, Generation
-from rag_posfix.contracts.spent_usage import sum_usage
 from rag_posfix.pipeline.citations import find_evidence
 from rag_posfix.text import single_spaced
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from rag_posfix.assembly.orders import ORDERS, create_order
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
-from rag_posfix.plugins import entry_points_of
-from rag_posfix.registry import Registry
+from rag_posfix.registry import Registry, entry_points_of
 
 _MITIGATIONS = Path(__file__).parents[1] / "mitigations"
 

@@ -16,13 +16,19 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key, document_id
 from rag_posfix.assembly.orders.cache_aware import RecentPrompts
-from rag_posfix.assembly.templates import read_template
-from rag_posfix.assembly.tools import resolve_tools
-from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.assembly.templates import read_template, resolve_tools
+from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
-from rag_posfix.contracts.filters import combine_filters, filter_key, parse_filter
-from rag_posfix.contracts.generator import CachingGenerator, Generator, check_json_schema, gives_scores, shown_model
+from rag_posfix.contracts.generator import (
+    CachingGenerator,
+    Generator,
+    check_json_schema,
+    collected_usage,
+    gives_scores,
+    shown_model,
+    sum_usage,
+)
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import (
     Chunk,
@@ -33,8 +39,16 @@ from rag_posfix.contracts.request import (
     own_tags,
     salted,
 )
-from rag_posfix.contracts.retrieval import Reranker, Retriever, current_of, rerank_indexed, retrieve_query
-from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
+from rag_posfix.contracts.retrieval import (
+    Reranker,
+    Retriever,
+    combine_filters,
+    current_of,
+    filter_key,
+    parse_filter,
+    rerank_indexed,
+    retrieve_query,
+)
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches

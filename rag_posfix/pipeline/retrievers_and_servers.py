@@ -11,17 +11,16 @@ from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.cancellation import check_cancelled, remaining_seconds
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.remote.address import is_remote, parse_remote
-from rag_posfix.generation.remote.connection import Connection, ServerLimits
+from rag_posfix.generation.remote.connection import Connection, ServerLimits, is_remote, parse_remote
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.retrieval.base import UNDECIDED, PassageRetriever, as_retriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from rag_posfix.retrieval.external_stores import is_external, open_external
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.followed_index import FollowedIndex
 from rag_posfix.retrieval.hybrid import HybridRetriever
 from rag_posfix.retrieval.index.storage import read_one_version
+from rag_posfix.retrieval.indexing import FollowedIndex
 from rag_posfix.settings import RemoteSettings, Settings
 
 

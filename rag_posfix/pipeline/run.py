@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.assembly.documents import document_id
-from rag_posfix.assembly.tools import BoundTools
+from rag_posfix.assembly.templates import BoundTools
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.request import GenerationRequest, MitigationInfo, Usage
 from rag_posfix.contracts.retrieval import SearchQuery

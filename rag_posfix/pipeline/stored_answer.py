@@ -11,9 +11,8 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rag_posfix.assembly.assembler import Assembled
-from rag_posfix.caching.answers.keys import AnswerKey
+from rag_posfix.caching.answers.tiered import AnswerKey
 from rag_posfix.contracts.answer import Answer, AnswerDocument, Citation, Question
-from rag_posfix.contracts.filters import filter_key
 from rag_posfix.contracts.request import (
     FinishReason,
     Generation,
@@ -23,6 +22,7 @@ from rag_posfix.contracts.request import (
     TokenScore,
     Usage,
 )
+from rag_posfix.contracts.retrieval import filter_key
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes, page_of
 from rag_posfix.pipeline.disagreement import list_disagreements
 from rag_posfix.pipeline.run import QuestionRun

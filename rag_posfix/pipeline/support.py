@@ -14,8 +14,7 @@ from typing import Literal
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembled
-from rag_posfix.assembly.documents import content_key, document_id
-from rag_posfix.assembly.source_claims import without_source_claims
+from rag_posfix.assembly.documents import content_key, document_id, without_source_claims
 from rag_posfix.contracts.answer import SupportVerdict
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed

@@ -15,8 +15,15 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, estimate, shown
-from rag_posfix.probing.prompts import KeyValuePrompt, key_value_prompts
-from rag_posfix.probing.subject import Change, LanguageModel, Subject, Watch, language_model
+from rag_posfix.probing.subject import (
+    Change,
+    KeyValuePrompt,
+    LanguageModel,
+    Subject,
+    Watch,
+    key_value_prompts,
+    language_model,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

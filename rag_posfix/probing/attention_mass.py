@@ -13,8 +13,15 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, draw_map, estimate, shown
-from rag_posfix.probing.prompts import KeyValuePrompt, after_context, key_value_prompts
-from rag_posfix.probing.subject import LanguageModel, Subject, Watch, language_model
+from rag_posfix.probing.subject import (
+    KeyValuePrompt,
+    LanguageModel,
+    Subject,
+    Watch,
+    after_context,
+    key_value_prompts,
+    language_model,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,9 +17,19 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, estimate, shown
-from rag_posfix.probing.positional_channels import FEWEST_TOKENS, find_channels, mean_hidden_states
-from rag_posfix.probing.prompts import KeyValuePrompt, answer_loss, check_length, key_value_prompts, random_strings
-from rag_posfix.probing.subject import Change, LanguageModel, Subject, Watch, language_model
+from rag_posfix.probing.positional_dimensions import FEWEST_TOKENS, find_channels, mean_hidden_states
+from rag_posfix.probing.subject import (
+    Change,
+    KeyValuePrompt,
+    LanguageModel,
+    Subject,
+    Watch,
+    answer_loss,
+    check_length,
+    key_value_prompts,
+    language_model,
+    random_strings,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,8 +15,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, StateSums, intervals_by_group, shown, sums_by_group
-from rag_posfix.probing.prompts import check_length, states_of
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.subject import Subject, check_length, states_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,8 +15,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, jackknife, shown
-from rag_posfix.probing.prompts import check_length, random_strings
-from rag_posfix.probing.subject import SmallDecoder, Subject, Watch
+from rag_posfix.probing.subject import SmallDecoder, Subject, Watch, check_length, random_strings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

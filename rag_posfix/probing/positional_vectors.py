@@ -24,8 +24,7 @@ from rag_posfix.probing.base import (
     sums_by_group,
 )
 from rag_posfix.probing.hidden_geometry import decompose
-from rag_posfix.probing.prompts import check_length, states_of
-from rag_posfix.probing.subject import Subject
+from rag_posfix.probing.subject import Subject, check_length, states_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress
 from rag_posfix.parameters import Integer, Number
-from rag_posfix.patching.rotation import LayerRotation
+from rag_posfix.patching.attention_hook import LayerRotation
 from rag_posfix.plan.plan import Capability
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe
 from rag_posfix.probing.subject import LanguageModel, SmallDecoder, Subject

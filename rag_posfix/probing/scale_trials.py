@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rag_posfix.generation.model.kv_cache import GrowingCache
-from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, forward_batches
+from rag_posfix.generation.model.sequence_batch import GrowingCache, LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.patching.attention_hook import channel_columns
-from rag_posfix.patching.families import decoder_of
-from rag_posfix.patching.forward_context import Overrides
-from rag_posfix.patching.rotation import layer_rotation
+from rag_posfix.patching.attention_hook import Overrides, channel_columns, layer_rotation
+from rag_posfix.patching.structure import decoder_of
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing.base import estimate
-from rag_posfix.probing.prompts import KeyValuePrompt, States, after_context, answer_loss
-from rag_posfix.probing.subject import LanguageModel, Watch
+from rag_posfix.probing.subject import KeyValuePrompt, LanguageModel, States, Watch, after_context, answer_loss
 
 FACTORS = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.5, 2.0)
 RANDOM, NEAREST = 8, 32

@@ -15,8 +15,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.parameters import Integer
 from rag_posfix.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, estimate, shown
-from rag_posfix.probing.prompts import check_length
-from rag_posfix.probing.subject import LanguageModel, Subject, Watch
+from rag_posfix.probing.subject import LanguageModel, Subject, Watch, check_length
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from rag_posfix.caching.deadline import DeadlineRunner
+from rag_posfix.caching.tier import DeadlineRunner
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.answer import warn

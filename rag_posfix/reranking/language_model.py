@@ -16,8 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rag_posfix.assembly.documents import CheckedDocument
-from rag_posfix.assembly.source_claims import SENTENCE_END
+from rag_posfix.assembly.documents import SENTENCE_END, CheckedDocument
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
 from rag_posfix.contracts.generator import Generator, PassageReader

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rag_posfix.assembly.budget import truncate
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.templates import PromptTemplate
-from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt
+from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt, truncate
 from rag_posfix.contracts.generator import FirstTokenReader, OddsReader
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError

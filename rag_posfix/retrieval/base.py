@@ -18,8 +18,7 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field
 
 from rag_posfix.checked import Checked
-from rag_posfix.contracts.filters import parse_filter
-from rag_posfix.contracts.retrieval import Retriever, SimilarityRange, first_matching
+from rag_posfix.contracts.retrieval import Retriever, SimilarityRange, first_matching, parse_filter
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, deep_copy, stored_id
 from rag_posfix.text import checked_question

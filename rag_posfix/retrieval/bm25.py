@@ -13,7 +13,6 @@ from pydantic import Field, PrivateAttr
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.base import QuestionRetriever
-from rag_posfix.retrieval.index.bm25_index import BM25Index, check_bm25_parameters, top_rows
 from rag_posfix.retrieval.index.documents import (
     DocumentTable,
     IndexEntry,
@@ -23,6 +22,7 @@ from rag_posfix.retrieval.index.documents import (
     deep_copy,
     stored_copy,
 )
+from rag_posfix.retrieval.index.file_formats import BM25Index, check_bm25_parameters, top_rows
 from rag_posfix.retrieval.index.storage import read_bm25, read_entries
 from rag_posfix.text import WORDS_VERSION, split_words
 

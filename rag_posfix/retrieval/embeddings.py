@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from langchain_core.embeddings import Embeddings
 
 from rag_posfix.checked import check_type
-from rag_posfix.checkpoints import check_encoder, quiet_loading
+from rag_posfix.checkpoints import check_encoder, fetch_command, located, quiet_loading
 from rag_posfix.errors import ConfigError, RetrievalError, missing_extra
 from rag_posfix.files import default_cache_dir
 from rag_posfix.text import clean_text, text_beginning
-from rag_posfix.weight_packages import fetch_command, located
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,7 +21,6 @@ from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.base import check_count, cosine_relevance, packaged_similarity
 from rag_posfix.retrieval.embeddings import embedding_identity
-from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import (
     DocumentTable,
     IndexEntry,
@@ -32,8 +31,8 @@ from rag_posfix.retrieval.index.documents import (
     searchable_text,
     stored_copy,
 )
-from rag_posfix.retrieval.index.storage import IndexContents, IndexManifest, read_index, read_manifest, write_index
-from rag_posfix.retrieval.index.vector_index import (
+from rag_posfix.retrieval.index.file_formats import (
+    BM25Index,
     DocumentVectors,
     IndexKind,
     VectorIndex,
@@ -41,6 +40,7 @@ from rag_posfix.retrieval.index.vector_index import (
     import_faiss,
     unit_rows,
 )
+from rag_posfix.retrieval.index.storage import IndexContents, IndexManifest, read_index, read_manifest, write_index
 from rag_posfix.retrieval.ingest.ingest import Paths, read_documents
 from rag_posfix.retrieval.ingest.passages import PassageSize
 

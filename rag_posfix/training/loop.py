@@ -12,11 +12,11 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, new_axes, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, file_digest, model_facts, silent
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.training.data.sample import Sample, read_samples
+from rag_posfix.training.data.make_data import Sample, read_samples
+from rag_posfix.training.data.settings import TrainSettings
 from rag_posfix.training.objectives import Objective
 from rag_posfix.training.prompts import PromptMaker
 from rag_posfix.training.run_files import RunFiles, RunState, shares
-from rag_posfix.training.settings import TrainSettings
 from rag_posfix.training.tuned_model import prepare
 
 if TYPE_CHECKING:

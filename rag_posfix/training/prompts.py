@@ -14,10 +14,10 @@ from rag_posfix.errors import ConfigError, PlanConflictError
 from rag_posfix.generation.model.one_pass import TRAINABLE, AnsweredPrompt, can_share_pass, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.generation.prefill.rows import resolve
+from rag_posfix.generation.prefill.per_passage import resolve
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
-from rag_posfix.training.data.sample import Sample
+from rag_posfix.training.data.make_data import Sample
 
 
 @dataclass(frozen=True, slots=True)

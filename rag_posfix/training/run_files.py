@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rag_posfix.checkpoints import flattened, separated
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.record import writing_results
 from rag_posfix.evaluation.statistics import mean
 from rag_posfix.files import replace_durably
 from rag_posfix.mitigations.base import Mitigation
-from rag_posfix.training.data.sample import Sample
+from rag_posfix.training.data.make_data import Sample
 from rag_posfix.training.objectives import Objective, place_at
 from rag_posfix.training.prompts import PromptMaker, answer_logits, answer_loss
 from rag_posfix.training.tuned_model import TunedModel
-from rag_posfix.training_tensors import flattened, separated
 
 Curves = dict[str, tuple[float, ...]]
 """Method -> mean log-probability per token of the answer at each place."""

@@ -18,7 +18,7 @@ from rag_posfix.evaluation.record import writing_results
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import recompute_layers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.training.settings import TrainSettings
+from rag_posfix.training.data.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,8 +28,7 @@ from rag_posfix_api.dialects import (
     rerank,
     responses,
 )
-from rag_posfix_api.dialects.errors import ANTHROPIC, COHERE, JINA, OLLAMA, OPENAI, TEI
-from rag_posfix_api.http.errors import ErrorForm
+from rag_posfix_api.http.errors import ANTHROPIC, COHERE, JINA, OLLAMA, OPENAI, TEI, ErrorForm
 from rag_posfix_api.http.middleware import (
     AllowedHosts,
     ApiKeyAuth,

@@ -14,11 +14,9 @@ import torch
 
 from rag_posfix.attention.masks import materialize
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.prefill.per_passage import encode_passages
+from rag_posfix.generation.decode.answer_writer import Session
+from rag_posfix.generation.prefill.per_passage import copy_kv, encode_passages, resolve
 from rag_posfix.generation.prefill.prefill import prefill_calibrated
-from rag_posfix.generation.prefill.rows import resolve
-from rag_posfix.generation.prefill.segments import copy_kv
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.plan.plan import Capability
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rag_posfix.cli import storage
+from rag_posfix.checkpoints import WEIGHTS
+from rag_posfix.cli import index
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
-from rag_posfix.weight_packages import WEIGHTS
 from tests.deployments.compose_file import compose_parser, with_defaults
 from tests.support.command_line import command_line
 from tests.support.redis_server import RedisServer
@@ -120,7 +120,7 @@ def test_the_packaged_weights_of_the_model_that_is_named_are_fetched(model, monk
     weights, service = (yaml.safe_load(text)["services"][name] for name in ("weights", "service"))
     for name, value in {**weights["environment"], "RAG_POSFIX_CACHE_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage, "fetch", lambda name, cache_dir: None)
+    monkeypatch.setattr(index, "fetch", lambda name, cache_dir: None)
     program, *arguments = weights["command"]
     code, out, err = command_line(capsysbinary)(*arguments, "--json")
     assert (program, code) == ("rag-posfix", 0), err

@@ -11,8 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.settings import CacheSettings, PassageStoreSettings, ServiceSettings, Settings
-from rag_posfix.weight_packages import WEIGHTS
 from tests.deployments.helm_chart import (
     CHART,
     GOLDEN,

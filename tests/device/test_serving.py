@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rag_posfix.contracts.request import Generation, GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.batching.requests import advance_batch
-from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.batching.scheduler import BatchingGenerator, advance_batch
 from rag_posfix.generation.decode.answer_writer import Sampler, choose_together
 from tests.support.device_twin import DEVICE, Counts, counted
 from tests.support.threads import in_threads

@@ -6,8 +6,8 @@ Without a GPU the same comparison runs between float32 and bfloat16 on the CPU, 
 import pytest
 import torch
 
-from benchmarks.gpu.exactness import Exactness, kernel
 from benchmarks.gpu.models import REAL
+from benchmarks.gpu.parts import Exactness, kernel
 from rag_posfix.mitigations import MITIGATIONS, create
 
 METHODS = MITIGATIONS.names()

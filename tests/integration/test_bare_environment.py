@@ -22,9 +22,9 @@ for name in "fastapi faiss langchain_core orjson pydantic pydantic_settings redi
 
 def test_every_method_answers_without_langchain_and_pydantic():
     script = """
-    from rag_posfix.caching.kv.entry import KVCodec
+    from rag_posfix.caching.kv.store import KVCodec
     from rag_posfix.caching.disk import DiskTier
-    from rag_posfix.caching.memory import MemoryTier
+    from rag_posfix.caching.tier import MemoryTier
     from rag_posfix.caching.kv.store import PassageStore
     from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
     from rag_posfix.generation.batching.scheduler import BatchingGenerator

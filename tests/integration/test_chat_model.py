@@ -9,7 +9,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
 from rag_posfix.integrations.langchain.content_blocks import document_block
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rag_posfix.retrieval.index.folder_lock import locked
+from rag_posfix.retrieval.index.storage import locked
 from tests.support.command_line import command_line
 
 pytestmark = pytest.mark.weights

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rag_posfix.cli import output
+from rag_posfix.cli import options as output
 from rag_posfix.evaluation.record import read_record
 from tests.support.command_line import command_line
 from tests.support.letter_embeddings import LetterEmbeddings

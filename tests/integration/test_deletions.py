@@ -10,10 +10,9 @@ import torch
 from benchmarks.faults.deletions import Process, after_eviction, after_failover
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import KVCodec
-from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.kv.store import KVCodec, PassageStore
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import MemoryTier
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry
 from tests.support.waiting import wait_until

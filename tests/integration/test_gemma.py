@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.errors import PromptTooLongError, UnsupportedModelError
-from rag_posfix.evaluation.answers.answering import answer_and_score
+from rag_posfix.evaluation.answers.experiment import answer_and_score
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.install import stock_copy
-from rag_posfix.patching.verify import verify
-from rag_posfix.weight_packages import WEIGHTS
+from rag_posfix.patching.install import stock_copy, verify
 
 NEW_TOKENS = 12
 PARTS = WEIGHTS["gemma3-270m"].packages

@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from mcp import Client, StdioServerParameters
 
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index.bm25_index import BM25Index
+from rag_posfix.retrieval.index.file_formats import BM25Index
 from tests.support.letter_embeddings import LetterEmbeddings
 
 pytestmark = pytest.mark.slow

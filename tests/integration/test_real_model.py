@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.generation.batching.requests import generate_batch
+from rag_posfix.generation.batching.scheduler import generate_batch
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.install import ATTENTION_NAME
-from rag_posfix.patching.verify import verify
-from rag_posfix.weight_packages import WEIGHTS
+from rag_posfix.patching.install import ATTENTION_NAME, verify
 from tests.support.attention_hook import attention_of
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]

@@ -9,12 +9,11 @@ import torch
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import KVCodec
-from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.kv.store import KVCodec, PassageStore
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.generation.batching.requests import generate_batch
+from rag_posfix.generation.batching.scheduler import generate_batch
 from rag_posfix.generation.engine import Engine
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]

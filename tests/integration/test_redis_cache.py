@@ -7,8 +7,8 @@ import pytest
 import redis
 
 from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import CacheError
 from tests.integration.tls_proxy import TlsProxy
 from tests.support.certificates import make_certificate

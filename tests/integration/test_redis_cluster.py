@@ -6,7 +6,7 @@ import pytest
 from redis.crc import key_slot
 
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
-from rag_posfix.caching.kv.entry import KVCodec
+from rag_posfix.caching.kv.store import KVCodec
 from rag_posfix.caching.redis import RedisTier
 from tests.support.certificates import make_certificate
 from tests.support.passages import SHAPE, entry, get_blob, same, set_blob

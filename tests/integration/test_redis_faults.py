@@ -12,8 +12,8 @@ import redis
 
 from benchmarks.faults.scenarios import one_name
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
-from rag_posfix.caching.guard import CircuitBreaker
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import CircuitBreaker
 from rag_posfix.settings import CacheSettings
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
@@ -241,7 +241,7 @@ def test_a_redis_that_is_late_is_used_if_it_answers_within_three_quarters_of_the
 ):
     """Its deadline is 20 ms and 200 ms at most. After one latency it is that + 4 x its half (RFC 6298)."""
     clock, is_missed = Clock(), threading.Event()
-    monkeypatch.setattr("rag_posfix.caching.redis_servers.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("rag_posfix.caching.redis_client.time", SimpleNamespace(monotonic=clock))
 
     def serve(connection, over):
         connection.settimeout(60)
@@ -266,7 +266,7 @@ def test_a_redis_that_was_not_asked_in_time_does_not_count_as_one_that_answered(
         return connect(**options)
 
     monkeypatch.setattr(redis, "ConnectionPool", connect_late)
-    monkeypatch.setattr("rag_posfix.caching.redis_servers.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("rag_posfix.caching.redis_client.time", SimpleNamespace(monotonic=clock))
     before = threading.enumerate()
     with closing(open_resting_cache("redis://127.0.0.1:1")) as cache:
         assert get_blob(cache, "key") is None

@@ -10,7 +10,7 @@ import redis
 import torch
 
 from rag_posfix.caching.answers.tiered import BlobCodec
-from rag_posfix.caching.kv.entry import KVCodec, PassageKV, serialize
+from rag_posfix.caching.kv.store import KVCodec, PassageKV, serialize
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
@@ -95,8 +95,8 @@ def test_entries_of_megabytes_are_sent_and_fetched_two_at_a_time(tier, redis_ser
 def test_two_processes_share_entries(tier, redis_server):
     script = """
         import sys
-        from rag_posfix.caching.kv.entry import KVCodec
-        from rag_posfix.caching.memory import MemoryTier
+        from rag_posfix.caching.kv.store import KVCodec
+        from rag_posfix.caching.tier import MemoryTier
         from rag_posfix.caching.redis import RedisTier
         from rag_posfix.caching.kv.store import PassageStore
         from tests.support.passages import SHAPE, entry, same

@@ -6,11 +6,9 @@ from contextlib import closing
 import pytest
 
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.guard import CircuitBreaker
-from rag_posfix.caching.kv.entry import KVCodec, serialize
-from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.kv.store import KVCodec, PassageStore, serialize
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import CircuitBreaker, MemoryTier
 from tests.support import faulty_server as faulty
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, get, open_tier, same

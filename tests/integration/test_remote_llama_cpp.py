@@ -19,8 +19,8 @@ import httpx2
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.evaluation import evaluate_permutations
 from rag_posfix.evaluation.answers.experiment import parse_arrangement

@@ -13,7 +13,7 @@ pytest.importorskip("playwright", reason="playwright is not installed; `pip inst
 from benchmarks.keep_record import RESULTS
 from rag_posfix.evaluation.record import ExperimentRecord, read_record
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.measuring.flips import find_questions
+from rag_posfix.measuring.choice import find_questions
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.measuring.report import report_csv, report_latex, report_page, write_report
 from tests.integration.chromium import checked_page, chromium, wait_for

@@ -19,11 +19,12 @@ from benchmarks.faults.scenarios import (
     disk_full,
     failover,
     leaving_clients,
+    pipelining,
     redis_fault,
     slow_clients,
+    unread_searches,
 )
 from benchmarks.faults.service import Host
-from benchmarks.faults.unread import pipelining, unread_searches
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.contracts.request import Sampling
-from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.checkpoint import PACKAGED

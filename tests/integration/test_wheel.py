@@ -83,12 +83,12 @@ def test_the_source_distribution_holds_tests_docs_and_benchmarks(sdist):
 
 DEMO = """
 import rag_posfix_api
-from rag_posfix.cli import demo, main
+from rag_posfix.cli import main, measure
 
-assert rag_posfix_api.__file__.startswith(demo.__file__.removesuffix("rag_posfix/cli/demo.py"))
-demo.PASSAGES, demo.ANSWER_TOKENS = 4, 8  # of 10 and 20, which take a minute
-demo.GOLD_POSITIONS = {"first": 0, "middle": 2, "last": 3}
-print(demo.__file__)
+assert rag_posfix_api.__file__.startswith(measure.__file__.removesuffix("rag_posfix/cli/measure.py"))
+measure.PASSAGES, measure.ANSWER_TOKENS = 4, 8  # of 10 and 20, which take a minute
+measure.GOLD_POSITIONS = {"first": 0, "middle": 2, "last": 3}
+print(measure.__file__)
 main.main(["demo", "--questions", "1", "--json"])
 """
 

@@ -10,8 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.settings import Settings
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.listener import bind
-from rag_posfix_api.server import make_server
+from rag_posfix_api.server import bind, make_server
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.serving import limits
 from tests.support.tenants import pipeline_with_embeddings

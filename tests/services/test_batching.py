@@ -26,8 +26,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
-from rag_posfix_api.runtime.admitted import AdmittedGenerator
+from rag_posfix_api.runtime.admission import TICKET, Admission, AdmittedGenerator, Ticket
 from tests.support.serving import (
     BRIDGE,
     CHAT,

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from rag_posfix.errors import GenerationCancelled
 from rag_posfix_api.http.errors import RequestTimeoutError, TooLargeError
-from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_LIST, MAX_VALUES, check_shape
+from rag_posfix_api.http.middleware import MAX_DEPTH, MAX_LIST, MAX_VALUES, check_shape
 from rag_posfix_api.runtime.admission import Ticket
 from tests.support.serving import BRIDGE, CHAT, chat, client_for, make_pipeline
 

@@ -14,8 +14,8 @@ from langchain_core.documents import Document
 from prometheus_client import generate_latest
 
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import StorageError

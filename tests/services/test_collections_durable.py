@@ -21,7 +21,7 @@ from langchain_core.documents import Document
 import rag_posfix_api.collections.collection as collection_file
 from rag_posfix.errors import OverloadedError, RetrievalError
 from rag_posfix.process import environment_with
-from rag_posfix.retrieval.index.document_file import DocumentFile
+from rag_posfix.retrieval.index.documents import DocumentFile
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.errors import NotFoundError, StorageError
 from tests.services.durable_stores import full_disk

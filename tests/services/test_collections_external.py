@@ -14,10 +14,10 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from rag_posfix import FaissVectorStore
-from rag_posfix.contracts.filters import matches, parse_filter
+from rag_posfix.contracts.retrieval import matches, parse_filter
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval import external_stores
-from rag_posfix_api.collections.external import open_passage_store
+from rag_posfix_api.collections.collection import open_passage_store
 from rag_posfix_api.http.errors import StorageError
 from tests.services.notes import NOTES, add
 from tests.support.letter_embeddings import LetterEmbeddings

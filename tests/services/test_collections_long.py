@@ -90,7 +90,7 @@ def test_another_process_sees_passages_as_one_document(tmp_path: Path):
 
 
 def test_a_long_document_of_an_earlier_release_is_split_when_it_is_added_again(tmp_path: Path, monkeypatch: Any):
-    module = "rag_posfix_api.collections.passages.split_document"
+    module = "rag_posfix_api.collections.collection.split_document"
     with monkeypatch.context() as earlier:
         earlier.setattr(module, lambda document, size: [document])
         opened(tmp_path).put([Document(LONG, id="rooms")])

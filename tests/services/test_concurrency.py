@@ -12,7 +12,7 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
 from rag_posfix.reranking import GuardedReranker
@@ -20,8 +20,7 @@ from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestTimeoutError
-from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
-from rag_posfix_api.runtime.admitted import AdmittedGenerator
+from rag_posfix_api.runtime.admission import TICKET, Admission, AdmittedGenerator, Ticket
 from tests.support.serving import (
     BRIDGE,
     CHAT,

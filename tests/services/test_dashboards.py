@@ -15,7 +15,7 @@ from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app

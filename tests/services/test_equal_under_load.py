@@ -13,9 +13,9 @@ import torch
 from benchmarks.equal_under_load import METHODS, compare_loads, demo_bodies
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.batch_invariance import rows_for
+from rag_posfix.generation.model.one_pass import rows_for
 from rag_posfix.pipeline.pipeline import Pipeline
 from tests.support.attending import use_products
 from tests.support.serving import serving

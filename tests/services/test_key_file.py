@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from rag_posfix_api.keys.store import KeyStore
-from rag_posfix_api.listener import listen
+from rag_posfix_api.server import listen
 from tests.support.command_line import command_line
 from tests.support.serving import limits
 from tests.support.tenants import Tenants, key_of

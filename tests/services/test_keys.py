@@ -18,9 +18,8 @@ import rag_posfix_api.server as server
 from rag_posfix.cli.main import app
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.settings import Settings
-from rag_posfix_api.http.auth import Caller, required_scope
+from rag_posfix_api.http.auth import Caller, Quotas, required_scope
 from rag_posfix_api.http.errors import QuotaError
-from rag_posfix_api.http.quotas import Quotas
 from rag_posfix_api.keys.store import KeyStore, digest, split_key
 from tests.support.clock import Clock
 from tests.support.command_line import command_line

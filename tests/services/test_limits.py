@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_LIST, MAX_VALUES
+from rag_posfix_api.http.middleware import MAX_DEPTH, MAX_LIST, MAX_VALUES
 from tests.support.serving import (
     BRIDGE,
     CHAT,

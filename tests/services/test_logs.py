@@ -18,7 +18,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import server
-from rag_posfix_api.http.logs import REQUEST_ID, JsonFormatter, TextFormatter, configure_logging
+from rag_posfix_api.http.metrics import REQUEST_ID, JsonFormatter, TextFormatter, configure_logging
 from tests.support.serving import BRIDGE, CHAT, ListRetriever, WordReranker, chat, make_pipeline, running
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until

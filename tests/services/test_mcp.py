@@ -11,7 +11,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.letter_embeddings import LetterEmbeddings

@@ -12,15 +12,14 @@ from fastapi.testclient import TestClient
 from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
-from rag_posfix.caching.tier import TierStats
+from rag_posfix.caching.tier import MemoryTier, TierStats
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.logs import JsonFormatter
+from rag_posfix_api.http.metrics import JsonFormatter
 from tests.support.serving import (
     BRIDGE,
     CHAT,

@@ -15,9 +15,8 @@ from fastapi.testclient import TestClient
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.listener import bind
 from rag_posfix_api.page import routes
-from rag_posfix_api.server import make_server, open_page, page_address
+from rag_posfix_api.server import bind, make_server, open_page, page_address
 from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.serving import BRIDGE, ListRetriever, client_for, limits, make_pipeline
 from tests.support.waiting import wait_until

@@ -10,7 +10,7 @@ import pytest
 from rag_posfix.errors import ConfigError, GenerationCancelled
 from rag_posfix_api.http.errors import ConflictError
 from rag_posfix_api.runtime.admission import Admission
-from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState
+from rag_posfix_api.runtime.jobs import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState
 from tests.support.waiting import wait_until
 
 
@@ -161,7 +161,7 @@ def test_a_batch_is_charged_to_its_tenant():
 
 
 def test_a_batch_takes_a_permit_and_waits_while_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rag_posfix_api.runtime.precompute.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("rag_posfix_api.runtime.jobs.PAUSE_SECONDS", 0.01)
     admission, cancelled = Admission(1, 1, queue_timeout=0.05, max_open=10), threading.Event()
     counting = Counting(admission)
     precomputer = AdmittedPrecomputer(counting, admission, cancelled)

@@ -16,14 +16,16 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, UpstreamError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix_api.ray_serve.replicas import (
+from rag_posfix_api.ray_serve.routing import (
     GeneratorReplica,
     ReplicaLost,
     ReplicaModel,
     Replicas,
     ReplicatedGenerator,
+    RoutedRequest,
+    Sketches,
+    marked_passages,
 )
-from rag_posfix_api.ray_serve.routing import RoutedRequest, Sketches, marked_passages
 from tests.support.serving import BRIDGE, HARBOUR, QUESTION, make_pipeline
 from tests.support.tiny_evaluation import tiny_engine
 from tests.support.toy_encoder import ToyEncoder

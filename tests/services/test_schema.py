@@ -15,7 +15,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import events
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from tests.support.letter_embeddings import LetterEmbeddings

@@ -14,8 +14,8 @@ import rag_posfix_api.server as server
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import Settings
-from rag_posfix_api.listener import bind
 from rag_posfix_api.openapi import main
+from rag_posfix_api.server import bind
 from tests.support.serving import limits, make_pipeline
 from tests.support.subprocesses import run_python
 from tests.support.toy_encoder import ToyEncoder

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from rag_posfix_api.http.errors import NotReadyError
-from rag_posfix_api.runtime.shared_check import SharedCheck
+from rag_posfix_api.runtime.service import SharedCheck
 from tests.support.clock import Clock
 
 

@@ -17,12 +17,11 @@ import httpx2
 import pytest
 from fastapi.testclient import TestClient
 
-from rag_posfix.caching.redis_servers import RedisServers
+from rag_posfix.caching.redis_client import RedisServers
 from rag_posfix.settings import CacheSettings, Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.auth import Caller
+from rag_posfix_api.http.auth import Caller, SharedQuotas
 from rag_posfix_api.http.errors import QuotaError, QuotasUnavailableError
-from rag_posfix_api.http.quotas import SharedQuotas
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.clock import Clock
 from tests.support.redis_server import RedisServer, form_cluster, free_port

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import Generation, GenerationRequest, own_tags
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline

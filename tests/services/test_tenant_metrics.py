@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Gauge
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix_api.http.metrics import ANSWER, SCORE

@@ -16,7 +16,7 @@ import pytest
 import rag_posfix_api.server as server
 from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
-from rag_posfix_api.listener import check_tls
+from rag_posfix_api.server import check_tls
 from tests.support.certificates import make_certificate
 from tests.support.command_line import command_line
 from tests.support.serving import limits, make_pipeline

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from rag_posfix.errors import OverloadedError
-from rag_posfix_api.dialects.errors import OPENAI
-from rag_posfix_api.http.errors import TokenLimitError
+from rag_posfix_api.http.errors import OPENAI, TokenLimitError
 from rag_posfix_api.http.middleware import error_response
 from rag_posfix_api.runtime.admission import Admission, Ticket, WorkRate
 from tests.support.clock import Clock

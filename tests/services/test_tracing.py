@@ -21,7 +21,7 @@ from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.logs import JsonFormatter
+from rag_posfix_api.http.metrics import JsonFormatter
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.recorded_telemetry import RecordedTelemetry
 from tests.support.serving import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rag_posfix.attention import blockwise
+from rag_posfix.attention import masks
 from rag_posfix.attention.rope import rotate_half_split
 from rag_posfix.plan.plan import AttentionInput, Rotated
 
@@ -37,8 +37,8 @@ rotate = Rotation()
 
 def use_products(monkeypatch):
     """Compute pieces of attention in bfloat16 by products, of any size and on every processor."""
-    monkeypatch.setattr(blockwise, "PRODUCTS_FROM", 1)
-    monkeypatch.setattr(blockwise, "multiplies_without_matrix_units", lambda: True)
+    monkeypatch.setattr(masks, "PRODUCTS_FROM", 1)
+    monkeypatch.setattr(masks, "multiplies_without_matrix_units", lambda: True)
 
 
 def random_states(n_tokens, seed=0, scale=1.5):

@@ -23,7 +23,7 @@ from torch.utils import backend_registration
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from rag_posfix.attention.blockwise import LSE_KERNELS
+from rag_posfix.attention.masks import LSE_KERNELS
 
 DEVICE = "twin:0"
 NAME = "twin"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rag_posfix.caching.answers.tiered import Blob
-from rag_posfix.caching.kv.entry import EntryShape, KVCodec, PassageKV
+from rag_posfix.caching.kv.store import EntryShape, KVCodec, PassageKV
 from rag_posfix.caching.redis import RedisTier
 
 SHAPE = EntryShape(layers=2, heads=1, head_dim=4, dtype=torch.bfloat16, n_tokens=3)

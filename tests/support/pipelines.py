@@ -4,7 +4,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
 from tests.support.toy_encoder import ToyEncoder

@@ -28,7 +28,7 @@ from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import Settings
 from rag_posfix_api.ray_serve.application import ApplicationOptions, ModelParts, make_application
-from rag_posfix_api.ray_serve.replicas import ReplicaModel
+from rag_posfix_api.ray_serve.routing import ReplicaModel
 from tests.support.redis_server import free_port
 from tests.support.serving import serving
 from tests.support.toy_encoder import ToyEncoder

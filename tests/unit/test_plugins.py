@@ -11,8 +11,7 @@ from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.caching.answers.tiered import build_answer_cache
 from rag_posfix.caching.tier import TIERS
 from rag_posfix.errors import ConfigError, UnknownNameError
-from rag_posfix.plugins import entry_points_of, import_modules, plugin_entries
-from rag_posfix.registry import Registry
+from rag_posfix.registry import Registry, entry_points_of, import_modules, plugin_entries
 from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.readers import READERS
 from rag_posfix.settings import CacheSettings, Settings, plugin_modules

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rag_posfix import weight_packages
+from rag_posfix import checkpoints
+from rag_posfix.checkpoints import READERS, WEIGHTS, Weights, choose_reader, reader_notice
 from rag_posfix.process import memory_of_machine
 from rag_posfix.settings import Settings
-from rag_posfix.weight_packages import READERS, WEIGHTS, Weights, choose_reader, reader_notice
 from tests.support.command_line import command_line
 
 LARGE, MIDDLE, SMALL = READERS
@@ -25,7 +25,7 @@ def fetched(monkeypatch, tmp_path):
         for name, mb in ((LARGE, 10_000), (MIDDLE, 2_000), (SMALL, 1_000))
     }
     known[LARGE] = Weights("large-title, a reader", (("large_weights", "x"),), "1", "", 100, memory_megabytes=10_000)
-    monkeypatch.setattr(weight_packages, "WEIGHTS", known)
+    monkeypatch.setattr(checkpoints, "WEIGHTS", known)
 
     def fetch(*names: str) -> Path:
         for name in names:
@@ -65,7 +65,7 @@ def test_the_line_names_the_reader_and_what_a_better_one_costs(fetched):
 
 
 def test_settings_without_a_model_take_a_fetched_reader_and_know_that_nobody_named_it(monkeypatch, tmp_path, fetched):
-    monkeypatch.setattr("rag_posfix.weight_packages.memory_of_machine", lambda: 32 * GB)
+    monkeypatch.setattr("rag_posfix.checkpoints.memory_of_machine", lambda: 32 * GB)
     monkeypatch.delenv("RAG_POSFIX_MODEL")
     folder = fetched(MIDDLE)
     for settings in (Settings(cache_dir=folder), Settings(model="auto", cache_dir=folder)):

@@ -1,29 +1,440 @@
 """The passage KV store: keys and values of passages in tiers, fastest first. A failing tier never fails a question.
 
 A background thread writes entries to slow tiers, from a queue that is bounded by bytes.
+
+Keys and values of consecutive tokens, or a model's whole cache after them, as entries of the passage KV store.
+
+What they are stored under, and their serialised form on disk and in Redis.
+
+Serialised, an entry is a seal (magic number, SHA-256 over key and content) and a safetensors file. The hash is SHA-256
+and not BLAKE2b as in the answer cache: an entry has megabytes, and on processors with SHA instructions SHA-256 takes
+half the time. The safetensors file is written and parsed here because the safetensors package copies the tensor twice,
+and allocating that much memory takes longer than hashing it. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import struct
+import sys
 import threading
 import time
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from rag_posfix.caching.deletions import EVERYTHING
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.guard import Counters
-from rag_posfix.caching.kv.entry import CacheSnapshot, ExpectedShape, KVCodec, PassageKV
-from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
-from rag_posfix.caching.tier import Tier, TieredCache, plugin_tier
+from rag_posfix.caching.tier import Counters, MemoryTier, Tier, TieredCache, plugin_tier
+from rag_posfix.errors import CacheError
 from rag_posfix.files import PASSAGES_FOLDER
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+
+_MAGIC = b"RPKV0001"
+_SEAL_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
+_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+_MAX_HEADER_BYTES = 1024**2
+_TENSOR = "kv"
+_MAX_SNAPSHOT_BYTES = 2**31
+_TAGS = "tags"
+_POSITION = "position"
+_COMPRESSED_MAGIC = b"RPKZ"
+_COMPRESSION_LEVEL = 1
+_DTYPES = {
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.float32": "F32",
+    "torch.float64": "F64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.uint8": "U8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryShape:
+    """Shape and dtype that an entry must have to be used.
+
+    L decoder layers, Hkv key/value heads, D channels of a head, T tokens.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    n_tokens: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(2, L, Hkv, T, D)."""
+        return (2, self.layers, self.heads, self.n_tokens, self.head_dim)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def max_serialized_bytes(self) -> int:
+        """Most bytes that such an entry has when serialised."""
+        return _SEAL_BYTES + _LENGTH_BYTES + _MAX_HEADER_BYTES + self.n_bytes
+
+    def of_bytes(self, n_bytes: int) -> EntryShape | None:
+        """Return the shape of an entry of ``n_bytes`` that is as expected here, None if there is none."""
+        return self if n_bytes == self.n_bytes else None
+
+    def entry(self, kv: Tensor, tags: tuple[str, ...], position: int) -> PassageKV:
+        return PassageKV(kv, tags, position)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotShape:
+    """Shape and dtype of a ``CacheSnapshot``, which must have some bytes to be used; 0 allows any number."""
+
+    n_bytes: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.uint8
+
+    @property
+    def sizes(self) -> tuple[int]:
+        return (self.n_bytes,)
+
+    @property
+    def max_serialized_bytes(self) -> int:
+        return self.n_bytes or _MAX_SNAPSHOT_BYTES
+
+    def of_bytes(self, n_bytes: int) -> SnapshotShape | None:
+        return SnapshotShape(n_bytes)
+
+    def entry(self, kv: Tensor, tags: tuple[str, ...], position: int) -> PassageKV:
+        return CacheSnapshot(kv, tags, position)
+
+
+ExpectedShape: TypeAlias = EntryShape | SnapshotShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassageKV:
+    """Keys and values of consecutive tokens in every layer. The tensor must never be written to.
+
+    Attributes:
+        kv: (2, L, Hkv, T, D), keys first, contiguous, on any device.
+        tags: Content keys of the documents that it was made from; it can be deleted by each.
+        position: How far the log of deletions was read before it was stored.
+
+    Raises:
+        CacheError: ``kv`` has another number of dimensions or is not contiguous.
+    """
+
+    kv: Tensor
+    tags: tuple[str, ...] = ()
+    position: int = 0
+    expires_at: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``CacheError`` if the tensor has not the form of an entry."""
+        kv = self.kv
+        if kv.ndim != 5 or kv.shape[0] != 2 or not kv.is_contiguous():
+            raise CacheError(
+                f"passage KV store: kv of shape {tuple(kv.shape)}, contiguous={kv.is_contiguous()}, must be "
+                "contiguous and of shape (2, layers, heads, tokens, head_dim); stack keys and values of the layers"
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens, T."""
+        return self.kv.shape[3]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return self.kv.nbytes
+
+    @property
+    def shape(self) -> ExpectedShape:
+        """Shape and dtype of the entry."""
+        _, layers, heads, n_tokens, head_dim = self.kv.shape
+        return EntryShape(layers, heads, head_dim, self.kv.dtype, n_tokens)
+
+    def fits(self, expected: ExpectedShape) -> bool:
+        return self.shape == expected
+
+    def on(self, device: torch.device | str) -> PassageKV:
+        """Return the entry on ``device``, in memory of its own: a view would keep the whole batch in memory."""
+        kv = (self.kv.detach() if self.kv.requires_grad else self.kv).to(device)
+        if kv.untyped_storage().nbytes() > kv.nbytes:
+            kv = kv.clone()
+        return self if kv is self.kv else replace(self, kv=kv)
+
+    def tagged(self, tags: Sequence[str], position: int = 0) -> PassageKV:
+        """Return the entry with ``tags`` added to its own, and at ``position``."""
+        merged = tuple(sorted({*self.tags, *tags}))
+        is_unchanged = (merged, position) == (self.tags, self.position)
+        return self if is_unchanged else replace(self, tags=merged, position=position)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheSnapshot(PassageKV):
+    """A model's whole cache after consecutive tokens, as bytes that describe themselves (``patching.snapshots``).
+
+    ``kv`` is (n,) uint8.
+    """
+
+    def check(self) -> None:
+        kv = self.kv
+        if kv.ndim != 1 or str(kv.dtype) != "torch.uint8" or not kv.is_contiguous():
+            raise CacheError(
+                f"passage KV store: a snapshot of shape {tuple(kv.shape)} and type {kv.dtype} must be contiguous bytes"
+            )
+
+    @property
+    def shape(self) -> ExpectedShape:
+        return SnapshotShape(self.kv.nbytes)
+
+    def fits(self, expected: ExpectedShape) -> bool:
+        return isinstance(expected, SnapshotShape)
+
+
+class KVCodec:
+    """Stores keys and values. Compressed entries (zlib, for slow networks) and others can be mixed in one store."""
+
+    cache = "passage KV store"
+    file_name = "passages-v1.sqlite3"
+    redis_prefix = "rag_posfix:passage:"
+    redis_tag_prefix = "rag_posfix:passage-tag:"
+    redis_index: str | None = "rag_posfix:passage-index"
+    redis_deletions = "rag_posfix:passage-deletions"
+
+    def __init__(self, compress: bool = False) -> None:
+        self._compress = compress
+
+    def encode(self, key: str, entry: PassageKV) -> tuple[bytes | memoryview, ...]:
+        """Return the serialised entry; compressed if requested and smaller."""
+        if not self._compress:
+            return serialize_parts(key, entry)
+        data = serialize(key, entry)
+        compressed = _COMPRESSED_MAGIC + zlib.compress(data, _COMPRESSION_LEVEL)
+        return (min(data, compressed, key=len),)
+
+    def decode(self, key: str, data: object, expected: ExpectedShape) -> PassageKV | None:
+        """Return the entry in ``data``. At most the bytes of an entry of the ``expected`` shape are decompressed."""
+        if isinstance(data, bytes) and data.startswith(_COMPRESSED_MAGIC):
+            stream = zlib.decompressobj()
+            try:
+                content = stream.decompress(memoryview(data)[len(_COMPRESSED_MAGIC) :], expected.max_serialized_bytes)
+            except zlib.error:
+                return None
+            data = content if stream.eof and not stream.unused_data else None
+        return deserialize(key, data, expected)
+
+    def allocate(self, n_bytes: int) -> memoryview:
+        """Return uninitialised memory: the tensor is not copied from it."""
+        return allocate(n_bytes)
+
+
+def allocate(n_bytes: int) -> memoryview:
+    """Return uninitialised memory to read a serialised entry into."""
+    import torch
+
+    return _memory_of(torch.empty(n_bytes, dtype=torch.uint8))
+
+
+def serialize_parts(key: str, entry: PassageKV) -> tuple[bytes, memoryview]:
+    """Return the serialised entry in two parts: seal with header, and keys with values, which are not copied."""
+    import torch
+
+    content = _memory_of(entry.kv.detach().cpu().reshape(-1).view(torch.uint8))
+    header = _serialized_header(entry)
+    return b"".join((_MAGIC, _checksum(key, header, content), header)), content
+
+
+def serialize(key: str, entry: PassageKV) -> bytes:
+    """Return the serialised entry. It can be deserialised under ``key`` alone."""
+    return b"".join(serialize_parts(key, entry))
+
+
+def deserialize(key: str, data: object, expected: ExpectedShape) -> PassageKV | None:
+    """Return the entry in ``data``, on the CPU, or None if it is damaged, of another key or not as ``expected``.
+
+    The tensor shares the memory of a ``memoryview``; ``bytes`` are copied, as they must never change.
+    """
+    if not isinstance(data, bytes | memoryview):
+        return None
+    view = memoryview(data)
+    start = _header_end(view)
+    shape = None if start is None else expected.of_bytes(len(view) - start)
+    if start is None or shape is None:
+        return None
+    if view[len(_MAGIC) : _SEAL_BYTES] != _checksum(key, view[_SEAL_BYTES:]):
+        return None
+    header = _header(view, start)
+    tags = _tags(header)
+    if tags is None or header.get(_TENSOR) != _description(shape):
+        return None
+    content = view[start:]
+    if content.readonly:
+        copy = allocate(len(content))
+        copy[:] = content
+        content = copy
+    return expected.entry(_tensor(content, shape), tags, _position(header))
+
+
+def _header_end(start: memoryview) -> int | None:
+    """Return where the header of a serialised entry ends, or None if this is no entry."""
+    if start[: len(_MAGIC)] != _MAGIC or len(start) < _SEAL_BYTES + _LENGTH_BYTES:
+        return None
+    length = int.from_bytes(start[_SEAL_BYTES : _SEAL_BYTES + _LENGTH_BYTES], "little")
+    return _SEAL_BYTES + _LENGTH_BYTES + length if length <= _MAX_HEADER_BYTES else None
+
+
+def _serialized_header(entry: PassageKV) -> bytes:
+    metadata = {_TAGS: json.dumps(entry.tags)} | ({_POSITION: str(entry.position)} if entry.position else {})
+    header = {"__metadata__": metadata, _TENSOR: _description(entry.shape)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # aligns the tensor
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _description(shape: ExpectedShape) -> dict[str, object]:
+    dtype = _DTYPES.get(str(shape.dtype), str(shape.dtype))
+    return {"dtype": dtype, "shape": list(shape.sizes), "data_offsets": [0, shape.n_bytes]}
+
+
+def _header(data: memoryview, end: int) -> dict[str, Any]:
+    """Return the header of the safetensors file, empty if it cannot be read."""
+    try:
+        header = json.loads(bytes(data[_SEAL_BYTES + _LENGTH_BYTES : end]))
+    except (ValueError, RecursionError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _tags(header: dict[str, Any]) -> tuple[str, ...] | None:
+    try:
+        tags = json.loads(header["__metadata__"][_TAGS])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        return None
+    return tuple(tags)
+
+
+def _position(header: dict[str, Any]) -> int:
+    """Return the position of an entry; 0, before every deletion, for an entry of an earlier release."""
+    text = str(header["__metadata__"].get(_POSITION, "0"))
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
+
+
+def _tensor(content: memoryview, shape: ExpectedShape) -> Tensor:
+    import torch
+
+    if not len(content):  # frombuffer rejects an empty buffer
+        return torch.empty(shape.sizes, dtype=shape.dtype)
+    return torch.frombuffer(content, dtype=shape.dtype).reshape(shape.sizes)
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()  # numpy's types declare the buffer protocol only from Python 3.12 on
+    return memoryview(array)
+
+
+def _checksum(key: str, *chunks: bytes | memoryview) -> bytes:
+    # The key is part of the checksum: a store that mixes up its replies returns an entry that fails the check.
+    name = key.encode()
+    digest = hashlib.sha256(len(name).to_bytes(8, "big") + name)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.digest()
+
+
+SCHEMA_VERSION = 1
+"""Part of every key. Increase it when stored entries or their meaning change: older entries are then misses."""
+
+EncodingKey: TypeAlias = str | int | float | bool | tuple["EncodingKey", ...] | None
+"""What a plan changes in the encoding of a passage, as plain data."""
+
+
+def passage_key(
+    model_fingerprint: str,
+    dtype: torch.dtype,
+    encoding: EncodingKey,
+    prefix_tokens: Sequence[int],
+    tokens: Sequence[int],
+    salt: str,
+) -> str:
+    """Return the key of a passage as 64 hexadecimal digits. Two keys are equal only if all arguments are.
+
+    The hash has 256 bits, so that two passages with the same key cannot be constructed: questions about one passage
+    would be answered from the other.
+
+    Args:
+        dtype: Type of the keys and values.
+        encoding: What the plan changes in the encoding: first position, base of the rotation, scale per layer, ... 1
+            and 1.0 are different.
+        prefix_tokens: Tokens before the passage that it attends to.
+        salt: Separates the entries of tenants.
+
+    Raises:
+        CacheError: ``encoding`` contains something other than plain data, or a token is no 64-bit integer.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(_encoded(("passage", SCHEMA_VERSION, model_fingerprint, str(dtype), encoding, salt)))
+    digest.update(_tokens(prefix_tokens))
+    digest.update(_tokens(tokens))
+    return digest.hexdigest()
+
+
+def _encoded(encoding: EncodingKey) -> bytes:
+    """Return an unambiguous encoding of a key: a letter for the type, the length, the content."""
+    match encoding:
+        case None:
+            letter, content = b"n", b""
+        case bool():
+            letter, content = b"b", str(encoding).encode()
+        case str():
+            letter, content = b"s", encoding.encode("utf-8", "surrogatepass")
+        case int():
+            letter, content = b"i", str(encoding).encode()
+        case float():
+            letter, content = b"f", struct.pack(">d", encoding + 0.0)  # -0.0 is 0.0
+        case tuple():
+            letter, content = b"t", b"".join(map(_encoded, encoding))
+        case _:
+            raise CacheError(
+                f"passage key: a part of type {type(encoding).__name__} is not understood; allowed: str, int, float, "
+                "bool, None and tuples of them"
+            )
+    return letter + len(content).to_bytes(8, "big") + content
+
+
+def _tokens(tokens: Sequence[int]) -> bytes:
+    try:
+        numbers = array("q", tokens)
+    except (OverflowError, TypeError) as error:
+        raise CacheError(f"passage key: tokens must be 64-bit integers ({error})") from error
+    if sys.byteorder == "big":  # machines that share a store must compute the same keys
+        numbers.byteswap()
+    return len(numbers).to_bytes(8, "big") + numbers.tobytes()
+
 
 _BATCH_BYTES = 32 * 1024**2
 _MAX_REDIS_SNAPSHOT_BYTES = 32 * 1024**2

@@ -14,19 +14,21 @@ from typing import Any
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.answers.answering import QUESTIONS_TOGETHER, AnswerJournal, GradedAnswer
 from rag_posfix.evaluation.answers.experiment import (
+    QUESTIONS_TOGETHER,
+    AnswerJournal,
     Arrangement,
+    GradedAnswer,
+    PositionRow,
     arrangement_rerankers,
     engine_facts,
     load_models,
     with_passages_kept,
 )
-from rag_posfix.evaluation.answers.position_summary import PositionRow
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.ray_workers import RayWorkers, ray_workers
 from rag_posfix.evaluation.record import silent
-from rag_posfix.generation.remote.address import is_remote
+from rag_posfix.generation.remote.connection import is_remote
 from rag_posfix.settings import Settings
 
 AnswerRows = Callable[..., list[PositionRow]]

@@ -18,8 +18,7 @@ from langchain_core.embeddings import Embeddings
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Retriever
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.collection import Collection, Topic
-from rag_posfix.evaluation.data.trec import read_run
+from rag_posfix.evaluation.data.collection import Collection, Topic, read_run
 from rag_posfix.evaluation.ranking.rankings import (
     QueryCandidates,
     RankedTopics,
@@ -298,7 +297,7 @@ def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embedding
     from rag_posfix.retrieval.base import PassageRetriever
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
     from rag_posfix.retrieval.index.documents import IndexEntry
-    from rag_posfix.retrieval.index.vector_index import DocumentVectors
+    from rag_posfix.retrieval.index.file_formats import DocumentVectors
 
     # Not through the store, which would compute the length of each vector again and could change its last digit.
     contents = DocumentVectors("flat")

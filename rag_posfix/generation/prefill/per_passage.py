@@ -1,40 +1,511 @@
-"""Prefill of prompts whose passages are encoded independently, as they are or with tokens recomputed (CacheBlend)."""
+"""Prefill of prompts whose passages are encoded independently, as they are or with tokens recomputed (CacheBlend).
+
+Token segments: encoded independently, concatenated in a batch, found in the passage KV store and added to it.
+
+Rows of a plan: resolved for one prompt before prefill, and read in one batch after it.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import window_positions, windows_of
-from rag_posfix.caching.kv.entry import EncodingKey
+from rag_posfix.attention.rope import SelectedAttention, deviation, first_tokens, most_deviating
+from rag_posfix.caching.kv.store import (
+    CacheSnapshot,
+    EncodingKey,
+    EntryShape,
+    ExpectedShape,
+    PassageKV,
+    SnapshotShape,
+    passage_key,
+)
+from rag_posfix.contracts.request import own_tags
 from rag_posfix.errors import GenerationError
-from rag_posfix.generation.model.kv_cache import GrowingCache
-from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch, run_model
-from rag_posfix.generation.prefill.rows import (
-    PrefilledGroup,
-    ResolvedRow,
-    logits_to_keep,
-    prefilled_group,
-    read_question,
+from rag_posfix.generation.model.sequence_batch import (
+    SPARE_TOKENS,
+    GrowingCache,
+    LoadedModel,
+    SequenceBatch,
+    run_model,
 )
-from rag_posfix.generation.prefill.segments import (
-    KVLookup,
-    KVRequest,
-    Segment,
-    concatenate_kv,
-    copy_rows,
-    encode_segments,
-)
-from rag_posfix.patching.forward_context import ForwardContext, Observer, Overrides
-from rag_posfix.patching.rotation import rerotate
+from rag_posfix.patching.attention_hook import ForwardContext, Observer, Overrides, rerotate
+from rag_posfix.patching.snapshots import SnapshotForm
+from rag_posfix.patching.spec import KeptKeys, PlainCache
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.plan import Blend
+from rag_posfix.plan.plan import Blend, RowPlan
+
+if TYPE_CHECKING:
+    from rag_posfix.caching.kv.store import PassageStore
+
+
+BATCH_TOKENS = 8192
+"""Segments are encoded together up to this many padded tokens: enough to fill the processor, little memory."""
+
+COPIED_NUMBERS = 2**24
+"""Keys or values of all rows that are copied at a time: few operations for short passages, little memory for long."""
+
+TILE = 16
+"""Query rows that attention kernels compute at once. Rows of an incomplete tile are computed in another way, in
+bfloat16 with other last bits. Padded to whole tiles, the encoding of a segment does not depend on the longest of its
+batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens to be read, and their positions, (T,) float32 on the CPU."""
+
+    token_ids: tuple[int, ...]
+    positions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def encode_segments(
+    loaded: LoadedModel, segments: Sequence[Segment], prefix: tuple[Segment, Tensor] | None, overrides: Overrides
+) -> list[Tensor]:
+    """Return the keys and values of each segment, encoded independently after ``prefix``.
+
+    Segments of similar length share a batch. Padding is at the end, where the causal mask hides it.
+
+    Shapes:
+        prefix: its tokens, and their keys and values.
+        returns: (2, L, Hkv, T, D) each: keys and values of all layers. No segment may be empty.
+    """
+    result: dict[int, Tensor] = {}
+    by_length = sorted(range(len(segments)), key=lambda i: len(segments[i]))
+    while by_length:
+        longest = -(-max(len(segments[by_length[-1]]), loaded.least_rows) // TILE) * TILE
+        count = max(1, BATCH_TOKENS // longest)
+        some, by_length = by_length[-count:], by_length[:-count]
+        if prefix is None:
+            batch = SequenceBatch.empty(loaded, len(some), overrides)
+        else:  # every row holds the prefix
+            rows, positions = [[prefix[1]]] * len(some), [prefix[0].positions[None]] * len(some)
+            batch = concatenate_kv(loaded, rows, positions, longest, overrides)
+        before = batch.length
+        tokens = torch.zeros((len(some), longest), dtype=torch.long)
+        positions_of = torch.zeros((len(some), longest))
+        for row, i in enumerate(some):
+            tokens[row, : len(segments[i])] = torch.tensor(segments[i].token_ids)
+            positions_of[row, : len(segments[i])] = segments[i].positions
+            positions_of[row, len(segments[i]) :] = segments[i].positions[-1]
+        batch.forward(tokens.to(loaded.device), positions_of, keep=1)
+        result.update(zip(some, copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
+    return [result[i] for i in range(len(segments))]
+
+
+def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor:
+    """Return a copy of the keys and values of some tokens of a row, (2, L, Hkv, stop - start, D), or a snapshot."""
+    if (kept := batch.loaded.kept) is not None:
+        return kept.flatten(batch.cache.held, start, stop, row)
+    if (form := batch.loaded.snapshots) is not None:  # of all tokens read so far, which end at ``stop``
+        return form.save(batch.cache.held)
+    layers = batch.cache.layers
+    keys = torch.stack([layer.keys[row, :, start:stop] for layer in layers])
+    values = torch.stack([layer.values[row, :, start:stop] for layer in layers])
+    return torch.stack((keys, values))
+
+
+def copy_rows(batch: SequenceBatch, start: int, lengths: Sequence[int]) -> list[Tensor]:
+    """Return a copy of the keys and values of each row's tokens from ``start`` on, (2, L, Hkv, length, D) each."""
+    layers, first = batch.cache.layers, batch.cache.layers[0].keys
+    copies = [first.new_empty((2, len(layers), first.shape[1], length, first.shape[3])) for length in lengths]
+    step = max(1, COPIED_NUMBERS // first.numel())
+    for layer in range(0, len(layers), step):
+        some = layers[layer : layer + step]
+        for half, kv in enumerate(([each.keys for each in some], [each.values for each in some])):
+            stacked = torch.stack(kv)  # (l, R, Hkv, T, D)
+            for row, (copy, length) in enumerate(zip(copies, lengths, strict=True)):
+                copy[half, layer : layer + len(some)] = stacked[:, row, :, start : start + length]
+    return copies
+
+
+def concatenate_kv(
+    loaded: LoadedModel,
+    rows: Sequence[Sequence[Tensor]],
+    positions: Sequence[Tensor],
+    more_tokens: int,
+    overrides: Overrides,
+) -> SequenceBatch:
+    """Return a batch whose rows hold segments end to end; shorter rows are padded in front.
+
+    ``more_tokens`` will follow at least: the cache gets capacity for them.
+
+    Shapes:
+        rows: The keys and values of each row's segments, (2, L, Hkv, T, D) each.
+        positions: (1, T) of each row, all its segments together, on the CPU.
+    """
+    lengths = [p.shape[1] for p in positions]
+    longest = max(lengths)
+    some = next((segment for row in rows for segment in row), None)
+    if some is None:  # nothing was read yet in any row
+        return SequenceBatch.empty(loaded, len(rows), overrides)
+    cache: GrowingCache | PlainCache
+    if loaded.snapshots is not None:
+        cache = PlainCache(
+            tuple(longest - n for n in lengths), loaded.snapshots.fill([row[0] for row in rows]), longest
+        )
+    elif loaded.kept is not None:
+        cache = _plain_cache(loaded.kept, rows, lengths)
+    else:
+        cache = _growing_cache(rows, lengths, longest + more_tokens + SPARE_TOKENS)
+    filled = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in positions])
+    starts = tuple(longest - length for length in lengths)
+    return SequenceBatch(
+        loaded,
+        cache,
+        filled.to(loaded.device),
+        starts=starts if any(starts) else (),
+        overrides=overrides,
+        length=longest,
+    )
+
+
+def _growing_cache(rows: Sequence[Sequence[Tensor]], lengths: Sequence[int], capacity: int) -> GrowingCache:
+    some, longest = next(segment for row in rows for segment in row), max(lengths)
+    both, n_layers, n_heads, _, channels = some.shape
+    buffers = some.new_empty((both, n_layers, len(rows), n_heads, capacity, channels))
+    for row, segments in enumerate(rows):
+        start = longest - lengths[row]
+        buffers[:, :, row, :, :start] = 0  # nothing reads it, but a NaN there would spread through 0 * NaN
+        for segment in segments:
+            buffers[:, :, row, :, start : start + segment.shape[3]] = segment
+            start += segment.shape[3]
+    return GrowingCache.over(buffers, longest)
+
+
+def _plain_cache(kept: KeptKeys, rows: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> PlainCache:
+    longest, some = max(lengths), next(segment for row in rows for segment in row)
+    flat = []
+    for segments, length in zip(rows, lengths, strict=True):
+        padding = some.new_zeros((2, 1, 1, longest - length, kept.width))
+        flat.append(torch.cat([padding, *segments], dim=3))
+    return PlainCache(tuple(longest - length for length in lengths), kept.cache(flat), longest)
+
+
+def join_batches(form: SnapshotForm, batches: Sequence[SequenceBatch]) -> SequenceBatch:
+    """Return a batch with the rows of batches without the attention hook; shorter rows are padded in front.
+
+    Raises:
+        SnapshotError: the caches do not fit into one.
+    """
+    longest = max(batch.length for batch in batches)
+    starts = tuple(longest - batch.length for batch in batches)
+    padded = [torch.nn.functional.pad(b.positions, (longest - b.length, 0)) for b in batches]
+    return replace(
+        batches[0],
+        cache=PlainCache(starts, form.join([batch.cache.held for batch in batches]), longest),
+        positions=torch.cat(padded),
+        starts=starts if any(starts) else (),
+        prompt_length=longest if batches[0].prompt_length else 0,
+        length=longest,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVRequest:
+    """A segment of tokens whose keys and values are needed.
+
+    Attributes:
+        before: The segments before it. Its keys and values depend on them and the model only.
+        tags: The content keys of its passages; the entry can be deleted by them.
+        is_history: Whether it is of a conversation's earlier turns, which are kept in memory alone.
+    """
+
+    segment: Segment
+    before: tuple[Segment, ...] = ()
+    tags: tuple[str, ...] = ()
+    is_history: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVLookup:
+    """The passage KV store as one prompt under one method sees it.
+
+    Attributes:
+        model: Identity of weights and dtype.
+        method: Identity of the method and its parameters.
+        salt: Entries of another salt are not seen: one per tenant.
+        position: That of the store before the prompt is read.
+    """
+
+    store: PassageStore
+    model: str
+    method: str
+    salt: str = ""
+    position: int | None = None
+
+    @classmethod
+    def begin(cls, store: PassageStore, model: str, method: str, salt: str, position: int | None = None) -> KVLookup:
+        """Return the store for a prompt whose documents were read at a ``position`` of its log; None: now."""
+        return cls(store, model, method, salt, store.position if position is None else position)
+
+    def independent_encoding(self, overrides: Overrides) -> EncodingKey:
+        """Return what changes segments that are encoded independently, besides their tokens; part of their keys.
+
+        Methods that differ in nothing else share entries.
+        """
+        return "apart", overrides.rope_base_factor, overrides.layer_scale
+
+    def prefix_encoding(self, overrides: Overrides) -> EncodingKey:
+        """Return what changes the first tokens of a prompt. Methods share segments that are read causally."""
+        causal = overrides.attend is None and overrides.mask is None and not overrides.rotates_in_hook
+        return "runs", overrides.rope_base_factor, overrides.layer_scale, "" if causal else self.method
+
+    def snapshot_encoding(self, form: SnapshotForm) -> EncodingKey:
+        """Return what changes a snapshot of a model without the attention hook, besides the tokens."""
+        return "snapshot", form.name
+
+    def history_encoding(self, overrides: Overrides, n_rows: int, n_tokens: int) -> EncodingKey:
+        """Return what changes earlier turns that are read in rows of at most ``n_tokens``, besides their tokens.
+
+        The padding of a row, and the number of rows, change its last bits.
+        """
+        return "history", overrides.rope_base_factor, overrides.layer_scale, n_rows, n_tokens
+
+    def find(self, loaded: LoadedModel, encoding: EncodingKey, requests: Sequence[KVRequest]) -> list[Tensor | None]:
+        """Return the keys and values (2, L, Hkv, T, D) of each segment, on the model's device; None if not stored.
+
+        Of models with ``snapshots``, their bytes.
+        """
+        is_snapshot = loaded.snapshots is not None
+        sizes, dtype = loaded.entry_sizes, torch.uint8 if is_snapshot else loaded.model.dtype
+        keys = [self._key(dtype, encoding, request) for request in requests]
+        entries: dict[str, PassageKV] = {}
+        for is_history in (False, True):
+            shapes: dict[str, ExpectedShape] = {
+                key: SnapshotShape() if is_snapshot else EntryShape(*sizes, dtype, len(request.segment))
+                for key, request in zip(keys, requests, strict=True)
+                if request.is_history == is_history
+            }
+            if shapes:
+                entries |= self.store.get_many(shapes, memory_only=is_history)
+        return [entries[key].kv.to(loaded.device) if key in entries else None for key in keys]
+
+    def add(self, encoding: EncodingKey, encoded: Sequence[tuple[KVRequest, Tensor]]) -> None:
+        """Add the keys and values of segments to the store."""
+        for is_history in (False, True):
+            entries: dict[str, PassageKV] = {}
+            tags: dict[str, Sequence[str]] = {}
+            for request, kv in encoded:
+                if request.is_history == is_history:
+                    key = self._key(kv.dtype, encoding, request)
+                    entries[key] = PassageKV(kv) if kv.ndim > 1 else CacheSnapshot(kv)
+                    tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
+            if entries:
+                self.store.put_many(entries, tags, memory_only=is_history, position=self.position)
+
+    def _key(self, dtype: torch.dtype, encoding: EncodingKey, request: KVRequest) -> str:
+        before = tuple(token for segment in request.before for token in segment.token_ids)
+        positions = torch.cat([segment.positions for segment in (*request.before, request.segment)])
+        cuts = (len(segment) for segment in request.before[1:])  # tokens that are cut otherwise have other last bits
+        where = (encoding, *cuts, _consecutive_runs(positions))
+        return passage_key(self.model, dtype, where, before, request.segment.token_ids, self.salt)
+
+
+def _consecutive_runs(positions: Tensor) -> tuple[tuple[float, int], ...]:
+    """Return positions as runs of consecutive ones: first and length of each."""
+    values: list[float] = positions.tolist()
+    runs, first = [], 0
+    for i in range(1, len(values) + 1):
+        if i == len(values) or values[i] != values[i - 1] + 1:
+            runs.append((values[first], i - first))
+            first = i
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResolvedRow:
+    """A row of a plan resolved for one prompt.
+
+    Attributes:
+        layout: Of the row's own tokens.
+        passages: Which passages of the prompt it holds, in its order.
+        positions: (1, T) float32 on the CPU: they are looked at one by one, and go to the device with the tokens.
+    """
+
+    layout: Layout
+    passages: tuple[int, ...]
+    positions: Tensor
+    overrides: Overrides
+    reusable: tuple[int, ...] = ()
+
+    @property
+    def passage_spans(self) -> list[tuple[int, Span]]:
+        """Each passage of the prompt that the row holds, and its span in the row."""
+        return list(zip(self.passages, self.layout.passages, strict=True))
+
+
+def resolve(row: RowPlan, layout: Layout, device: torch.device) -> ResolvedRow:
+    passages = tuple(range(layout.n_passages)) if row.passages is None else row.passages
+    seen = layout if row.passages is None else layout.select(passages)
+    positions = row.positions
+    if positions is None:
+        positions = torch.arange(len(seen.token_ids), dtype=torch.float32)[None]
+    overrides = Overrides(
+        mask=row.mask,
+        rope_base_factor=row.rope_base_factor,
+        layer_scale=None if row.layer_scale is None else tuple(row.layer_scale.tolist()),
+        head_scale=row.head_scale,
+        hidden_scale=row.hidden_scale,
+        attend=None if row.attend is None else row.attend.on(device),
+    )
+    return ResolvedRow(seen, passages, positions, overrides, row.reusable)
+
+
+def passage_starts(rows: Sequence[ResolvedRow], passage: int) -> set[float]:
+    """Return the first position of a passage of the prompt in each row that holds it."""
+    return {
+        float(row.positions[0, span.start])
+        for row in rows
+        for held, span in row.passage_spans
+        if held == passage and len(span)
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefilledGroup:
+    """Rows of a plan that were read in one batch, ready to decode.
+
+    Attributes:
+        logits: (R, V) of the next token.
+        question: (R,) mean log-probability of the question's tokens, zeros if not requested.
+        passage_attention: (R, N) attention of the last token to each passage, averaged over layers and heads.
+        passage_shares: (R, N) the same as shares of the attention to passages; rows sum to 1 or are 0.
+            Without the attention hook 1 for the passage of a row that has a single one.
+        cached_tokens: Tokens of the prompt whose keys and values were in the store.
+    """
+
+    batch: SequenceBatch
+    logits: Tensor
+    question: Tensor
+    passage_attention: Tensor
+    passage_shares: Tensor
+    cached_tokens: int = 0
+
+
+SCORES_AT_ONCE = 1 << 28
+"""Logits of all rows that are held at the same time: 512 MiB in 16 bits."""
+
+
+def scored_question(layout: Layout) -> Span:
+    """Return the question's tokens that are scored: not the one that follows what is read in a pass of its own."""
+    apart = (layout.turn_starts or (layout.suffix.start,))[-1]
+    stop = layout.question.stop
+    return Span(min(max(layout.question.start, apart + 1), stop), stop)
+
+
+def logits_to_keep(layout: Layout, score_question: bool) -> int:
+    """Return how many trailing logits are needed: those that predict the question's tokens, or the last alone."""
+    asked = scored_question(layout)
+    if not score_question or layout.question.start == 0 or not len(asked):
+        return 1
+    return len(layout.token_ids) - asked.start + 1
+
+
+def logits_at_once(loaded: LoadedModel, n_rows: int) -> int:
+    """Return of how many tokens the logits of all rows may be held at the same time."""
+    return max(1, SCORES_AT_ONCE // (n_rows * int(loaded.model.config.get_text_config().vocab_size)))
+
+
+def read_question(
+    batch: SequenceBatch,
+    token_ids: Tensor,
+    positions: Tensor,
+    layout: Layout,
+    keep: int,
+    observer: Observer,
+    *,
+    in_parts: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Append the last tokens of a prompt to every row, and score the question unless ``keep`` is 1.
+
+    Args:
+        keep: As ``logits_to_keep`` says.
+        in_parts: Whether a long question may be read in several passes. They end at the same tokens, whatever the
+            store holds.
+
+    Shapes:
+        token_ids: (R, Tq). positions: (R, Tq) float32.
+        returns: (R, V) of the next token; (R,) mean log-probability of the question's tokens, zeros if not scored.
+    """
+    n_rows, n_tokens = token_ids.shape
+    means = torch.zeros(n_rows, device=batch.loaded.device)
+    step = logits_at_once(batch.loaded, n_rows)
+    if keep == 1:
+        return batch.forward(token_ids, positions, 1, observer)[:, -1], means
+    target = torch.tensor(layout.tokens(scored_question(layout)), device=batch.loaded.device)
+    if keep <= step or not in_parts:
+        logits = batch.forward(token_ids, positions, keep, observer)
+        for r in range(n_rows):
+            means[r] = _log_probs(logits[r], target).mean()
+        return logits[:, -1], means
+    first = n_tokens - keep
+    ends = [*range(first + step, first + len(target), step), first + len(target)]
+    parts: list[list[Tensor]] = [[] for _ in range(n_rows)]
+    for start, stop in itertools.pairwise((0, *ends)):
+        kept_from = max(start, first)
+        ids, places = token_ids[:, start:stop], positions[:, start:stop]
+        logits = batch.forward(ids, places, stop - kept_from, ends_prompt=False)
+        for r in range(n_rows):
+            parts[r].append(_log_probs(logits[r], target[kept_from - first : stop - first]))
+    for r in range(n_rows):
+        means[r] = torch.cat(parts[r]).mean()
+    return batch.forward(token_ids[:, ends[-1] :], positions[:, ends[-1] :], 1, observer)[:, -1], means
+
+
+def _log_probs(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the log-probabilities of a row's tokens, (T, 1); row by row, for (T, V) in float32 is large."""
+    return logits[: len(target)].float().log_softmax(dim=-1).gather(1, target[:, None])
+
+
+def prefilled_group(
+    batch: SequenceBatch,
+    read: tuple[Tensor, Tensor],
+    layout: Layout,
+    rows: Sequence[ResolvedRow],
+    observer: Observer,
+    cached_tokens: int = 0,
+) -> PrefilledGroup:
+    """Return the result of a prefill whose last passes were ``read_question`` and had the ``observer``."""
+    logits, question = read
+    spans = tuple(
+        tuple((passage, start + span.start, start + span.stop) for passage, span in row.passage_spans)
+        for row, start in zip(rows, batch.row_starts, strict=True)
+    )
+    attention = torch.zeros((len(rows), layout.n_passages), device=logits.device)
+    attended = observer.mean()
+    if attended is not None:
+        attended = batch.loaded.spec.ranks.mean(attended)
+        for r, row_spans in enumerate(spans):
+            sums: dict[int, Tensor] = {}
+            for passage, start, stop in row_spans:
+                mass = attended[r, start:stop].sum()
+                sums[passage] = mass if passage not in sums else sums[passage] + mass  # a row may repeat a passage
+            for passage, mass in sums.items():
+                attention[r, passage] = mass
+    total = attention.sum(dim=1, keepdim=True)
+    shares = attention / total.where(total > 0, 1.0)
+    if attended is None:  # the model runs without the attention hook; the share of a single passage is 1 all the same
+        for r, row_spans in enumerate(spans):
+            if len({passage for passage, _, _ in row_spans}) == 1:
+                shares[r, row_spans[0][0]] = 1.0
+    return PrefilledGroup(
+        replace(batch, passage_spans=spans),
+        logits,
+        question,
+        attention,
+        shares,
+        cached_tokens,
+    )
 
 
 def can_share_batch(rows: Sequence[ResolvedRow]) -> bool:

@@ -17,31 +17,27 @@ from torch import Tensor
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.model.sequence_batch import LoadedModel, SequenceBatch
 from rag_posfix.generation.prefill.per_passage import (
-    cached_passages,
-    can_share_batch,
-    encode_passages,
-    independent_row,
-    prefill_blended,
-    prefill_per_passage,
-)
-from rag_posfix.generation.prefill.rows import (
+    KVLookup,
+    KVRequest,
     PrefilledGroup,
     ResolvedRow,
+    Segment,
+    cached_passages,
+    can_share_batch,
+    concatenate_kv,
+    copy_kv,
+    encode_passages,
+    independent_row,
+    join_batches,
     logits_at_once,
     logits_to_keep,
+    prefill_blended,
+    prefill_per_passage,
     prefilled_group,
     read_question,
     resolve,
 )
-from rag_posfix.generation.prefill.segments import (
-    KVLookup,
-    KVRequest,
-    Segment,
-    concatenate_kv,
-    copy_kv,
-    join_batches,
-)
-from rag_posfix.patching.forward_context import Observer
+from rag_posfix.patching.attention_hook import Observer
 from rag_posfix.patching.snapshots import SnapshotError
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan, RowPlan

@@ -4,6 +4,12 @@ A task holds its connection in a ``with`` block, so that cancelling closes it, a
 the prompt. A blocking client could only be stopped between two pieces of an answer. openai's client is not used: it
 reads bodies and events of any size, repeats requests after errors that may leave a server at work, and sends headers
 from ``OPENAI_*`` variables and of its platform to any server.
+
+The address of a remote model: ``openai:NAME@URL``, or several servers of it: ``openai:NAME@URL,URL``.
+
+Reading answers of OpenAI's chat completions, as OpenAI's own client reads them, from servers of any kind.
+
+What a server's error says, and the error that is raised for it.
 """
 
 from __future__ import annotations
@@ -11,9 +17,10 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -22,15 +29,190 @@ from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
-from rag_posfix.errors import ConfigError, GenerationError, UpstreamError, UpstreamTimeoutError, missing_extra
-from rag_posfix.generation.remote.address import Servers
-from rag_posfix.generation.remote.failures import failure_of_status
+from rag_posfix.contracts.request import FinishReason
+from rag_posfix.errors import (
+    ConfigError,
+    GenerationError,
+    NoAnswerError,
+    OverloadedError,
+    PromptTooLongError,
+    UpstreamError,
+    UpstreamTimeoutError,
+    missing_extra,
+)
+from rag_posfix.text import REPLACEMENT, clean_text, content_hash
 
 if TYPE_CHECKING:
     import httpx2
+
+
+PREFIX = "openai:"
+EXAMPLE = "openai:qwen2.5-7b-instruct@http://127.0.0.1:8080/v1"
+_ADDRESS = re.compile(r"openai:(?P<name>.+)@(?P<url>https?://.+)", re.DOTALL)
+_LONGEST = 2048
+REST_SECONDS = 10.0
+"""How long a server that failed is asked only if every other one failed too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """The name of a model on an OpenAI-compatible server, and the base URL of its API without a slash at the end.
+
+    Several servers of the same model are base URLs separated by commas. The first one names the model in cache keys.
+    """
+
+    name: str
+    url: str
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The base URL of each server."""
+        return tuple(self.url.split(","))
+
+
+class Servers:
+    """Equal servers, of which each key has an order of its own: rendezvous hashing, Thaler and Ravishankar (1998).
+
+    Requests about one passage meet on one server, whose prefix cache then holds the passage. A server that is added
+    takes its share of the keys; no key moves between the others. Used in one thread.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = tuple(urls)
+        self._rests_until = dict.fromkeys(self.urls, 0.0)
+
+    def choose(self, key: str, tried: Collection[str] = ()) -> str:
+        """Return the first server in the order of ``key``; those that were tried or that rest come last."""
+        if len(self.urls) == 1:
+            return self.urls[0]
+        now = time.monotonic()
+        return min(
+            self.urls, key=lambda url: (url in tried, self._rests_until[url] > now, content_hash("server", url, key))
+        )
+
+    def rest(self, url: str) -> None:
+        """Note that a server failed."""
+        self._rests_until[url] = time.monotonic() + REST_SECONDS
+
+
+def is_remote(model: str) -> bool:
+    """Return whether a model name means a model of a server."""
+    return model.startswith(PREFIX)
+
+
+def parse_remote(model: str) -> RemoteModel:
+    """Read ``openai:NAME@URL`` or ``openai:NAME@URL,URL``.
+
+    A URL is the base URL of the API, as OpenAI's clients take it. A URL without a path gets ``/v1``. The name may
+    contain ``@``. Nothing is looked up.
+
+    Raises:
+        ConfigError: the text has another form, a URL holds a user, a password, a query or the path of a route, or two
+            URLs are equal.
+    """
+    match = _ADDRESS.fullmatch(model) if len(model) <= _LONGEST else None
+    if match is None or not match["name"].strip():
+        raise ConfigError(f"model={_redact(model)} must be openai:NAME@URL, for example {EXAMPLE}")
+    urls = [_base_url(model, text) for text in match["url"].split(",")]
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"model={_redact(model)}: each URL must be given once; remove the repeated one")
+    return RemoteModel(match["name"].strip(), ",".join(urls))
+
+
+def _base_url(model: str, text: str) -> str:
+    try:
+        url = urlsplit(text)
+        url.port  # noqa: B018 - raises for a port that is no number
+    except ValueError:  # its text quotes the URL, also where a password looks like a port
+        raise ConfigError(
+            f"model={_redact(model)}: the URL cannot be read: its host, or its port of 0 to 65535, is not valid; for "
+            f"example {EXAMPLE}"
+        ) from None
+    if url.username is not None or url.password is not None:  # names of models are shown and logged
+        raise ConfigError(
+            "model=openai:...: the URL holds a user or a password; give the key in RAG_POSFIX_REMOTE_API_KEY"
+        )
+    path = url.path.rstrip("/")
+    is_base = url.scheme in ("http", "https") and url.hostname and not url.query and not url.fragment
+    if not is_base or re.search(r"[\s\x00-\x1f]", url.netloc + url.path):
+        raise ConfigError(f"model={_redact(model)}: a URL is http(s)://HOST without a query; for example {EXAMPLE}")
+    if path.endswith("/completions"):
+        raise ConfigError(
+            f"model={_redact(model)}: give the base URL, without the path of a route; for example {EXAMPLE}"
+        )
+    return urlunsplit((url.scheme, url.netloc, path or "/v1", "", ""))
+
+
+def _redact(model: str) -> str:
+    """Return a model name for an error message, shortened, without what may be a password or the key of a query.
+
+    Where a wrong address has one of them is a guess, so all is left out behind the first place that it may begin at.
+    """
+    hidden = re.sub(r"(//|@)(?=.*[@?#]).*", r"\1...", model, flags=re.DOTALL)
+    return repr(hidden if len(hidden) <= 200 else f"{hidden[:200]}...")
+
+
+_SHOWN = 300
+_TOO_LONG = re.compile(r"context[ _](length|window|size)|maximum context|too many tokens|n_ctx", re.IGNORECASE)
+_ADVICE = {
+    401: "; set RAG_POSFIX_REMOTE_API_KEY to a key of that server",
+    403: "; set RAG_POSFIX_REMOTE_API_KEY to a key that may use this model",
+    404: "; check the name of the model and the base URL in openai:NAME@URL",
+}
+
+
+def failure_of_status(
+    server: str, status: int, body: bytes, retry_seconds: float = 0.0
+) -> GenerationError | OverloadedError | PromptTooLongError:
+    """Return the error for a response that is not a success; ``retry_seconds`` is its ``Retry-After``.
+
+    Messages hold no key. A server's text may quote a prompt, so it is only in errors whose text the HTTP service
+    does not send; ``OverloadedError`` and ``PromptTooLongError`` are sent as they are.
+    """
+    try:
+        payload: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        payload = None
+    reason = error_message(payload)
+    message = f"{server} answered with status {status}{f': {reason}' if reason else ''}"
+    if status in (400, 413, 422) and _TOO_LONG.search(reason):
+        return PromptTooLongError(
+            "the prompt exceeds the context window of the remote generator; use fewer or shorter passages, and set "
+            "RAG_POSFIX_REMOTE_CONTEXT_WINDOW to the server's limit, so that passages are left out in time"
+        )
+    if status == 429:
+        return OverloadedError(
+            "the remote generator has no capacity now (status 429); try again later", retry_seconds or None
+        )
+    if status in (408, 504):
+        return UpstreamTimeoutError(f"{message}; try again later, or lower max_tokens")
+    if status == 400 and "max_completion_tokens" in reason:
+        message += "; set RAG_POSFIX_REMOTE_MAX_TOKENS_FIELD=max_completion_tokens"
+    return UpstreamError(message + _ADVICE.get(status, ""), status)
+
+
+def error_message(payload: Any) -> str:
+    """Return the message and the code of an error object, on one line; empty if there are none.
+
+    Forms: ``{"error": {"message", "code"}}``, ``{"error": text}``, ``{"message": text}``, ``{"detail": text}`` or
+    ``{"detail": [{"msg": text}]}``; Gemini puts them into a list.
+    """
+    if isinstance(payload, list) and payload:
+        payload = payload[0]
+    if not isinstance(payload, dict):
+        return ""
+    inner = payload.get("error") or payload
+    if not isinstance(inner, dict):
+        inner = {"message": inner}
+    detail = inner.get("detail")
+    problems = [each.get("msg") for each in detail if isinstance(each, dict)] if isinstance(detail, list) else []
+    texts = [inner.get("message"), detail, *problems, inner.get("code")]
+    line = " ".join(" ".join(text for text in texts if isinstance(text, str))[: 4 * _SHOWN].split())
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
+
 
 _log = logging.getLogger(__name__)
 
@@ -461,3 +643,142 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         except ValueError:
             return 0.0
     return seconds if 0 <= seconds < inf else 0.0
+
+
+_REASONS = {
+    "stop": "stop eos eos_token end_turn stop_sequence stop_token complete completed done end finished tool_call "
+    "tool_calls function_call",
+    "length": "length max_tokens token_limit",
+    "filter": "content_filter sensitive safety recitation blocklist prohibited_content spii refusal error_toxic",
+    "interruption": "incomplete",
+}
+_KINDS = {reason: kind for kind, reasons in _REASONS.items() for reason in reasons.split()}
+"""What a ``finish_reason`` means, of OpenAI, vLLM, SGLang, Mistral, DeepSeek, Zhipu, Gemini, Cohere and Anthropic."""
+_WORDS = {
+    "filter": "filter|safety|guardrail|block|prohibit|moderat",
+    "interruption": "error|abort|cancel|fail|interrupt|timeout|timed_out|time_limit|insufficient|repetition|malformed"
+    "|preempt|overload|disconnect|not_finished|unfinished|killed|exception",
+    "length": "length|token_limit|max(imum)?_.*token|max_len|context_(window|size|limit)",
+    "stop": "^(stop|eos|end)_",
+}
+"""Words in further reasons of these servers, and of others that name a reason in the same way."""
+_NO_REASON = ("", "null", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ended. A reason that is not known counts as ``stop``, and such an answer is not cached."""
+
+    reason: FinishReason
+    is_known: bool = True
+
+
+def unreadable(url: str, what: str) -> UpstreamError:
+    """Return the error for an answer of another form."""
+    return UpstreamError(f"{url} sent {what}; is it an OpenAI-compatible server?")
+
+
+def first_choice(event: Event, url: str, *, is_part: bool = False) -> Event | None:
+    """Return the first choice of an object; None if it has none, as the last one of a stream, with the usage.
+
+    Args:
+        is_part: It is an object of a stream; some servers send usage and signs of life there without ``choices``, or
+            with null.
+    """
+    choices = event.get("choices")
+    says_more = is_part and not choices  # an error may have a form of its own
+    reason = error_message(event) if says_more or event.get("error") else ""
+    if event.get("error") or reason or (says_more and "error" in (event.get("object"), event.get("type"))):
+        raise UpstreamError(f"{url} failed while it generated the answer{f': {reason}' if reason else ''}")
+    if choices is None and is_part:
+        return None
+    if not isinstance(choices, list) or (choices and not isinstance(choices[0], dict)):
+        raise unreadable(url, "an object without choices")
+    if choices and choices[0].get("error"):
+        return first_choice({"error": choices[0]["error"]}, url)
+    return choices[0] if choices else None
+
+
+def end_of(choice: Event, url: str) -> End | None:
+    """Return how the answer of a choice ended, None if it has not ended: servers without null send "" or "null".
+
+    Raises:
+        UpstreamError: the server broke the answer off, or its content filter did.
+    """
+    said = choice.get("finish_reason")
+    if isinstance(said, Mapping):  # SGLang's own form
+        said = said.get("type")
+    name = re.sub(r"[^a-z0-9]+", "_", str(said or "").lower()).removeprefix("finish_reason_")
+    if name in _NO_REASON:
+        return None
+    kind = _KINDS.get(name) or next((kind for kind, words in _WORDS.items() if re.search(words, name)), None)
+    if kind == "filter":
+        raise UpstreamError(f"{url} withheld the answer: its content filter stopped it (finish_reason {said!r:.60})")
+    if kind == "interruption":
+        raise UpstreamError(
+            f"{url} gave up in the middle of the answer (finish_reason {said!r:.60}); try again, or see its log"
+        )
+    if kind is not None:
+        return End("length" if kind == "length" else "stop")
+    _log.warning(
+        "the server at %s ended an answer with finish_reason %.60r, which is not known: not cached", url, said
+    )
+    return End("stop", is_known=False)
+
+
+def content_of(message: object, url: str) -> str | None:
+    """Return the content of a message or of a part of one, as sent; None for no content.
+
+    Content may be a list of parts: texts are joined, thoughts are withheld.
+    """
+    fields = message if isinstance(message, Mapping) else {}
+    if fields.get("tool_calls") or fields.get("function_call"):
+        raise NoAnswerError("the remote model called a tool instead of answering; turn off its tools")
+    content = joined_texts(fields.get("content"))
+    if content is not None and not isinstance(content, str):
+        raise unreadable(url, "a message whose content is no text")
+    return content
+
+
+def joined_texts(content: Any) -> Any:
+    """Return a content of parts as the text of those that hold text; another content as it is."""
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, list) or not all(isinstance(part, str | Mapping) for part in parts):
+        return content
+    return "".join(map(_text_of, parts))
+
+
+def _text_of(part: str | Mapping[str, Any]) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if part.get("type") in (None, "text", "output_text") else None
+    if isinstance(text, Mapping):  # OpenAI's assistants
+        text = text.get("value")
+    return text if isinstance(text, str) else ""
+
+
+def split_sound(content: str) -> tuple[str, str]:
+    """Return the text without the half of a character at its end, and that half: the next part may complete it.
+
+    A character beyond U+FFFF may come as two surrogates in two parts; a token may end within a character.
+    """
+    joined = content.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    end = len(joined)
+    while end and (joined[end - 1] == REPLACEMENT or "\ud800" <= joined[end - 1] < "\udc00"):
+        end -= 1
+    return clean_text(joined[:end]), joined[end:]
+
+
+def withholds(message: object) -> bool:
+    """Return whether a message, or a part of one, holds a refusal or reasoning beside its content."""
+    fields: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
+    return bool(isinstance(fields.get("content"), list | Mapping) and fields["content"]) or any(
+        fields.get(name) for name in ("refusal", "reasoning_content", "reasoning")
+    )
+
+
+def no_text(message: object) -> NoAnswerError:
+    """Return the error for an answer without content: refused, or all tokens went into reasoning."""
+    if isinstance(message, Mapping) and message.get("refusal"):
+        return NoAnswerError("the remote model refused to answer; ask differently")
+    return NoAnswerError("the remote model ended its answer without any content; raise max_tokens, or ask differently")

@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.generator import ChatMessage, spend, sum_usage
 from rag_posfix.contracts.request import LEAST, Usage, own_tags
-from rag_posfix.contracts.spent_usage import spend, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
-from rag_posfix.generation.remote.answers import joined_texts
-from rag_posfix.generation.remote.connection import Connection, Event
-from rag_posfix.generation.remote.failures import error_message
+from rag_posfix.generation.remote.connection import Connection, Event, error_message, joined_texts
 from rag_posfix.text import content_hash
 
 _log = logging.getLogger(__name__)

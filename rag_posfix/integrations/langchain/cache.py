@@ -16,10 +16,9 @@ from langchain_core.messages import message_to_dict, messages_from_dict
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, Generation, GenerationChunk
 from langchain_core.stores import BaseStore
 
-from rag_posfix.caching.answers.keys import SCHEMA_VERSION
-from rag_posfix.caching.answers.tiered import Blob, TieredAnswerCache
+from rag_posfix.caching.answers.tiered import SCHEMA_VERSION, Blob, TieredAnswerCache
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.checked import check_type
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import clean_text, content_hash

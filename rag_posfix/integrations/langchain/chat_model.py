@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from rag_posfix.assembly.assembler import Assembled, Assembler
-from rag_posfix.assembly.tools import BoundTools, resolve_tools
+from rag_posfix.assembly.templates import BoundTools, resolve_tools
 from rag_posfix.cancellation import check_cancelled, run_until_cancelled
 from rag_posfix.checked import Checked, Portable
 from rag_posfix.contracts.generator import Generator, check_json_schema
@@ -26,10 +26,16 @@ from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.model.json_grammar import compile_schema
-from rag_posfix.generation.remote.address import is_remote, parse_remote
+from rag_posfix.generation.remote.connection import is_remote, parse_remote
 from rag_posfix.integrations.document_ordering import OrderName, checked_method
-from rag_posfix.integrations.langchain.content_blocks import TemplateField, read_conversation
-from rag_posfix.integrations.langchain.tools import openai_tools, read_schema, tool_calls, typed_answers
+from rag_posfix.integrations.langchain.content_blocks import (
+    TemplateField,
+    openai_tools,
+    read_conversation,
+    read_schema,
+    tool_calls,
+    typed_answers,
+)
 from rag_posfix.pipeline.support import compare_words, read_texts, verdict_of
 from rag_posfix.registry import check_names
 from rag_posfix.text import NO_PASSAGE_TEXT
@@ -125,7 +131,7 @@ class RagPosfixChatModel(Portable, Checked, BaseChatModel):
     def _known_mitigation(self) -> Self:
         choice = checked_method(self._choice({}))
         if is_remote(self.model_name):
-            from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation  # torch
+            from rag_posfix.generation.remote.generator import check_remote_mitigation  # torch
 
             check_remote_mitigation(parse_remote(self.model_name).name, choice)
         return self

@@ -13,7 +13,7 @@ from langchain_core.runnables import RunnableConfig, RunnableLambda
 from pydantic import ConfigDict, Field
 
 from rag_posfix.checked import Checked
-from rag_posfix.contracts.filters import combine_filters
+from rag_posfix.contracts.retrieval import combine_filters
 from rag_posfix.errors import ConfigError
 from rag_posfix.integrations.document_ordering import FilterField, OrderName, checked_count, ordered_documents
 from rag_posfix.retrieval.base import takes_filters, with_own_filter

@@ -3,6 +3,12 @@
 ``manifest.json`` names the data files with their sizes and hashes. Each save writes data files under new names and
 replaces the manifest last, so the folder is one complete index at every moment. Readers neither write nor lock, and
 mapped files stay as they were: an index may be on a read-only or network file system while it is replaced.
+
+Files next to an index folder while it is written: a lock, unfinished states, and vectors that were computed.
+
+The operating system frees the lock when its process ends, however it ends. Readers need no lock.
+
+What an index holds: files with their passages, and fields of the metadata with the types of their values.
 """
 
 from __future__ import annotations
@@ -12,23 +18,33 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rag_posfix.contracts.retrieval import SimilarityRange
-from rag_posfix.errors import RetrievalError
+from rag_posfix.contracts.retrieval import (
+    SimilarityRange,
+    comparison_key,
+    comparisons,
+    elements,
+    field_values,
+    parse_filter,
+)
+from rag_posfix.errors import IndexBusyError, RetrievalError, missing_extra
 from rag_posfix.files import flush, replace_durably
-from rag_posfix.retrieval.index.bm25_index import BM25Index
 from rag_posfix.retrieval.index.documents import IndexEntry
 from rag_posfix.retrieval.index.file_formats import (
     BM25_ROLES,
+    BM25Index,
     MappedDocuments,
+    import_faiss,
     read_bm25_files,
     read_document_lines,
     read_offsets,
@@ -37,12 +53,154 @@ from rag_posfix.retrieval.index.file_formats import (
     write_document_lines,
     write_vectors,
 )
-from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
-from rag_posfix.retrieval.index.vector_index import import_faiss
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS model (identity TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS vectors (text BLOB PRIMARY KEY, vector BLOB NOT NULL) WITHOUT ROWID;
+"""
+_TEXTS_PER_QUERY = 500
+
+
+def partial_folder(folder: Path, token: str) -> Path:
+    """Return the folder next to an index in which its next state is written."""
+    return folder.parent / f".{folder.name}.{token}.partial"
+
+
+@contextmanager
+def locked(folder: Path, *, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Be the only writer of an index while the block runs; a thread may enter again.
+
+    Unfinished states of writers that were killed are removed first. The lock file holds the id of the writer.
+
+    Raises:
+        IndexBusyError: another thread or process is writing the index.
+        RetrievalError: the lock file cannot be made.
+        ConfigError: filelock is not installed.
+    """
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError as error:
+        raise missing_extra("filelock", "local") from error
+    folder = Path(os.path.realpath(folder))
+    file = folder.parent / f".{folder.name}.lock"
+    lock = FileLock(file, is_singleton=True)  # the same object for a second entry of this thread
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=wait_seconds)
+    except Timeout:
+        raise IndexBusyError(
+            f"the index {str(folder)!r} is being written by another process{_writer(file)}; wait until it ends, or "
+            "choose another folder"
+        ) from None
+    except OSError as error:
+        raise RetrievalError(f"cannot write the index {str(folder)!r}: {error.strerror or error}") from error
+    try:
+        if lock.lock_counter == 1:
+            with suppress(OSError):
+                file.write_text(str(os.getpid()), encoding="ascii")
+            leftover = re.compile(
+                rf"\.{re.escape(folder.name)}\.[0-9a-f]{{12}}\.partial"
+            )  # not of NAME.2024 beside it
+            for path in filter(lambda path: leftover.fullmatch(path.name), folder.parent.iterdir()):
+                shutil.rmtree(path, ignore_errors=True)
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            with suppress(OSError):  # Windows cannot remove an open file
+                file.unlink()  # before the release: a waiter sees that its file is gone, and makes a new one
+        lock.release()
+
+
+def _writer(file: Path) -> str:
+    try:
+        number = file.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return f" (process {number})" if number.isdecimal() else ""
+
+
+class EmbeddedTexts:
+    """Vectors that an unfinished update has computed, by a hash of their texts. A ``put`` is durable."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def get(self, texts: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """Return the stored vectors of ``texts``, all of the same dimension; texts without a vector are left out."""
+        import numpy as np
+
+        texts_by_key = {_key(text): text for text in texts}
+        keys = list(texts_by_key)
+        vectors: dict[str, NDArray[np.float32]] = {}
+        for start in range(0, len(keys), _TEXTS_PER_QUERY):
+            batch = keys[start : start + _TEXTS_PER_QUERY]
+            marks = ",".join("?" * len(batch))
+            for key, vector in self._connection.execute(
+                f"SELECT text, vector FROM vectors WHERE text IN ({marks})", batch
+            ):
+                vectors[texts_by_key[key]] = np.frombuffer(vector, dtype="<f4").astype(np.float32)
+        return vectors if len({len(vector) for vector in vectors.values()}) <= 1 else {}
+
+    def put(self, texts: Sequence[str], vectors: NDArray[np.float32]) -> None:
+        """Keep the vectors of texts, one row per text."""
+        rows = [(_key(text), vector.astype("<f4").tobytes()) for text, vector in zip(texts, vectors, strict=True)]
+        with self._connection:
+            self._connection.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
+
+
+@contextmanager
+def embedded_texts(folder: Path, identity: str) -> Iterator[EmbeddedTexts | None]:
+    """Yield the vectors of an unfinished update; remove them if the block succeeds, keep them if it fails.
+
+    A damaged file, or one of another model, is started anew. Yields None where no file can be kept, for example next
+    to a folder that cannot be written. The caller holds the lock of the folder.
+    """
+    folder = Path(os.path.realpath(folder))
+    file = folder.parent / f".{folder.name}.embedded"
+    connection = _open_embedded(file, identity)
+    if connection is None:
+        connection = _open_embedded(file, identity)  # the first call removed it
+    if connection is None:
+        yield None
+        return
+    with closing(connection):
+        yield EmbeddedTexts(connection)
+    _remove_embedded(file)
+
+
+def _open_embedded(file: Path, identity: str) -> sqlite3.Connection | None:
+    """Return an open file of vectors of a model; None after removing it if it is damaged or of another model."""
+    connection = None
+    try:
+        connection = sqlite3.connect(file)
+        connection.executescript(_SCHEMA)
+        connection.execute("SELECT count(*) FROM vectors WHERE length(vector) % 4 != 0").fetchone()
+        with connection:
+            connection.execute("INSERT INTO model SELECT ? WHERE NOT EXISTS (SELECT 1 FROM model)", [identity])
+        if connection.execute("SELECT identity FROM model").fetchall() == [(identity,)]:
+            return connection
+    except sqlite3.Error:
+        pass
+    if connection is not None:
+        connection.close()
+    with suppress(OSError):
+        _remove_embedded(file)
+    return None
+
+
+def _remove_embedded(file: Path) -> None:
+    for path in (file, file.with_name(f"{file.name}-journal")):
+        path.unlink(missing_ok=True)
+
+
+def _key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
 
 T = TypeVar("T")
 _FORMAT: Final = "rag-posfix-index"
@@ -407,3 +565,118 @@ def _reported_as_damage(folder: Path) -> Iterator[None]:
 def _damaged(folder: Path, detail: str) -> RetrievalError:
     """Return the error for an index that contradicts its manifest."""
     return RetrievalError(f"index {str(folder)!r} is damaged: {detail}; {_REBUILD}")
+
+
+EXAMPLES = 5
+"""Values of a field that its summary has."""
+
+_COUNTED_VALUES = 10_000
+"""Different values of a field that are counted: the memory of a summary is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSummary:
+    """A field of the metadata, ``a.b`` for the field ``b`` of a dict ``a``.
+
+    Attributes:
+        passages: How many passages have a value in it.
+        types: How many values of each type: text, number, boolean, other.
+        distinct: How many different values, at most 10,000.
+        examples: The first different values.
+    """
+
+    name: str
+    passages: int
+    types: Mapping[str, int]
+    distinct: int
+    examples: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSummary:
+    """An index in numbers. ``files`` has the passages of each file, "" those that were read from no file."""
+
+    embedding: str
+    dimension: int
+    passages: int
+    files: Mapping[str, int]
+    fields: tuple[FieldSummary, ...]
+
+
+def summarize_index(folder: Path) -> IndexSummary:
+    """Return what an index holds; no embedding model is loaded.
+
+    Raises:
+        RetrievalError: the folder has no index, or it is damaged.
+    """
+    manifest = read_manifest(folder)
+    files: Counter[str] = Counter()
+    fields: dict[str, _FieldCounts] = {}
+    for entry in read_entries(folder, mmap=True).values():
+        files.update(entry.files or ("",))
+        for name in _field_names(entry.document.metadata):
+            fields.setdefault(name, _FieldCounts()).add(field_values(entry.document.metadata, name))
+    return IndexSummary(
+        manifest.embedding,
+        manifest.dimension,
+        manifest.count,
+        dict(sorted(files.items())),
+        tuple(counts.summary(name) for name, counts in sorted(fields.items())),
+    )
+
+
+def unknown_fields(entries: Iterable[IndexEntry], metadata_filter: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the fields of a filter that no document has, and all fields that the documents have."""
+    wanted = sorted({comparison.field for comparison in comparisons(parse_filter(metadata_filter))})
+    known = {name for entry in entries for name in _field_names(entry.document.metadata)}
+    return [name for name in wanted if name not in known], sorted(known)
+
+
+class _FieldCounts:
+    def __init__(self) -> None:
+        self._passages = 0
+        self._types: Counter[str] = Counter()
+        self._values: dict[object, Any] = {}
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Count the values of one passage."""
+        present = [item for value in values for item in elements(value) if item is not None]
+        self._passages += bool(present)
+        for item in present:
+            self._types[_type_name(item)] += 1
+            if len(self._values) < _COUNTED_VALUES and not isinstance(item, Mapping):
+                self._values.setdefault(comparison_key(item), item)
+
+    def summary(self, name: str) -> FieldSummary:
+        examples = tuple(list(self._values.values())[:EXAMPLES])
+        return FieldSummary(name, self._passages, dict(self._types), len(self._values), examples)
+
+
+def _type_name(value: object) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "text"
+        case _:
+            return "other"
+
+
+def _field_names(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names that a filter may give the fields of a document, each once."""
+    names: dict[str, None] = {}
+    for name, value in metadata.items():
+        if isinstance(name, str):
+            names |= dict.fromkeys(_nested_names(name, value))
+    yield from names
+
+
+def _nested_names(name: str, value: object) -> Iterator[str]:
+    holders = [item for item in elements(value) if isinstance(item, Mapping)]
+    if not holders:
+        yield name
+    for holder in holders:
+        for inner, inner_value in holder.items():
+            yield from _nested_names(f"{name}.{inner}", inner_value)

@@ -21,19 +21,19 @@ from rag_posfix.errors import IndexBusyError, RagPosfixError, RetrievalError
 from rag_posfix.files import flush
 from rag_posfix.parameters import shown
 from rag_posfix.retrieval.embeddings import embedding_identity
-from rag_posfix.retrieval.index.document_file import DocumentFile
-from rag_posfix.retrieval.index.folder_lock import locked, partial_folder
+from rag_posfix.retrieval.index.documents import DocumentFile
+from rag_posfix.retrieval.index.storage import locked, partial_folder
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.collection import (
     Collection,
     CollectionFailures,
+    PassageStore,
     collection_file,
     existing_file,
     file_names,
     is_collection,
     storage_errors,
 )
-from rag_posfix_api.collections.external import PassageStore
 from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, StorageError, TooLargeError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"

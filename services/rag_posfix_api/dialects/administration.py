@@ -20,10 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from rag_posfix.errors import UnknownNameError
-from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import WHOLE, MetadataFilter, RequestModel
-from rag_posfix_api.http.errors import NotFoundError, StorageError
-from rag_posfix_api.http.json_bodies import MAX_DEPTH, MAX_VALUES, CleanRoute
+from rag_posfix_api.http.errors import OPENAI, NotFoundError, StorageError
+from rag_posfix_api.http.middleware import MAX_DEPTH, MAX_VALUES, CleanRoute
 from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN, KeyFileError
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState, package_version
 

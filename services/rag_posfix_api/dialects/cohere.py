@@ -19,7 +19,6 @@ from rag_posfix_api.dialects.answering import (
     reject_fields,
     stop_strings,
 )
-from rag_posfix_api.dialects.errors import COHERE
 from rag_posfix_api.dialects.requests import (
     DocumentObject,
     Documents,
@@ -36,8 +35,8 @@ from rag_posfix_api.dialects.requests import (
     to_documents,
     within,
 )
-from rag_posfix_api.http.errors import Problem
-from rag_posfix_api.http.json_bodies import CleanRoute, typed_event
+from rag_posfix_api.http.errors import COHERE, Problem
+from rag_posfix_api.http.middleware import CleanRoute, typed_event
 from rag_posfix_api.runtime.service import Service
 
 FinishReason = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS"]

@@ -17,10 +17,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
-from rag_posfix.contracts.filters import combine_filters
+from rag_posfix.contracts.retrieval import combine_filters
 from rag_posfix_api.collections.collection import MOST_METADATA, MOST_TEXT, metadata_size
 from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
-from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import (
     MetadataFilter,
     Mitigation,
@@ -31,10 +30,10 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.errors import InvalidRequestError, NotFoundError, ResponseTooLargeError
-from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, encode_json
-from rag_posfix_api.http.logs import RequestLogFields
-from rag_posfix_api.runtime.precompute import PrecomputeState
+from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, NotFoundError, ResponseTooLargeError
+from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
+from rag_posfix_api.runtime.jobs import PrecomputeState
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
 from starlette.responses import Response
 
-from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
 from rag_posfix.contracts.generator import PromptEncoder, gives_scores, shown_model
 from rag_posfix.contracts.request import (
@@ -36,12 +36,11 @@ from rag_posfix_api.dialects.answering import (
     respond_with_stream,
     stop_strings,
 )
-from rag_posfix_api.dialects.errors import ANSWERING, OPENAI
 from rag_posfix_api.dialects.openai import DONE, StreamOptions, UsageOutput, log_prob_of, text_of, usage_output
 from rag_posfix_api.dialects.requests import Integer, Natural, RequestModel, Seed, StopStrings, TopK, TopP, within
-from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, event
-from rag_posfix_api.http.logs import RequestLogFields
+from rag_posfix_api.http.errors import ANSWERING, OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event
 from rag_posfix_api.runtime.jobs import EventRenderer
 from rag_posfix_api.runtime.service import ReadyService
 

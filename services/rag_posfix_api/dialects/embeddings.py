@@ -16,11 +16,10 @@ from starlette.responses import Response
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings
-from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
-from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse, encode_json
-from rag_posfix_api.http.logs import LogFields, RequestLogFields
+from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 _COUNTED_CHARACTERS = 65_536

@@ -18,8 +18,8 @@ from rag_posfix.contracts.answer import Answer
 from rag_posfix.errors import missing_extra
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import check_shape
-from rag_posfix_api.http.logs import LogFields, RequestLogFields
+from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.middleware import check_shape
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 PATH = "/mcp"

@@ -17,13 +17,12 @@ from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.answering import DroppedOutput
-from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import (
     WHOLE,
     Documents,
@@ -33,9 +32,9 @@ from rag_posfix_api.dialects.requests import (
     mitigation_choice,
     to_documents,
 )
-from rag_posfix_api.http.errors import InvalidRequestError
-from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse
-from rag_posfix_api.http.logs import RequestLogFields
+from rag_posfix_api.http.errors import OPENAI, InvalidRequestError
+from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse
 from rag_posfix_api.runtime.service import ReadyService
 
 MAX_ORDERS = 24

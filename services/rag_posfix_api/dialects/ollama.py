@@ -16,14 +16,18 @@ from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
     Provenance,
+    ToolInput,
     build_question,
     chat_route,
+    check_free_answer,
+    conversation,
+    definitions,
     provenance,
     reject_fields,
     stop_strings,
+    tool_use,
 )
 from rag_posfix_api.dialects.embeddings import TextInput, respond_with_vectors
-from rag_posfix_api.dialects.errors import OLLAMA
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
     Count,
@@ -39,10 +43,9 @@ from rag_posfix_api.dialects.requests import (
     TopP,
     to_documents,
 )
-from rag_posfix_api.dialects.tools import ToolInput, check_free_answer, conversation, definitions, tool_use
-from rag_posfix_api.http.errors import Problem
-from rag_posfix_api.http.json_bodies import CleanRoute, encode_json
-from rag_posfix_api.http.logs import RequestLogFields
+from rag_posfix_api.http.errors import OLLAMA, Problem
+from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.http.middleware import CleanRoute, encode_json
 from rag_posfix_api.runtime.service import ReadyService, Service, package_version
 
 

@@ -17,14 +17,22 @@ from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
     Provenance,
+    ToolCallOutput,
+    ToolChoice,
+    ToolInput,
     build_question,
     chat_route,
+    check_free_answer,
     check_top_logprobs,
+    choice_name,
+    conversation,
+    definitions,
     provenance,
     reject_fields,
     stop_strings,
+    tool_call_output,
+    tool_use,
 )
-from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import (
     Documents,
     Integer,
@@ -42,19 +50,8 @@ from rag_posfix_api.dialects.requests import (
     to_documents,
     within,
 )
-from rag_posfix_api.dialects.tools import (
-    ToolCallOutput,
-    ToolChoice,
-    ToolInput,
-    check_free_answer,
-    choice_name,
-    conversation,
-    definitions,
-    tool_call_output,
-    tool_use,
-)
-from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, event
+from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.middleware import CleanRoute, event
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 

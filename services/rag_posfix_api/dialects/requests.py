@@ -381,7 +381,7 @@ Template = Annotated[
 
 MinRelevance = Literal["auto", "off"] | Annotated[FiniteFloat, Field(ge=0, le=1)]
 MetadataFilter = Annotated[dict[str, Any], Field(examples=[{"year": {"$gte": 1999}, "kind": ["book", "map"]}])]
-"""A filter in the language of ``rag_posfix.contracts.filters``, which checks it, with status 400."""
+"""A filter in the language of ``rag_posfix.contracts.retrieval``, which checks it, with status 400."""
 
 
 class PosfixInput(RequestModel):

@@ -13,14 +13,13 @@ from langchain_core.documents import Document
 from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
 from starlette.responses import Response
 
-from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, rerank_indexed
 from rag_posfix.errors import PromptTooLongError, RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.embeddings import count_tokens
-from rag_posfix_api.dialects.errors import COHERE, JINA, OPENAI, SCORING, TEI
 from rag_posfix_api.dialects.requests import (
     Count,
     DocumentObject,
@@ -31,9 +30,9 @@ from rag_posfix_api.dialects.requests import (
     check_count,
     document_text,
 )
-from rag_posfix_api.http.errors import InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, SafeJSONResponse
-from rag_posfix_api.http.logs import LogFields, RequestLogFields
+from rag_posfix_api.http.errors import COHERE, JINA, OPENAI, SCORING, TEI, InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 _log = logging.getLogger(__name__)

@@ -19,13 +19,20 @@ from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
+    NamedTool,
     Provenance,
+    ToolChoice,
+    ToolTurns,
     build_question,
     chat_route,
+    check_free_answer,
+    choice_name,
+    definition,
     provenance,
     reject_fields,
+    tool_use,
+    unsupported_tool,
 )
-from rag_posfix_api.dialects.errors import OPENAI
 from rag_posfix_api.dialects.requests import (
     VISIBLE,
     Documents,
@@ -42,18 +49,8 @@ from rag_posfix_api.dialects.requests import (
     needs,
     to_documents,
 )
-from rag_posfix_api.dialects.tools import (
-    NamedTool,
-    ToolChoice,
-    ToolTurns,
-    check_free_answer,
-    choice_name,
-    definition,
-    tool_use,
-    unsupported_tool,
-)
-from rag_posfix_api.http.errors import InvalidRequestError, Problem, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import CleanRoute, event
+from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.middleware import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
 

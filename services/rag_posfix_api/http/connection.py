@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rag_posfix_api.http.errors import INVALID, ErrorForm, Problem
-from rag_posfix_api.http.json_bodies import encode_json
+from rag_posfix_api.http.middleware import encode_json
 
 _log = logging.getLogger("rag_posfix_api.access")
 

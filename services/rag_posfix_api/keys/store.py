@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rag_posfix.contracts.filters import parse_filter
+from rag_posfix.contracts.retrieval import parse_filter
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
 from rag_posfix.files import replace_durably
 from rag_posfix.parameters import shown
@@ -72,7 +72,7 @@ class ApiKey:
         created_at: Seconds since 1970.
         revoked_at: Seconds since 1970, or None while the key is valid.
         hash: ``digest`` of the secret part.
-        filter: Passages that the key may read, by their metadata (``rag_posfix.contracts.filters``); None for all.
+        filter: Passages that the key may read, by their metadata (``rag_posfix.contracts.retrieval``); None for all.
             No request widens it.
     """
 

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from rag_posfix.errors import install_command
 from rag_posfix_api.http.errors import NotFoundError, NotReadyError, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import SafeJSONResponse
+from rag_posfix_api.http.middleware import SafeJSONResponse
 from rag_posfix_api.runtime.service import ServiceState
 
 HEADERS: Final = {

@@ -20,11 +20,17 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import ConfigError, GenerationError, missing_extra
-from rag_posfix.generation.remote.address import is_remote
+from rag_posfix.generation.remote.connection import is_remote
 from rag_posfix.settings import ServiceSettings, Settings
-from rag_posfix_api.listener import needs_key
-from rag_posfix_api.ray_serve.replicas import GeneratorReplica, HeldPassages, ReplicaModel, ReplicatedGenerator
-from rag_posfix_api.ray_serve.routing import MAX_MARKS, QUEUE_WEIGHT
+from rag_posfix_api.ray_serve.routing import (
+    MAX_MARKS,
+    QUEUE_WEIGHT,
+    GeneratorReplica,
+    HeldPassages,
+    ReplicaModel,
+    ReplicatedGenerator,
+)
+from rag_posfix_api.server import needs_key
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

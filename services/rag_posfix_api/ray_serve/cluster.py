@@ -13,8 +13,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from rag_posfix.contracts.request import Chunk
 from rag_posfix.errors import GenerationError, RagPosfixError
-from rag_posfix_api.ray_serve.replicas import ReplicaLost
-from rag_posfix_api.ray_serve.routing import QUEUE_WEIGHT, RecentRoutes, RoutedRequest, Sketches, ranked
+from rag_posfix_api.ray_serve.routing import QUEUE_WEIGHT, RecentRoutes, ReplicaLost, RoutedRequest, Sketches, ranked
 
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError, ReplicaUnavailableError)
 """What Ray raises where a replica or its machine is gone, or the pieces that it had sent."""

@@ -1,7 +1,13 @@
-"""The state of the service that routes share, in ``app.state``: the loaded pipeline, admission and metrics."""
+"""The state of the service that routes share, in ``app.state``: the loaded pipeline, admission and metrics.
+
+The indexes of the service whose folders are followed: when they are reloaded, and which of them cannot be.
+
+One check for all who ask at the same time: probes come from everywhere, without a key.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -17,40 +23,130 @@ from fastapi import Depends, Request
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
-from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.filters import combine_filters, filter_key
 from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling, scoped_salt
-from rag_posfix.contracts.retrieval import RerankerHealth
+from rag_posfix.contracts.retrieval import RerankerHealth, combine_filters, filter_key
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
-from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.generation.batching.scheduler import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import PassagePrecomputer, precompute
 from rag_posfix.pipeline.tracing import UNTRACED
+from rag_posfix.retrieval.indexing import FollowedIndex
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
-from rag_posfix_api.collections.collection import Collection
-from rag_posfix_api.collections.external import open_passage_store
+from rag_posfix_api.collections.collection import Collection, open_passage_store
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.http.auth import CALLER, KeyChecker
+from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, SharedQuotas
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
-from rag_posfix_api.http.json_bodies import UnreadResponses
-from rag_posfix_api.http.logs import Identifiers, LogFields
-from rag_posfix_api.http.metrics import ANSWER, SCORE, Metrics, Statistics
-from rag_posfix_api.http.quotas import Quotas, SharedQuotas
+from rag_posfix_api.http.metrics import ANSWER, SCORE, Identifiers, LogFields, Metrics, Statistics
+from rag_posfix_api.http.middleware import UnreadResponses
 from rag_posfix_api.keys.store import KeyStore
-from rag_posfix_api.runtime.admission import Admission
-from rag_posfix_api.runtime.admitted import AdmittedCache, AdmittedGenerator
-from rag_posfix_api.runtime.indexes import ServedIndexes
-from rag_posfix_api.runtime.jobs import Jobs
-from rag_posfix_api.runtime.precompute import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState, Progress
-from rag_posfix_api.runtime.shared_check import SharedCheck
+from rag_posfix_api.runtime.admission import Admission, AdmittedCache, AdmittedGenerator
+from rag_posfix_api.runtime.jobs import AdmittedPrecomputer, Jobs, PrecomputeJobs, PrecomputeState, Progress
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
+
+
+class ServedIndexes:
+    """The indexes of a pipeline; ``pipeline`` returns None before it is loaded.
+
+    Args:
+        check_seconds: How often ``follow`` looks at the folders; 0 for never.
+    """
+
+    def __init__(self, pipeline: Callable[[], Pipeline | None], check_seconds: float) -> None:
+        self._pipeline = pipeline
+        self._check_seconds = check_seconds
+        self._wanted = asyncio.Event()
+
+    def by_name(self) -> dict[str, FollowedIndex]:
+        """Return the indexes that follow a folder; that of questions without a name is ``""``."""
+        pipeline = self._pipeline()
+        retrievers = {} if pipeline is None else {"": pipeline.retriever, **pipeline.indexes}
+        return {name: index for name, index in retrievers.items() if isinstance(index, FollowedIndex)}
+
+    def reload(self, *, force: bool = True) -> set[str]:
+        """Serve the versions in the folders; return the names of the indexes with a new one."""
+        return {name for name, index in self.by_name().items() if index.reload(force=force)}
+
+    def reload_soon(self) -> None:
+        """Let ``follow`` reload the indexes at once. To be called in its event loop."""
+        self._wanted.set()
+
+    async def follow(self) -> None:
+        """Serve each new version in the folders, until the task is cancelled."""
+        self._wanted = asyncio.Event()  # of this event loop
+        while True:
+            with anyio.move_on_after(self._check_seconds or None):
+                await self._wanted.wait()
+            force = self._wanted.is_set()
+            self._wanted.clear()
+            await anyio.to_thread.run_sync(partial(self.reload, force=force), abandon_on_cancel=True)
+
+    def describe_failing(self) -> str | None:
+        """Return which indexes have a version that is not served, and since when, without paths; None if none has."""
+        lines = [
+            f"{f'index {name}' if name else 'the index'} cannot be renewed since "
+            f"{index.failing_since:%Y-%m-%dT%H:%M:%SZ}: the version before is served, see the server's log"
+            for name, index in self.by_name().items()
+            if index.failure is not None
+        ]
+        return "; ".join(lines) or None
+
+
+_FRESH_SECONDS = 1.0
+
+
+class SharedCheck:
+    """Runs a function in one thread at a time; its result holds for a second. For one event loop at a time.
+
+    Args:
+        function: Raises what is wrong. One that hangs is not started again while it does.
+        timeout: How long ``wait`` waits for it.
+        subject: Names it in the error of a timeout.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], None],
+        timeout: float,
+        subject: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._function = function
+        self._timeout = timeout
+        self._subject = subject
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+        self._ended = 0.0
+
+    async def wait(self) -> None:
+        """Raise what the function raises; NotReadyError if it has no result in time."""
+        task = self._task
+        if task is None or (task.done() and self._clock() - self._ended >= _FRESH_SECONDS) or _of_other_loop(task):
+            task = self._task = asyncio.create_task(self._run())
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody waits then
+        done, _ = await asyncio.wait({task}, timeout=self._timeout)
+        if not done:
+            raise NotReadyError(f"{self._subject} does not answer within {self._timeout:g} seconds")
+        task.result()
+
+    async def _run(self) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._function, abandon_on_cancel=True)
+        finally:
+            self._ended = self._clock()
+
+
+def _of_other_loop(task: asyncio.Task[None]) -> bool:
+    return task.get_loop() is not asyncio.get_running_loop()
+
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.orders import permute
+from rag_posfix.assembly.tokenization import PassageBudget
 from rag_posfix.errors import PromptTooLongError
 from tests.support.toy_encoder import ToyEncoder
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rag_posfix.assembly.budget import (
+from rag_posfix.assembly.tokenization import (
     FEWEST_TOKENS,
     PassageBudget,
     Selection,

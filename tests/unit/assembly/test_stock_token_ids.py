@@ -6,8 +6,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly import Assembler, PromptTemplate, tokenize_passage, tokenize_prompt
-from rag_posfix.assembly.budget import FEWEST_TOKENS
-from rag_posfix.assembly.tokenization import cut_passage, label_passage
+from rag_posfix.assembly.tokenization import FEWEST_TOKENS, cut_passage, label_passage
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from tests.support.stock_prompts import check_prompts, squeezed, stock_ids, turn_of

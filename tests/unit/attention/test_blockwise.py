@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention import blockwise
-from rag_posfix.attention.blockwise import (
+from rag_posfix.attention import masks
+from rag_posfix.attention.masks import (
     attend_prompt_with_lse,
     attend_segments,
     attend_whole,
@@ -43,12 +43,12 @@ def spelled_out(query, key, causal):
     ("n_key", "n_query", "causal"),
     [(9, 9, False), (9, 9, True), (9, 4, True), (9, 1, True), (9, 4, False)]
     # Queries that are folded without a mask, and are not with one.
-    + [(40, blockwise.FOLD_FROM, causal) for causal in (False, True)] + [(40, 40, True)],
+    + [(40, masks.FOLD_FROM, causal) for causal in (False, True)] + [(40, 40, True)],
 )  # fmt: skip
 def test_it_is_softmax_attention_and_its_log_sum_exp_for_grouped_heads(fused, n_key, n_query, causal, monkeypatch):
     if not fused:
-        monkeypatch.setattr(blockwise, "QUERY_BLOCK", 3)
-        monkeypatch.delitem(blockwise.LSE_KERNELS, "cpu")
+        monkeypatch.setattr(masks, "QUERY_BLOCK", 3)
+        monkeypatch.delitem(masks.LSE_KERNELS, "cpu")
     query, key, value = random_states(n_key)
     query = query[:, :, n_key - n_query :]
     out, lse = attend_with_lse(query, key, value, 1.0, causal=causal)
@@ -80,7 +80,7 @@ def error(out, expected):
 @pytest.mark.parametrize("most", [2**21, 1000])  # all rows in one product; five at a time
 @torch.inference_mode()
 def test_products_round_less_than_scores_in_bfloat16_do(most, products, monkeypatch):
-    monkeypatch.setattr(blockwise, "MOST_SCORES", most)
+    monkeypatch.setattr(masks, "MOST_SCORES", most)
     query, key, value = bfloat16_states()
     expected, lse = exact(query, key, value, 0.125)
     out, found = attend_whole(query, key, value, 0.125)
@@ -95,7 +95,7 @@ def test_products_round_less_than_scores_in_bfloat16_do(most, products, monkeypa
 
 @torch.inference_mode()
 def test_blocks_of_a_prompt_are_causal_attention(products, monkeypatch):
-    monkeypatch.setattr(blockwise, "QUERY_BLOCK", 20)  # two whole blocks and one of eight
+    monkeypatch.setattr(masks, "QUERY_BLOCK", 20)  # two whole blocks and one of eight
     query, key, value = (states[:, :, :48] for states in bfloat16_states())
     scores = spelled_out(query * 0.125, key, causal=True).double()
     out, lse = attend_prompt_with_lse(query, key, value, 0.125)
@@ -151,7 +151,7 @@ def test_a_stretch_without_mass_counts_for_nothing():
 
 @pytest.mark.parametrize("from_", [1, 99])
 def test_folding_the_heads_of_a_group_changes_nothing(from_, monkeypatch):
-    monkeypatch.setattr(blockwise, "FOLD_FROM", from_)
+    monkeypatch.setattr(masks, "FOLD_FROM", from_)
     query, key, value = random_states(9)
     out, lse = attend_with_lse(query[:, :, 2:7], key, value, 1.0)
     scores = spelled_out(query[:, :, 2:7], key, causal=False)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.attention.blockwise import LSE_KERNELS, attend_causal, attend_causal_rows, runs, scores, weigh
+from rag_posfix.attention.masks import LSE_KERNELS, attend_causal, attend_causal_rows, runs, scores, weigh
 
 
 def states(rows, n_query, n_key, groups=3, n_kv=2, channels=8, seed=0):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from rag_posfix.attention.masks import head_attention, last_query_attention
 from rag_posfix.attention.rope import add_rotation, rotate_half_split
-from rag_posfix.attention.weights import head_attention, last_query_attention
 
 
 @pytest.fixture

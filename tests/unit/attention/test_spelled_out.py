@@ -1,6 +1,6 @@
 import torch
 
-from rag_posfix.attention.blockwise import last_row, scores, weigh
+from rag_posfix.attention.masks import last_row, scores, weigh
 
 # Two key heads, two query heads each, one channel: head h reads key head h // 2.
 QUERY = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1, 1)

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.masks import causal_rows
-from rag_posfix.attention.weights import head_attention, last_query_attention
+from rag_posfix.attention.masks import causal_rows, head_attention, last_query_attention
 
 
 def states(*shape, seed=0):

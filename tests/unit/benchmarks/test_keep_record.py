@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.keep_record import RESULTS, join, keep, position_row
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.position_summary import summarize_positions
+from rag_posfix.evaluation.answers.experiment import summarize_positions
 from rag_posfix.evaluation.record import read_head, read_record, save_record
 
 HEAD = {"kind": "permutations", "summary": {"n": 2}}

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.end_to_end.files import HERE, OWN_FILES, GateQuestion, half_of, load_questions, write_files
 from benchmarks.end_to_end.gate import arrangement_of, grade, is_heading
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.grading import normalize
+from rag_posfix.evaluation.statistics import normalize
 
 QUESTIONS = load_questions(OWN_FILES)
 KINDS = {"faq", "titled", "short", "lists", "follow-ups", "off-topic"}

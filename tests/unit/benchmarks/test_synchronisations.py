@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.gpu.parts import Synchronisations
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.batching.requests import advance_batch
+from rag_posfix.generation.batching.scheduler import advance_batch
 from rag_posfix.generation.decode.answer_writer import Sampler, choose_together
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS

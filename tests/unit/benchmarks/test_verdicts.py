@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.verdicts import LARGE_DEFAULTS, answered_alone, compare, main, rank_correlation, unseen
-from rag_posfix.evaluation.answers.position_summary import PositionRow
+from rag_posfix.evaluation.answers.experiment import PositionRow
 from rag_posfix.evaluation.record import read_head
 
 EXPERTS = "context_experts:contrast=0.3:relevance=both"

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from rag_posfix.caching.deadline import AdaptiveDeadline, DeadlineRunner
+from rag_posfix.caching.tier import AdaptiveDeadline, DeadlineRunner
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from rag_posfix.caching.answers.tiered import BlobCodec
-from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import KVCodec
-from rag_posfix.caching.sqlite_file import SqliteFile
+from rag_posfix.caching.disk import DiskTier, SqliteFile
+from rag_posfix.caching.kv.store import KVCodec
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rag_posfix.caching.answers.tiered import seal
-from rag_posfix.caching.guard import CircuitBreaker
-from rag_posfix.caching.kv.entry import KVCodec, serialize
+from rag_posfix.caching.kv.store import KVCodec, serialize
+from rag_posfix.caching.tier import CircuitBreaker
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
 from tests.support.subprocesses import run_python

@@ -1,6 +1,6 @@
 import pytest
 
-from rag_posfix.caching.guard import CircuitBreaker, Counters, Guard
+from rag_posfix.caching.tier import CircuitBreaker, Counters, Guard
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
 

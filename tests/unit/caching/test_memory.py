@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from rag_posfix.caching.answers.tiered import Blob
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same

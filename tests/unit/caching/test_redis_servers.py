@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing, suppress
 
-from rag_posfix.caching.redis_client import redis_target
-from rag_posfix.caching.redis_servers import RedisConnection
+from rag_posfix.caching.redis_client import RedisConnection, redis_target
 from tests.support.faulty_server import faulty_server
 
 SECONDS = 30.0
@@ -58,7 +57,7 @@ def test_a_write_that_is_rejected_for_another_reason_keeps_its_connection():
 def test_a_node_of_a_cluster_at_a_redis_address_is_reported_once_with_the_address_to_use(caplog):
     moved = replies_by_connection(b"-MOVED 866 127.0.0.1:7001\r\n")
     with (
-        caplog.at_level(logging.WARNING, "rag_posfix.caching.redis_servers"),
+        caplog.at_level(logging.WARNING, "rag_posfix.caching.redis_client"),
         faulty_server(moved) as url,
         connection_to(url) as connection,
     ):

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from rag_posfix.cli.ask_many import AnswerFile, QuestionRow, read_questions
+from rag_posfix.cli.ask import AnswerFile, QuestionRow, read_questions
 from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
 

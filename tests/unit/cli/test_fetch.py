@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from rag_posfix.cli import storage
+from rag_posfix.cli import index
 from tests.support.command_line import command_line
 
 
 @pytest.fixture
 def fetched(monkeypatch, tmp_path, capsysbinary):
     """Return a function from arguments to the names of the models that are there after the command."""
-    monkeypatch.setattr(storage, "fetch", lambda name, cache_dir: None)
+    monkeypatch.setattr(index, "fetch", lambda name, cache_dir: None)
     monkeypatch.setenv("RAG_POSFIX_CACHE_DIR", str(tmp_path))
 
     def call(*arguments: str) -> list[str]:

@@ -7,7 +7,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from rag_posfix.cli.output import SafeFormatter, emit_json, err, out, say, table
+from rag_posfix.cli.options import SafeFormatter, emit_json, err, out, say, table
 from rag_posfix.text import visible
 
 HOSTILE = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\x7fe\u202ef\u2066g\rh"

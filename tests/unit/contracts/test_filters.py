@@ -2,7 +2,7 @@
 
 import pytest
 
-from rag_posfix.contracts.filters import combine_filters, filter_key, matches, parse_filter, read_filter
+from rag_posfix.contracts.retrieval import combine_filters, filter_key, matches, parse_filter, read_filter
 from rag_posfix.errors import ConfigError
 
 BOOK = {"kind": "book", "year": 1999, "acl": ["staff", "board"], "draft": False, "note": None, "tags": []}

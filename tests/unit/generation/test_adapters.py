@@ -13,7 +13,7 @@ import transformers
 from langchain_core.documents import Document
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.load import load_engine, read_metadata

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from rag_posfix.assembly import Assembler
+from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.contracts.generator import shown_model
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine, read_metadata
-from rag_posfix.generation.model.checkpoint_formats import read_gguf
-from rag_posfix.generation.model.fingerprint import FileDigests
-from rag_posfix.weight_packages import WEIGHTS
+from rag_posfix.generation.model.checkpoint import FileDigests, read_gguf
 from tests.support.tiny import save_tiny, toy_layout
 from tests.unit.generation.gguf_files import write_gguf
 
@@ -129,7 +128,7 @@ class TestGguf:
 
     def test_without_the_package_the_extra_is_named(self, tmp_path, monkeypatch):
         write_gguf(tmp_path / "tiny.gguf")
-        monkeypatch.setattr("rag_posfix.generation.model.checkpoint_formats.find_spec", lambda name: None)
+        monkeypatch.setattr("rag_posfix.generation.model.checkpoint.find_spec", lambda name: None)
         assert "gguf is not installed" in refusal(tmp_path / "tiny.gguf", tmp_path)
 
     def test_it_is_shown_without_its_folder(self, tmp_path, monkeypatch):
@@ -174,7 +173,7 @@ class TestQuantised:
         assert f"transformers does not read its quantization_config {stated}; give a checkpoint without" in message
 
     def test_with_its_packages_the_weights_are_read(self, folder, tmp_path, monkeypatch):
-        monkeypatch.setattr("rag_posfix.generation.model.checkpoint_formats.find_spec", lambda name: object())
+        monkeypatch.setattr("rag_posfix.generation.model.checkpoint.find_spec", lambda name: object())
         message = refusal(self.state(folder, quant_method="awq", bits=4, version="gemm"), tmp_path)
         assert "gptqmodel" in message  # what transformers says of the package that is missing in truth
         assert "pip install gptqmodel; or" not in message

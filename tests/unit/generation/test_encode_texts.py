@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rag_posfix.generation.encode_texts import TextEncoder
+from rag_posfix.generation.engine import TextEncoder
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 
 

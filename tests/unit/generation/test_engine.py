@@ -199,7 +199,7 @@ def test_shares_of_experts_that_read_one_passage_each_are_weights(loaded, mitiga
 def test_the_end_tokens_and_the_text_reach_the_short_answers(loaded, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "rag_posfix.generation.decode.session.write_candidates", lambda *given: seen.append(given[-1]) or 1 / 0
+        "rag_posfix.generation.decode.answer_writer.write_candidates", lambda *given: seen.append(given[-1]) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
         engine_of(loaded, eos_ids={7}).generate(request("passage_answers", max_tokens=2))

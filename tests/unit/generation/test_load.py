@@ -9,7 +9,7 @@ from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation import load as models
 from rag_posfix.generation.load import load_engine
-from rag_posfix.generation.model import fingerprint
+from rag_posfix.generation.model import checkpoint
 from tests.support.tiny import VOCABULARY, save_tiny, toy_layout
 
 transformers = pytest.importorskip("transformers")
@@ -62,9 +62,9 @@ def test_the_fingerprint_changes_with_weights_and_dtype(tiny, tmp_path):
 
 
 def test_the_second_start_reads_no_bytes_for_the_fingerprint(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", -(10**12))  # else files that were just written are digested again
+    monkeypatch.setattr(checkpoint, "SETTLED_NS", -(10**12))  # else files that were just written are digested again
     first = load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "cache").fingerprint
-    monkeypatch.setattr(fingerprint, "sha256_of", None)
+    monkeypatch.setattr(checkpoint, "sha256_of", None)
     assert load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "cache").fingerprint == first
     with pytest.raises(TypeError):
         load_engine(str(tiny), dtype="float32", cache_dir=tmp_path / "another")

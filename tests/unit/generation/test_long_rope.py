@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError, PlanConflictError, PromptTooLongError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import forward_batches
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.patching.attention_hook import Overrides
 from rag_posfix.patching.install import install
 from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder

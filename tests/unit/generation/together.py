@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rag_posfix.contracts.request import Generation, GenerationRequest
-from rag_posfix.generation.batching.requests import generate_batch, in_batches
+from rag_posfix.generation.batching.scheduler import generate_batch, in_batches
 from rag_posfix.generation.engine import Engine
 
 

@@ -10,8 +10,7 @@ import pytest
 from rag_posfix.encodings import create_encoding
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.record import read_record
-from rag_posfix.laboratory.experiment import draw_laboratory, run_laboratory
-from rag_posfix.laboratory.measuring import TrainingSettings
+from rag_posfix.laboratory.experiment import TrainingSettings, draw_laboratory, run_laboratory
 from rag_posfix.laboratory.tasks.counting import Counting
 from rag_posfix.laboratory.tasks.flip_flop import FlipFlop
 from rag_posfix.laboratory.tasks.key_value import KeyValue

@@ -10,9 +10,7 @@ import torch
 
 from rag_posfix.encodings import create_encoding, load_decoder
 from rag_posfix.errors import ConfigError
-from rag_posfix.laboratory.experiment import RunConfig, new_decoder, train
-from rag_posfix.laboratory.measuring import TrainingSettings, measure
-from rag_posfix.laboratory.run_files import RunFiles
+from rag_posfix.laboratory.experiment import RunConfig, RunFiles, TrainingSettings, measure, new_decoder, train
 from rag_posfix.laboratory.tasks.flip_flop import FlipFlop
 from rag_posfix.laboratory.tasks.key_value import KeyValue
 from rag_posfix.laboratory.tasks.language import Language
@@ -163,7 +161,7 @@ def test_an_evaluation_in_parts_is_that_of_one_part(monkeypatch):
     task = KeyValue(pairs=3, keys=8, values=4, questions=1)
     decoder = new_decoder(config(task), CPU)
     whole = measure(decoder, task, "longer", 50, CPU)
-    monkeypatch.setattr("rag_posfix.laboratory.measuring.TOKENS_AT_ONCE", 40)
+    monkeypatch.setattr("rag_posfix.laboratory.experiment.TOKENS_AT_ONCE", 40)
     parts = measure(decoder, task, "longer", 50, CPU)
     assert (parts.value, parts.by_place) == (whole.value, whole.by_place)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)

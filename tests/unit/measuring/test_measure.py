@@ -12,18 +12,17 @@ import pytest
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.budget import PassageBudget
 from rag_posfix.assembly.templates import PromptTemplate
+from rag_posfix.assembly.tokenization import PassageBudget
 from rag_posfix.contracts.request import Generation, MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
-from rag_posfix.evaluation.answers.answering import Trial, answer_all
-from rag_posfix.evaluation.answers.experiment import parse_arrangement
+from rag_posfix.evaluation.answers.experiment import Trial, answer_all, parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.measuring.choice import CANDIDATES
-from rag_posfix.measuring.flips import (
+from rag_posfix.measuring.choice import (
     BELOW_MINIMUM,
+    CANDIDATES,
     JOURNAL,
     FlipRow,
     StackJournal,
@@ -144,7 +143,7 @@ def test_answers_of_another_budget_template_or_device_are_asked_again(monkeypatc
     assert asked(PassageBudget(8)) == 2
     assert asked(templates={"de": PromptTemplate(instruction="DEUTSCH.")}) == 2
     assert asked(templates={"fr": PromptTemplate(instruction="FRANÇAIS.")}) == 0
-    monkeypatch.setattr("rag_posfix.measuring.flips.device_of", lambda engine: "cuda")
+    monkeypatch.setattr("rag_posfix.measuring.choice.device_of", lambda engine: "cuda")
     assert asked() == 2
 
 

@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rag_posfix.evaluation.record import ExperimentRecord
-from rag_posfix.measuring.charts import MAX_CURVES, draw_cost, draw_curve
-from rag_posfix.measuring.report import report_csv, report_page, write_report
+from rag_posfix.measuring.report import MAX_CURVES, draw_cost, draw_curve, report_csv, report_page, write_report
 
 COMMAND = """rag-posfix measure --index 'my </pre><script>alert(1)</script> index' --out "it's & so" """.strip()
 

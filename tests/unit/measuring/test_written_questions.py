@@ -8,7 +8,7 @@ from dataclasses import replace
 from langchain_core.documents import Document
 
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.measuring.written_questions import WrittenJournal, gap_questions, same_by, write_questions
+from rag_posfix.measuring.measure import WrittenJournal, gap_questions, same_by, write_questions
 from rag_posfix.retrieval.base import as_retriever
 from tests.support.serving import make_pipeline
 from tests.support.toy_encoder import ToyEncoder

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from rag_posfix.attention.cache_blend import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.attention.masks import windows_mask, windows_of
+from rag_posfix.attention.rope import SelectedAttention, deviation, first_tokens, most_deviating
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.plan.plan import Plan, RowPlan

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.calibrated_attention import RedistributedAttention, passage_weights, redistribute
 from rag_posfix.plan.bias_profile import filler, scaled, with_dummy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import PlanConflictError
 from rag_posfix.generation.engine import Engine

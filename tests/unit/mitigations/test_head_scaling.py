@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.head_scaling import divisors, position_awareness
 from tests.support.tiny import COMMON, loaded_model, toy_layout

@@ -7,7 +7,7 @@ import torch
 
 from rag_posfix.attention.rope import rotate_half_split
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.hidden_scaling import default_layers
 from rag_posfix.plan.plan import Capability, HiddenScale, Plan, RowPlan

@@ -15,9 +15,9 @@ from rag_posfix.attention.pine import (
     distances,
     document_importance,
 )
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
-from rag_posfix.patching.rotation import LayerRotation
+from rag_posfix.patching.attention_hook import LayerRotation
 from rag_posfix.plan.plan import AttentionInput, Plan, RowPlan
 from tests.support.attending import reference_attention, reference_scores, use_products
 from tests.support.tiny import loaded_model, toy_layout

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.layer_scaling import bezier
 from rag_posfix.plan.plan import Plan, RowPlan

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.plan.plan import Plan, RowPlan, RowScores
 from tests.support.tiny import loaded_model, toy_layout

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.blockwise import attend_with_lse
+from rag_posfix.attention.masks import attend_with_lse
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.parallel_encoding import TwoGroupAttention
 from tests.support.attending import random_states, rotate, run

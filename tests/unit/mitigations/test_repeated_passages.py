@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout
 from tests.support.tiny import loaded_model, toy_layout

@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from rag_posfix.attention.blockwise import attend_with_lse
+from rag_posfix.attention.masks import attend_with_lse
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.shifted_rotary import attend_band
 from tests.support.attending import reference_attention, reference_scores

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention import blockwise
+from rag_posfix.attention import masks
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
 from rag_posfix.plan.plan import RowScores
@@ -58,7 +58,7 @@ def test_the_arrangement_of_three_passages_by_hand():
 def test_in_bfloat16_it_is_the_paper_spelled_out(prefix, products, monkeypatch):
     if products:
         use_products(monkeypatch)
-        monkeypatch.setattr(blockwise, "QUERY_BLOCK", 4)
+        monkeypatch.setattr(masks, "QUERY_BLOCK", 4)
     layout = toy_layout((4, 2, 5), prefix=prefix, suffix=3)
     query, key, value = (part.bfloat16() for part in random_states(len(layout.token_ids)))
     positions = torch.arange(len(layout.token_ids)).float()[None]

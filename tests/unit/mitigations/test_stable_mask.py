@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rag_posfix.attention.masks import pseudo_log_mass
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from tests.support.attending import reference_scores
 from tests.support.tiny import FAMILIES, loaded_model, toy_layout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError, PlanConflictError, UnknownNameError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.stack import compose
 from rag_posfix.plan.plan import AttentionOverride, HiddenScale, Plan, RowPlan

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.attention.masks import WindowedAttention, window_positions, windows_of
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.mitigations import create
 from tests.support.attending import random_states, reference, run
 from tests.support.tiny import loaded_model, toy_layout

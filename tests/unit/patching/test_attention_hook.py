@@ -10,13 +10,12 @@ import transformers
 
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
-from rag_posfix.patching.families import keeps_all_keys
-from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy
-from rag_posfix.patching.rotation import LayerRotation
-from rag_posfix.patching.verify import verify
+from rag_posfix.patching.attention_hook import LayerRotation
+from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy, verify
+from rag_posfix.patching.structure import keeps_all_keys
 from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout

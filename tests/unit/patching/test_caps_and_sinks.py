@@ -14,8 +14,8 @@ from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.forward_context import ForwardContext, Observer, Overrides, active
-from rag_posfix.patching.prepare import check_again, prepare
+from rag_posfix.patching.attention_hook import ForwardContext, Observer, Overrides, active
+from rag_posfix.patching.install import check_again, prepare
 from rag_posfix.plan.plan import Capability
 from tests.support.attention_hook import attention_of
 from tests.support.tiny import toy_layout

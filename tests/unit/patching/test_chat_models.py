@@ -13,7 +13,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.prepare import prepare
+from rag_posfix.patching.install import prepare
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder
 

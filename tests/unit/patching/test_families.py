@@ -11,8 +11,8 @@ import transformers
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.mitigations import create
 from rag_posfix.mitigations.base import Mitigation
-from rag_posfix.patching.families import FAMILIES, UNSUPPORTED, family_of, original_window_of, shape_of
 from rag_posfix.patching.install import install
+from rag_posfix.patching.structure import FAMILIES, UNSUPPORTED, family_of, original_window_of, shape_of
 from rag_posfix.plan.plan import Capability
 from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON

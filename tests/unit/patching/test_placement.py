@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import MITIGATIONS, create
-from rag_posfix.patching.families import devices_of, main_device
-from rag_posfix.patching.install import install
-from rag_posfix.patching.verify import verify
+from rag_posfix.patching.install import install, verify
+from rag_posfix.patching.structure import devices_of, main_device
 from rag_posfix.plan.plan import Capability
 from tests.support.tiny import loaded_model, stock_model, toy_layout
 

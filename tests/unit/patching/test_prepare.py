@@ -14,8 +14,7 @@ from rag_posfix.errors import PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import MITIGATIONS, create
-from rag_posfix.patching.install import install
-from rag_posfix.patching.prepare import check_again, prepare
+from rag_posfix.patching.install import check_again, install, prepare
 from rag_posfix.patching.structure import read_structure
 from rag_posfix.plan.plan import Capability
 from tests.support.attention_hook import attention_of, count_hooks

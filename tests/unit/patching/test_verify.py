@@ -7,11 +7,10 @@ import threading
 import pytest
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.patching import attention_hook
-from rag_posfix.patching import verify as verification
-from rag_posfix.patching.forward_context import current
+from rag_posfix.patching import attention_hook, install
+from rag_posfix.patching.attention_hook import current
+from rag_posfix.patching.install import verify
 from rag_posfix.patching.spec import Ranks
-from rag_posfix.patching.verify import verify
 from rag_posfix.plan.plan import Capability
 from tests.support.tiny import FAMILIES, loaded_model
 
@@ -150,7 +149,7 @@ def test_a_model_that_is_split_over_processes_is_not_read_by_threads(loaded, mon
 def test_of_a_large_model_on_the_cpu_all_layers_are_read_once_unless_the_check_is_thorough(
     loaded, monkeypatch, thorough, passes
 ):
-    monkeypatch.setattr(verification, "LARGE", 0)
+    monkeypatch.setattr(install, "LARGE", 0)
     read = []
     loaded.model.model.layers[-1].register_forward_pre_hook(lambda *_: read.append(1))
     checks = CHECKS | {"shifted", "plan"} if thorough else CHECKS
@@ -164,7 +163,7 @@ def test_the_long_prompt_of_a_large_model_is_cut_unless_the_check_is_thorough(mo
     loaded.model.register_forward_pre_hook(
         lambda module, arguments, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    monkeypatch.setattr(verification, "LONG_PROMPT_OPERATIONS", {"cpu": 0.0})
+    monkeypatch.setattr(install, "LONG_PROMPT_OPERATIONS", {"cpu": 0.0})
     verify(loaded.model, loaded.spec)
     assert max(lengths) == 32
     verify(loaded.model, loaded.spec, thorough=True)

@@ -9,9 +9,8 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import KVCodec
-from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.kv.store import KVCodec, PassageStore
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.generation.engine import Engine

@@ -7,7 +7,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator

@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableLambda
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.caching.answers.keys import tenant_salt
+from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import AnswerDocument, Citation
 from rag_posfix.contracts.request import MitigationChoice, Usage, current_salt
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError

@@ -6,7 +6,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.assembly.budget import PassageBudget
+from rag_posfix.assembly.tokenization import PassageBudget
 from rag_posfix.contracts.answer import Citation
 from rag_posfix.contracts.request import PromptTemplate, Sampling, TokenSource
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question

@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine

@@ -9,7 +9,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from rag_posfix import PosfixRAG, RagPosfixChatModel
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import PromptTemplate, Sampling
 from rag_posfix.generation.batching.scheduler import BatchingGenerator

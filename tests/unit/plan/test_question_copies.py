@@ -13,7 +13,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.pooling import relevance_rule, without_copies
+from rag_posfix.plan.plan import relevance_rule, without_copies
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model
 

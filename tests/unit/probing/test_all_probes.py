@@ -12,8 +12,8 @@ import pytest
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
 from rag_posfix.probing import PROBES
-from rag_posfix.probing.all_probes import run_probes
 from rag_posfix.probing.attention_mass import AttentionMass
+from rag_posfix.probing.base import run_probes
 from rag_posfix.probing.norm_by_position import NormByPosition
 from rag_posfix.probing.rope_waveform import RopeWaveform
 from tests.support.command_line import command_line

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rag_posfix.probing.attention_edit import FACTORS, AttentionEdit, choice_of, scaled_score
-from rag_posfix.probing.prompts import key_value_prompts
-from rag_posfix.probing.subject import Change, Watch
+from rag_posfix.probing.subject import Change, Watch, key_value_prompts
 from tests.unit.probing.probed import tiny_model
 
 MODEL = tiny_model(400)

@@ -7,8 +7,7 @@ import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.probing.attention_mass import AttentionMass, slot_masses
-from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
-from rag_posfix.probing.subject import Change, LanguageModel, Watch
+from rag_posfix.probing.subject import Change, LanguageModel, Watch, after_context, answer_loss, key_value_prompts
 from tests.unit.probing.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(400)

@@ -16,8 +16,7 @@ from rag_posfix.probing.causal_perturbation import (
     CausalPerturbation,
     implied_shift,
 )
-from rag_posfix.probing.prompts import answer_loss, key_value_prompts, random_strings
-from rag_posfix.probing.subject import Change, LanguageModel, Watch
+from rag_posfix.probing.subject import Change, LanguageModel, Watch, answer_loss, key_value_prompts, random_strings
 from tests.unit.probing.probed import small_decoder, tiny_model
 
 MODEL = tiny_model(400)

@@ -9,7 +9,7 @@ import torch
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
-from rag_posfix.probing.positional_channels import mean_hidden_states, rank_channels
+from rag_posfix.probing.positional_dimensions import mean_hidden_states, rank_channels
 from rag_posfix.probing.subject import LanguageModel
 from tests.support.tiny import VOCABULARY, loaded_model, stock_model
 from tests.support.toy_encoder import ToyEncoder

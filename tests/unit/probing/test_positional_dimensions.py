@@ -13,7 +13,6 @@ from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import HiddenScale
 from rag_posfix.probing.base import ProfileRecord
 from rag_posfix.probing.positional_dimensions import PositionalDimensions, broken_line, segmented_fit
-from rag_posfix.probing.prompts import after_context, answer_loss, key_value_prompts
 from rag_posfix.probing.scale_trials import (
     FACTORS,
     UNCHANGED,
@@ -23,7 +22,7 @@ from rag_posfix.probing.scale_trials import (
     logits_after_prefix,
     random_channels,
 )
-from rag_posfix.probing.subject import Change, LanguageModel, Watch
+from rag_posfix.probing.subject import Change, LanguageModel, Watch, after_context, answer_loss, key_value_prompts
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 from tests.unit.probing.probed import small_decoder, tiny_model

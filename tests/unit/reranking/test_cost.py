@@ -5,11 +5,11 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
-from rag_posfix.attention import weights
+from rag_posfix.attention import masks
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill.segments import TILE
+from rag_posfix.generation.prefill.per_passage import TILE
 from rag_posfix.reranking import (
     AttentionSortingReranker,
     CalibratedAttentionReranker,
@@ -116,11 +116,11 @@ def test_calibrated_attention_reads_the_prompt_again_from_each_dummy_on(loaded):
 def test_no_tensor_of_tokens_by_tokens_is_made(loaded, monkeypatch):
     shapes = []
 
-    def recorded(query, key, scaling, original=weights.scores):
+    def recorded(query, key, scaling, original=masks.scores):
         shapes.append((query.shape[2], key.shape[2]))
         return original(query, key, scaling)
 
-    monkeypatch.setattr(weights, "scores", recorded)
+    monkeypatch.setattr(masks, "scores", recorded)
     InContextReranker(generator=engine_of(loaded)).compress_documents(documents(), QUESTION)
     assert max(keys for _, keys in shapes) > PASSAGES
-    assert max(queries for queries, _ in shapes) <= weights.ROWS
+    assert max(queries for queries, _ in shapes) <= masks.ROWS

@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.tokenization import label_passage, tokenize_passage
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate
 from rag_posfix.errors import ConfigError

@@ -13,16 +13,16 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 from pytest_httpserver import HTTPServer
 
-from rag_posfix.contracts.filters import matches, parse_filter
+from rag_posfix.contracts.retrieval import matches, parse_filter
 from rag_posfix.errors import ConfigError, VectorStoreError
 from rag_posfix.retrieval import external_stores
-from rag_posfix.retrieval.external_filters import (
+from rag_posfix.retrieval.external_stores import (
     UntranslatableError,
     elasticsearch_filter,
     milvus_expression,
+    open_external,
     postgres_clause,
 )
-from rag_posfix.retrieval.external_stores import open_external
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.postgres import pgvector_collection, postgres_server
 from tests.support.random_filters import FILTERS, documents_with_metadata

@@ -9,8 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from rag_posfix.contracts.filters import matches, parse_filter
-from rag_posfix.contracts.retrieval import retrieve_matching
+from rag_posfix.contracts.retrieval import matches, parse_filter, retrieve_matching
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.retrieval.base import PassageRetriever, as_retriever, cosine_relevance

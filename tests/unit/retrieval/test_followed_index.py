@@ -17,12 +17,12 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from rag_posfix.contracts.retrieval import SearchQuery, current_of, retrieve_query
 from rag_posfix.errors import RetrievalError
 from rag_posfix.pipeline.retrievers_and_servers import open_retriever
-from rag_posfix.retrieval import followed_index
+from rag_posfix.retrieval import indexing
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.followed_index import FollowedIndex
 from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.storage import read_manifest
+from rag_posfix.retrieval.indexing import FollowedIndex
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.subprocesses import run_python
@@ -200,7 +200,7 @@ def test_a_failure_that_no_file_shows_is_tried_again_later(folder: Path, monkeyp
     assert loads.index.failure == "MemoryError: no memory"
     assert loads.index.reload(force=False) is False
     assert loads.index.failure, "it is not tried at every look"
-    monkeypatch.setattr(followed_index.time, "monotonic", lambda: 1e12)
+    monkeypatch.setattr(indexing.time, "monotonic", lambda: 1e12)
     assert loads.index.reload(force=False) is True
 
 

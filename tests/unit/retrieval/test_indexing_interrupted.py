@@ -9,7 +9,7 @@ import pytest
 
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index.folder_lock import locked
+from rag_posfix.retrieval.index.storage import locked
 from rag_posfix.retrieval.indexing import update_index
 from tests.support.letter_embeddings import LetterEmbeddings
 

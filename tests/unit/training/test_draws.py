@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from rag_posfix.training.data.make_data import Sample
 from rag_posfix.training.data.pairs import Segment
-from rag_posfix.training.data.sample import Sample
 from rag_posfix.training.loop import TrainingRun
 from rag_posfix.training.prompts import PromptMaker
 from tests.support.tiny import loaded_model

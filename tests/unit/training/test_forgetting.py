@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rag_posfix.cli.main import app
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.load import load_engine
-from rag_posfix.training.forgetting import compare_perplexity, text_losses
+from rag_posfix.training.objectives import compare_perplexity, text_losses
 from tests.support.tiny_training import tiny_folders, tiny_tune
 
 TEXTS = ["the sum of two numbers is a number", "a stone lies in a box", "box"]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rag_posfix.attention.blockwise import attend_with_lse, merge
+from rag_posfix.attention.masks import attend_with_lse, merge
 from rag_posfix.errors import PlanConflictError, RagPosfixError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.one_pass import mask_with_answer, recompute_layers

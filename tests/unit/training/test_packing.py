@@ -15,13 +15,13 @@ from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model import one_pass
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.forward_context import Overrides
-from rag_posfix.training.data.sample import read_samples
+from rag_posfix.patching.attention_hook import Overrides
+from rag_posfix.training.data.make_data import read_samples
+from rag_posfix.training.data.settings import TrainSettings
 from rag_posfix.training.loop import TrainingRun, train
 from rag_posfix.training.objectives import LossTerm, add_gradients
 from rag_posfix.training.prompts import PromptMaker, answered_prompt, packs, read_packed
 from rag_posfix.training.run_files import RunFiles
-from rag_posfix.training.settings import TrainSettings
 from rag_posfix.training.tuned_model import prepare
 from tests.support.tiny import loaded_model, toy_layout
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders

@@ -20,12 +20,12 @@ from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.load import load_engine
 from rag_posfix.mitigations import create
 from rag_posfix.training import loop as module
-from rag_posfix.training.data.sample import read_samples
+from rag_posfix.training.data.make_data import read_samples
+from rag_posfix.training.data.settings import TrainSettings
 from rag_posfix.training.loop import tune
 from rag_posfix.training.objectives import Block, add_gradients
 from rag_posfix.training.prompts import PromptMaker, end_of_answer
 from rag_posfix.training.run_files import Evaluation, RunFiles, RunState, best_share, measure_places, shares, worst_of
-from rag_posfix.training.settings import TrainSettings
 from rag_posfix.training.tuned_model import TunedModel, prepare
 from tests.support.tiny import save_tiny
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders, tiny_tune

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.caching.answers import keys
-from rag_posfix.caching.answers.keys import AnswerKey
+from rag_posfix.caching.answers import tiered
+from rag_posfix.caching.answers.tiered import AnswerKey
 
 KEY = AnswerKey(
     model="model",
@@ -53,7 +53,7 @@ def test_order_invariance_and_citations_by_attention_change_the_digest(change):
 
 def test_the_schema_version_changes_the_digest(monkeypatch):
     before = KEY.digest()
-    monkeypatch.setattr(keys, "SCHEMA_VERSION", keys.SCHEMA_VERSION + 1)
+    monkeypatch.setattr(tiered, "SCHEMA_VERSION", tiered.SCHEMA_VERSION + 1)
     assert KEY.digest() != before
 
 

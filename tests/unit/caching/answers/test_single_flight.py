@@ -3,7 +3,7 @@ from contextlib import suppress
 import pytest
 
 from rag_posfix.caching.answers.tiered import SingleFlight, TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import CacheError
 from tests.support.threads import in_threads
 from tests.support.waiting import wait_until

@@ -7,7 +7,7 @@ import pytest
 
 from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache, build_answer_cache
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import CacheError, ConfigError
 from rag_posfix.pipeline.precompute import AnswerCache
 from rag_posfix.settings import CacheSettings

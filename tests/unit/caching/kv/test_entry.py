@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.caching.kv.entry import (
+from rag_posfix.caching.kv.store import (
     KVCodec,
     PassageKV,
     allocate,

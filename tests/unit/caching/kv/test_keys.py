@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.caching.kv import entry as keys
-from rag_posfix.caching.kv.entry import passage_key
+from rag_posfix.caching.kv import store
+from rag_posfix.caching.kv.store import passage_key
 from rag_posfix.errors import CacheError
 
 texts = st.text(max_size=6)
@@ -114,7 +114,7 @@ def test_any_sequence_of_tokens_will_do():
 
 def test_the_schema_version_changes_the_key(monkeypatch):
     before = passage_key(**KEY)
-    monkeypatch.setattr(keys, "SCHEMA_VERSION", keys.SCHEMA_VERSION + 1)
+    monkeypatch.setattr(store, "SCHEMA_VERSION", store.SCHEMA_VERSION + 1)
     assert passage_key(**KEY) != before
 
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import KVCodec, PassageKV
-from rag_posfix.caching.kv.store import PassageStore, build_passage_store
-from rag_posfix.caching.memory import MemoryTier
-from rag_posfix.caching.tier import TierStats
+from rag_posfix.caching.kv.store import KVCodec, PassageKV, PassageStore, build_passage_store
+from rag_posfix.caching.tier import MemoryTier, TierStats
 from rag_posfix.errors import CacheError, ConfigError
 from rag_posfix.settings import PassageStoreSettings
 from tests.support.passages import SHAPE, entry, same

@@ -11,7 +11,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.answering import (
+from rag_posfix.evaluation.answers.experiment import (
     AnswerJournal,
     GradedAnswer,
     Trial,
@@ -21,7 +21,7 @@ from rag_posfix.evaluation.answers.answering import (
     is_sound,
     summarize_form,
 )
-from rag_posfix.evaluation.grading import best_subspan_em, first_line, normalize
+from rag_posfix.evaluation.statistics import best_subspan_em, first_line, normalize
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny_evaluation import EXAMPLES, CountedForwards, tiny_engine
 

@@ -10,17 +10,23 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
-from rag_posfix.evaluation.answers.answering import Trial, answer_all, score_passages
 from rag_posfix.evaluation.answers.experiment import (
     Arrangement,
+    Trial,
+    answer_all,
     check_arrangements,
     load_models,
     parse_arrangement,
+    score_passages,
+    summarize_positions,
     with_baselines,
 )
-from rag_posfix.evaluation.answers.permutations import answer_in_orders, evaluate_permutations
-from rag_posfix.evaluation.answers.position_summary import summarize_positions
-from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
+from rag_posfix.evaluation.answers.positions import (
+    answer_at_positions,
+    answer_in_orders,
+    evaluate_permutations,
+    evaluate_positions,
+)
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.reranking import GuardedReranker

@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.permutations import (
+from rag_posfix.evaluation.answers.positions import (
     PermutationRow,
     answer_in_orders,
     draw_orders,

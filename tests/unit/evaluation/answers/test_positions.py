@@ -8,8 +8,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, RerankingError
-from rag_posfix.evaluation.answers.answering import AnswerJournal
-from rag_posfix.evaluation.answers.position_summary import PositionRow, summarize_positions
+from rag_posfix.evaluation.answers.experiment import AnswerJournal, PositionRow, summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions, evaluate_positions
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.reranking import GuardedReranker

@@ -8,9 +8,8 @@ import pytest
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.answers.permutations import evaluate_permutations
-from rag_posfix.evaluation.answers.position_summary import position_verdicts
-from rag_posfix.evaluation.answers.positions import evaluate_positions
+from rag_posfix.evaluation.answers.experiment import position_verdicts
+from rag_posfix.evaluation.answers.positions import evaluate_permutations, evaluate_positions
 from rag_posfix.evaluation.figures import draw_permutations, draw_positions, svg_of
 from rag_posfix.evaluation.record import write_whole
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine

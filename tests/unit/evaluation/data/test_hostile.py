@@ -4,8 +4,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.hostile import with_hostile_passage
-from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.data.questions import PositionExample, with_hostile_passage
 
 
 def example(name, question, *answers):

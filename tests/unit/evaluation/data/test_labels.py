@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.labels import check_labels, load_labels
+from rag_posfix.evaluation.data.collection import check_labels, load_labels
 
 PASSAGES = [
     {"id": "a", "text": "The Arn bridge was built in 1901.", "title": "Arn"},

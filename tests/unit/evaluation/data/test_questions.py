@@ -15,7 +15,7 @@ import pytest
 from rag_posfix.cli.options import parse_gold_positions
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.answers.position_summary import summarize_positions
+from rag_posfix.evaluation.answers.experiment import summarize_positions
 from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.data.questions import data_facts, load_examples, position_label, take_examples
 from tests.support.outside_data import outside_data

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.trec import decreasing, read_qrels, read_run, write_run
+from rag_posfix.evaluation.data.collection import decreasing, read_qrels, read_run, write_run
 
 
 def write(tmp_path, text, name="file"):

@@ -2,10 +2,9 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import EvaluationError
-from rag_posfix.evaluation.data.hostile import with_hostile_passage
-from rag_posfix.evaluation.data.questions import PositionExample
-from rag_posfix.evaluation.ranking.gold_positions import GoldRank, rank_gold_positions, summarize_gold_ranks
+from rag_posfix.evaluation.data.questions import PositionExample, with_hostile_passage
 from rag_posfix.evaluation.ranking.rankings import OpenedReranker, RankJournal, local_ranker
+from rag_posfix.evaluation.ranking.reranking import GoldRank, rank_gold_positions, summarize_gold_ranks
 from tests.support.rerank_data import ByLength
 from tests.support.tiny_evaluation import EXAMPLES
 

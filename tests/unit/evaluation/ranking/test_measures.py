@@ -8,8 +8,8 @@ import pytest
 import pytrec_eval
 
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.data.trec import decreasing
-from rag_posfix.evaluation.ranking.measures import DEFAULT_MEASURES, compute_measures, parse_measures, run_files
+from rag_posfix.evaluation.data.collection import decreasing
+from rag_posfix.evaluation.ranking.rankings import DEFAULT_MEASURES, compute_measures, parse_measures, run_files
 
 TREC_NAMES = {"nDCG@10": "ndcg_cut_10", "R@10": "recall_10", "P@1": "P_1", "AP": "map", "RR": "recip_rank"}
 

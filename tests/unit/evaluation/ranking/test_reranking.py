@@ -9,7 +9,7 @@ import pytest
 import pytrec_eval
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
-from rag_posfix.evaluation.data.trec import read_run
+from rag_posfix.evaluation.data.collection import read_run
 from rag_posfix.evaluation.ranking.first_stage import open_first_stage
 from rag_posfix.evaluation.ranking.rankings import RerankerChoice, local_ranker, open_reranker
 from rag_posfix.evaluation.ranking.reranking import evaluate_reranking, render_page

@@ -12,13 +12,14 @@ from rag_posfix.errors import EvaluationError, PromptTooLongError, UnknownNameEr
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.evaluation.speed.bench import (
     UNMODIFIED,
+    PeakMemory,
     Reading,
     SpeedMeasurement,
+    bench_layout,
     measure_speed,
     summarize_speed,
     time_methods,
 )
-from rag_posfix.evaluation.speed.runs import PeakMemory, bench_layout
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.install import ATTENTION_NAME
 from tests.support.attention_hook import attention_of

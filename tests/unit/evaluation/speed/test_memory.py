@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.evaluation.speed import runs
-from rag_posfix.evaluation.speed.runs import peak_memory
+from rag_posfix.evaluation.speed import bench
+from rag_posfix.evaluation.speed.bench import peak_memory
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -42,6 +42,6 @@ def test_an_error_of_the_work_comes_through():
 
 def test_a_system_that_does_not_tell_still_runs_the_work(monkeypatch, tmp_path):
     ran = []
-    monkeypatch.setattr(runs, "CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr(bench, "CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     assert peak_memory(lambda: ran.append(1), CPU) is None
     assert ran == [1]

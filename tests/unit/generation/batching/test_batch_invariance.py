@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.generation.batching.requests import advance_batch
+from rag_posfix.generation.batching.scheduler import advance_batch
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.batch_invariance import ROW_COUNTS, least_rows, rows_for
-from rag_posfix.generation.prefill.segments import Segment, encode_segments
+from rag_posfix.generation.model.one_pass import ROW_COUNTS, least_rows, rows_for
+from rag_posfix.generation.prefill.per_passage import Segment, encode_segments
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.patching.attention_hook import Overrides
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import VOCABULARY, loaded_model, toy_layout
 
@@ -152,6 +152,6 @@ def test_auto_pads_half_precision_on_cpus_and_off_pads_nothing():
 
 
 def test_a_large_vocabulary_is_measured_by_a_part_of_it(monkeypatch):
-    monkeypatch.setattr("rag_posfix.generation.model.batch_invariance.MAX_OUTPUTS", VOCABULARY - 1)
+    monkeypatch.setattr("rag_posfix.generation.model.one_pass.MAX_OUTPUTS", VOCABULARY - 1)
     loaded = loaded_in(torch.bfloat16)
     assert least_rows(loaded.model) == max(1, least_rows(loaded.model.model))

@@ -5,14 +5,14 @@ import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError
-from rag_posfix.generation.batching.requests import (
+from rag_posfix.generation.batching.scheduler import (
     MAX_ROWS,
     advance_batch,
     generate_batch,
     in_batches,
     score_batch,
 )
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.plan import Plan, RowPlan

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rag_posfix.errors import PlanConflictError
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.decode.question_scores import AnswerText, write_candidates
-from rag_posfix.generation.decode.session import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import prefill
 from rag_posfix.plan.plan import Draft, Plan, RowPlan

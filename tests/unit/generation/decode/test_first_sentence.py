@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rag_posfix.generation.decode.session import FirstSentence
+from rag_posfix.generation.decode.answer_writer import FirstSentence
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from rag_posfix.attention.weights import last_query_attention
+from rag_posfix.attention.masks import last_query_attention
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.generator import PassageReader
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError

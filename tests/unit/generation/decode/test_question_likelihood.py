@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.decode.question_scores import first_token_log_probs, question_likelihood
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill import rows
+from rag_posfix.generation.prefill import per_passage
 from rag_posfix.plan.layout import Span
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
@@ -55,7 +55,7 @@ def test_a_long_question_is_scored_in_parts(family, monkeypatch):
     """The logits of few tokens are held at once; the parts do not depend on what the store holds."""
     layout, loaded = toy_layout(suffix=40), loaded_model(family)
     whole = question_likelihood(loaded, layout)
-    monkeypatch.setattr(rows, "SCORES_AT_ONCE", 7 * 4 * loaded.model.config.vocab_size)  # 7 tokens in four rows
+    monkeypatch.setattr(per_passage, "SCORES_AT_ONCE", 7 * 4 * loaded.model.config.vocab_size)  # 7 tokens in four rows
     kept = []
     handle = loaded.model.register_forward_hook(lambda _, given, output: kept.append(output.logits.shape[:2].numel()))
     assert question_likelihood(loaded, layout) == pytest.approx(whole, abs=1e-5)
@@ -75,7 +75,7 @@ def test_a_committee_reads_a_long_question_in_parts(stored, monkeypatch):
         return session.next_log_probs()
 
     whole, store = answer(None), PassageStore([MemoryTier()]) if stored else None
-    monkeypatch.setattr(rows, "SCORES_AT_ONCE", 7 * loaded.model.config.vocab_size)
+    monkeypatch.setattr(per_passage, "SCORES_AT_ONCE", 7 * loaded.model.config.vocab_size)
     cold = answer(store)
     assert torch.allclose(cold, whole, atol=1e-4)
     assert torch.equal(answer(store), cold)
@@ -120,14 +120,14 @@ def test_passages_are_shared_with_answers_whose_methods_read_them_apart():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_first_tokens_are_those_of_the_stock_model_with_each_passage_alone_and_with_none(family):
     tokens = (3, 17, 5)
-    rows = first_token_log_probs(loaded_model(family), LAYOUT, tokens)
+    per_passage = first_token_log_probs(loaded_model(family), LAYOUT, tokens)
     expected = []
     for passages in ((0,), (1,), (2,), (3,), ()):
         ids = torch.tensor([LAYOUT.select(passages).token_ids])
         with torch.no_grad():
             logits = stock_model(family)(ids).logits[0, -1]
         expected.append(logits.log_softmax(dim=-1)[list(tokens)].tolist())
-    assert [list(row) for row in rows] == [pytest.approx(row, abs=1e-5) for row in expected]
+    assert [list(row) for row in per_passage] == [pytest.approx(row, abs=1e-5) for row in expected]
 
 
 def test_first_tokens_are_the_same_from_stored_passages_and_beside_answers():

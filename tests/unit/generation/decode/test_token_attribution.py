@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.generation.decode import token_attribution as token_trace
-from rag_posfix.generation.decode.session import Session
-from rag_posfix.generation.decode.token_attribution import AttributionTracker, attribution_layers
+from rag_posfix.generation.decode import question_scores
+from rag_posfix.generation.decode.answer_writer import Session
+from rag_posfix.generation.decode.question_scores import AttributionTracker, attribution_layers
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.patching.forward_context import Observer
+from rag_posfix.patching.attention_hook import Observer
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
@@ -116,7 +116,7 @@ def test_rows_of_one_passage_need_no_attention(engine, monkeypatch):
     monkeypatch.setattr(Observer, "observes", lambda self, layer: self.layers is None)
     with_weights = engine.generate(request("context_experts")).sources
     assert any(source.shares != with_weights[0].shares for source in with_weights)
-    monkeypatch.setattr(token_trace, "Observer", None)
+    monkeypatch.setattr(question_scores, "Observer", None)
     assert engine.generate(request("context_experts")).sources == with_weights
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.generation.model import fingerprint as module
-from rag_posfix.generation.model.fingerprint import FileDigests, model_fingerprint
+from rag_posfix.generation.model import checkpoint
+from rag_posfix.generation.model.checkpoint import FileDigests, model_fingerprint
 from tests.support.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
@@ -69,11 +69,11 @@ def reads(monkeypatch):
     """The name of every file that is read for its digest."""
     names = []
 
-    def counted(opened, _real=module.sha256_of):
+    def counted(opened, _real=checkpoint.sha256_of):
         names.append(Path(opened.name).name)
         return _real(opened)
 
-    monkeypatch.setattr(module, "sha256_of", counted)
+    monkeypatch.setattr(checkpoint, "sha256_of", counted)
     return names
 
 
@@ -234,14 +234,14 @@ class TestFileDigests:
     def test_a_file_that_changes_while_it_is_read_is_not_remembered(self, model, digests, remembered, monkeypatch):
         file = model / "model.safetensors"
 
-        def meddling(opened, _real=module.sha256_of):
+        def meddling(opened, _real=checkpoint.sha256_of):
             found = _real(opened)
             with file.open("ab") as more:
                 more.write(b"more")
             return found
 
         with monkeypatch.context() as patched:
-            patched.setattr(module, "sha256_of", meddling)
+            patched.setattr(checkpoint, "sha256_of", meddling)
             early = digests.of([file])
         assert not remembered.exists()
         assert digests.of([file]) != early

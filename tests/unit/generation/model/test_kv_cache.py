@@ -1,6 +1,6 @@
 import torch
 
-from rag_posfix.generation.model.kv_cache import SPARE_TOKENS, ConcatenatedCache, GrowingCache
+from rag_posfix.generation.model.sequence_batch import SPARE_TOKENS, ConcatenatedCache, GrowingCache
 
 
 def new(count, rows=2, seed=0):

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from rag_posfix import weight_packages
+from rag_posfix import checkpoints
+from rag_posfix.checkpoints import WEIGHTS, Weights
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model.checkpoint import PACKAGED, PackagedModel
-from rag_posfix.weight_packages import WEIGHTS, Weights
 
 MODEL = PackagedModel("x", "x", "x.gguf", megabytes=1)
 
@@ -32,7 +32,7 @@ def site(tmp_path, monkeypatch):
         "more": Weights("more", (*files, ("packaged_part3", "data/x.part3")), "1", "", 1),
         "default": Weights("default", (("packaged_part4", "x"),), "1", "", 1, default=True),
     }
-    monkeypatch.setattr(weight_packages, "WEIGHTS", known)
+    monkeypatch.setattr(checkpoints, "WEIGHTS", known)
     monkeypatch.setattr("rag_posfix.generation.model.checkpoint.WEIGHTS", known)
     return tmp_path / "site"
 

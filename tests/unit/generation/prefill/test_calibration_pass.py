@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rag_posfix.errors import PlanConflictError, PromptTooLongError
-from rag_posfix.generation.decode.session import Session
+from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import passage_attention, prefill, prefill_calibrated
 from rag_posfix.plan.bias_profile import with_dummy

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import KVCodec
-from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.kv.store import KVCodec, PassageStore
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.prefill.segments import KVLookup
+from rag_posfix.generation.prefill.per_passage import KVLookup
 from rag_posfix.mitigations import MITIGATIONS, create
 from rag_posfix.mitigations.sorted_inter_document import CircularAttention
-from rag_posfix.patching.forward_context import Overrides
+from rag_posfix.patching.attention_hook import Overrides
 from rag_posfix.plan import layout as plan_layout
 from rag_posfix.plan.layout import Span
 from rag_posfix.plan.plan import HiddenScale

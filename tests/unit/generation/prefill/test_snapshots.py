@@ -14,13 +14,12 @@ import torch
 
 from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.entry import CacheSnapshot, KVCodec, PassageKV
-from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.kv.store import CacheSnapshot, KVCodec, PassageKV, PassageStore
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.prepare import prepare
+from rag_posfix.patching.install import prepare
 from rag_posfix.plan.layout import Layout
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder

@@ -7,7 +7,7 @@ import pytest
 from rag_posfix.errors import (
     ConfigError,
 )
-from rag_posfix.generation.remote.address import RemoteModel, is_remote, parse_remote
+from rag_posfix.generation.remote.connection import RemoteModel, is_remote, parse_remote
 
 
 @pytest.mark.parametrize(

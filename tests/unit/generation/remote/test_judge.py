@@ -15,9 +15,8 @@ import pytest
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
-from rag_posfix.contracts.generator import LikelihoodReader, OddsReader, PassageReader
-from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
+from rag_posfix.caching.tier import MemoryTier
+from rag_posfix.contracts.generator import LikelihoodReader, OddsReader, PassageReader, collected_usage, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import PieceEncoder, RemoteGenerator, open_remote

@@ -10,8 +10,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.generation.remote.generator import open_remote
-from rag_posfix.generation.remote.plain_prompts import check_remote_mitigation, most_agreed, remote_refusal
+from rag_posfix.generation.remote.generator import check_remote_mitigation, most_agreed, open_remote, remote_refusal
 from rag_posfix.mitigations import MITIGATIONS
 from tests.support.upstream import Reply, upstream, whole
 

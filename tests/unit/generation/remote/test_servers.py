@@ -15,9 +15,9 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import GenerationRequest, Sampling
 from rag_posfix.errors import ConfigError, OverloadedError, UpstreamError
-from rag_posfix.generation.remote import address, connection
-from rag_posfix.generation.remote.address import RemoteModel, Servers, parse_remote
-from rag_posfix.generation.remote.connection import ServerLimits
+from rag_posfix.generation.remote import connection
+from rag_posfix.generation.remote import connection as address
+from rag_posfix.generation.remote.connection import RemoteModel, ServerLimits, Servers, parse_remote
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import hide_passwords

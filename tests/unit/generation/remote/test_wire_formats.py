@@ -17,11 +17,10 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.contracts.request import GenerationRequest, Sampling, Usage
-from rag_posfix.contracts.spent_usage import collected_usage, sum_usage
 from rag_posfix.errors import OverloadedError, UpstreamError
-from rag_posfix.generation.remote.connection import ServerLimits
-from rag_posfix.generation.remote.failures import error_message
+from rag_posfix.generation.remote.connection import ServerLimits, error_message
 from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
 from rag_posfix.generation.remote.judge import Form
 from rag_posfix.reranking import YesNoReranker

@@ -8,8 +8,8 @@ from langchain_tests.integration_tests.base_store import BaseStoreAsyncTests, Ba
 from rag_posfix import RagPosfixStore
 from rag_posfix.caching.answers.tiered import BlobCodec
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.memory import MemoryTier
 from rag_posfix.caching.redis import RedisTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import ConfigError
 from tests.support.clock import Clock
 

@@ -9,7 +9,7 @@ from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCac
 
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 

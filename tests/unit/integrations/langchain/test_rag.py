@@ -14,7 +14,7 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrou
 from rag_posfix import PosfixRAG, PosfixRetriever, document_block
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
-from rag_posfix.caching.memory import MemoryTier
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.request import Sampling

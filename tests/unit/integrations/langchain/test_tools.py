@@ -15,7 +15,7 @@ from rag_posfix import PosfixRAG, RagPosfixChatModel
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.integrations.langchain.tools import read_schema, typed_answers
+from rag_posfix.integrations.langchain.content_blocks import read_schema, typed_answers
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from tests.support.tool_models import tool_engine

@@ -4,8 +4,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.errors import IndexBusyError, RetrievalError
-from rag_posfix.retrieval.index.document_file import DocumentFile
-from rag_posfix.retrieval.index.documents import IndexEntry
+from rag_posfix.retrieval.index.documents import DocumentFile, IndexEntry
 
 ENTRY = IndexEntry(Document(id="a", page_content="text ü", metadata={"year": 1999, "tags": ["x"]}), ("a.txt",))
 

@@ -8,7 +8,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import RetrievalError
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.documents import IndexEntry
-from rag_posfix.retrieval.index.index_summary import EXAMPLES, FieldSummary, summarize_index, unknown_fields
+from rag_posfix.retrieval.index.storage import EXAMPLES, FieldSummary, summarize_index, unknown_fields
 from tests.support.letter_embeddings import LetterEmbeddings
 
 METADATA = [

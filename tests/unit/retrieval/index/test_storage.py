@@ -18,9 +18,8 @@ from rag_posfix.retrieval.embeddings import embedding_identity
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index import storage
 from rag_posfix.retrieval.index.documents import searchable_text
-from rag_posfix.retrieval.index.file_formats import BM25_ROLES, read_vectors
+from rag_posfix.retrieval.index.file_formats import BM25_ROLES, VectorIndex, read_vectors
 from rag_posfix.retrieval.index.storage import read_bm25, read_entries
-from rag_posfix.retrieval.index.vector_index import VectorIndex
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.unit.retrieval.index_files import data_file, forge_file
 

@@ -6,7 +6,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
-from rag_posfix.retrieval.index import vector_index
+from rag_posfix.retrieval.index import file_formats
 from rag_posfix.retrieval.index.documents import searchable_text
 from rag_posfix.retrieval.index.file_formats import BM25_ROLES
 from rag_posfix.retrieval.index.storage import read_manifest
@@ -16,7 +16,7 @@ EMBEDDINGS = DeterministicFakeEmbedding(size=16)
 
 @pytest.fixture(autouse=True)
 def graphs_are_walked(monkeypatch):
-    monkeypatch.setattr(vector_index, "EXACT_UNTIL", 0)
+    monkeypatch.setattr(file_formats, "EXACT_UNTIL", 0)
 
 
 @pytest.fixture(params=["flat", "hnsw"])

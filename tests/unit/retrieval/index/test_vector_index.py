@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.retrieval.index import vector_index
-from rag_posfix.retrieval.index.vector_index import VectorIndex
+from rag_posfix.retrieval.index import file_formats
+from rag_posfix.retrieval.index.file_formats import VectorIndex
 
 
 def unit(count, dimension=16, seed=0):
@@ -29,14 +29,14 @@ def best(rows, query, k, allowed=None):
 def graphs_are_walked():
     """However few vectors there are."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vector_index, "EXACT_UNTIL", 0)
+        patched.setattr(file_formats, "EXACT_UNTIL", 0)
         yield
 
 
 @pytest.fixture
 def small_graph(monkeypatch):
     """Graphs from 200 vectors on."""
-    monkeypatch.setattr(vector_index, "GRAPH_FROM", 200)
+    monkeypatch.setattr(file_formats, "GRAPH_FROM", 200)
 
 
 def test_a_graph_is_built_by_the_call_that_reaches_the_threshold(small_graph):
@@ -92,7 +92,7 @@ def test_more_than_there_are_allowed_returns_all_of_them(kind):
 
 def test_a_walk_that_meets_too_few_allowed_vectors_falls_back_to_comparing_all(monkeypatch):
     # Two far clusters: a walk towards the first does not pass the second, which alone is allowed.
-    monkeypatch.setattr(vector_index, "SEARCH_WIDTH", 4)
+    monkeypatch.setattr(file_formats, "SEARCH_WIDTH", 4)
     near, far = unit(1000, seed=1) * 0.1, unit(1000, seed=2) * 0.1
     near[:, 0] += 1
     far[:, 0] -= 1
@@ -143,7 +143,7 @@ def test_a_graph_that_shrank_to_less_than_half_the_threshold_becomes_flat(small_
 
 
 def test_a_few_vectors_are_compared_with_all_even_if_they_are_a_graph(monkeypatch):
-    monkeypatch.setattr(vector_index, "EXACT_UNTIL", 4096)
+    monkeypatch.setattr(file_formats, "EXACT_UNTIL", 4096)
     rows = np.concatenate([unit(300), np.repeat(unit(1, seed=9), 60, axis=0)])
     assert set(range(300, 360)) <= set(filled("hnsw", rows).candidates(rows[-1:], 3).tolist())
 

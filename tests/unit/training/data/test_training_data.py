@@ -13,11 +13,15 @@ from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, load_examples
 from rag_posfix.training.data.make_data import (
     DataSources,
+    Sample,
+    SampleMaker,
     TeacherPairs,
     chi_square,
     make_training_data,
     place_counts,
     read_answer,
+    read_samples,
+    write_samples,
 )
 from rag_posfix.training.data.pairs import (
     TEMPLATES,
@@ -31,7 +35,6 @@ from rag_posfix.training.data.pairs import (
     seeded_random,
     template_sources,
 )
-from rag_posfix.training.data.sample import Sample, SampleMaker, read_samples, write_samples
 from rag_posfix.training.data.settings import DataSettings
 from tests.support.toy_encoder import ToyEncoder
 

@@ -13,8 +13,7 @@ import pytest
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError
-from rag_posfix.generation.batching.scheduler import BatchingGenerator
-from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.generation.batching.scheduler import BatchingGenerator, SteppedGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import CacheSettings, Settings
@@ -140,7 +139,7 @@ class TestAnswers:
 
     def test_timings_tell_how_long_an_answer_waited_its_prompt_and_its_steps(self, make, pool, monkeypatch):
         clock = Clock()
-        monkeypatch.setattr("rag_posfix.generation.batching.requests.time", SimpleNamespace(perf_counter=clock))
+        monkeypatch.setattr("rag_posfix.generation.batching.scheduler.time", SimpleNamespace(perf_counter=clock))
         engine, generator = make(max_running=1, by_turns=True)
         first, second = start_all(pool, generator, [ask("a", 2), ask("b", 2)])
         wait_until(lambda: engine.next_up == "open a")

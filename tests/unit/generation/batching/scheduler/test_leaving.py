@@ -14,8 +14,13 @@ import pytest
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationCancelled, GenerationError, PromptTooLongError, UnknownNameError
-from rag_posfix.generation.batching.requests import RequestHandle, RunningRequest, decode_step, write_tokens
-from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.batching.scheduler import (
+    BatchingGenerator,
+    RequestHandle,
+    RunningRequest,
+    decode_step,
+    write_tokens,
+)
 from rag_posfix.generation.engine import Engine
 from tests.support.stepped import RecordingEngine, answer, ask
 from tests.support.tiny import toy_layout
