@@ -30,7 +30,7 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, NotFoundError, ResponseTooLargeError
+from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, NotFoundError, TooLargeError
 from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.runtime.jobs import PrecomputeState
@@ -324,10 +324,11 @@ def _encode_hits(hits: Sequence[Document], max_bytes: int, *, with_text: bool) -
         encoded.append(encode_json(_found_document(document, with_text=with_text).model_dump()))
         size += len(encoded[-1])
         if size > max_bytes:
-            raise ResponseTooLargeError(
+            raise TooLargeError(
                 f"the first {len(encoded)} of {len(hits)} documents have {size} bytes, at most {max_bytes} are "
                 f"allowed; ask with k={max(len(encoded) - 1, 1)} or less, or store less metadata",
                 param="k",
+                code="response_too_large",
             )
     return b'{"object":"list","data":[%b]}' % b",".join(encoded)
 

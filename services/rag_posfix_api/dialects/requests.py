@@ -29,7 +29,7 @@ from rag_posfix.contracts.method_spec import read_arrangement
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate
 from rag_posfix.parameters import shown
 from rag_posfix_api.collections.store import NAME_PATTERN
-from rag_posfix_api.http.errors import InvalidRequestError, TooManyDocumentsError, UnsupportedFeatureError
+from rag_posfix_api.http.errors import InvalidRequestError, TooLargeError, UnsupportedFeatureError
 
 MAX_STOPS = 16  # OpenAI allows 4; clients of other servers send more
 MAX_STOP_CHARACTERS = 256
@@ -236,8 +236,10 @@ def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> 
 def check_count(count: int, max_documents: int, param: str = "documents") -> None:
     """Raise for too many documents; ``param`` is their field."""
     if count > max_documents:
-        raise TooManyDocumentsError(
-            f"{param} has {count} entries, at most {max_documents} are allowed; send the best ones", param=param
+        raise TooLargeError(
+            f"{param} has {count} entries, at most {max_documents} are allowed; send the best ones",
+            param=param,
+            code="too_many_documents",
         )
 
 

@@ -150,51 +150,17 @@ class ConflictError(InvalidRequestError):
 
 
 class TooLargeError(InvalidRequestError):
-    """A request exceeds a size limit; there is one class per limit."""
+    """A request or its response exceeds a size limit; ``code`` names the limit."""
 
-    kind = Kind(413, "request_too_large")
-
-
-class BodyTooLargeError(TooLargeError):
-    """A body has too many bytes."""
-
-    kind = Kind(413, "body_too_large")
+    def __init__(self, message: str, param: str | None = None, code: str = "request_too_large") -> None:
+        super().__init__(message, param)
+        self.kind = Kind(413, code)
 
 
 class EncodedBodyError(InvalidRequestError):
     """A body is compressed."""
 
     kind = Kind(415, "unsupported_encoding")
-
-
-class TooManyValuesError(TooLargeError):
-    """A body has too many JSON values."""
-
-    kind = Kind(413, "too_many_values")
-
-
-class TooDeepError(TooLargeError):
-    """A body nests lists and objects too deep."""
-
-    kind = Kind(413, "nested_too_deep")
-
-
-class TooManyEntriesError(TooLargeError):
-    """A list of a body has too many entries."""
-
-    kind = Kind(413, "list_too_long")
-
-
-class TooManyDocumentsError(TooLargeError):
-    """A request has too many documents."""
-
-    kind = Kind(413, "too_many_documents")
-
-
-class ResponseTooLargeError(TooLargeError):
-    """A response would have too many bytes."""
-
-    kind = Kind(413, "response_too_large")
 
 
 class QuotaError(OverloadedError):

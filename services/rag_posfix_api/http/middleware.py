@@ -42,14 +42,11 @@ from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, Rejections, sou
 from rag_posfix_api.http.errors import (
     INVALID,
     SERVER,
-    BodyTooLargeError,
     EncodedBodyError,
     ErrorForm,
     ForbiddenHostError,
     Problem,
-    TooDeepError,
-    TooManyEntriesError,
-    TooManyValuesError,
+    TooLargeError,
     UnauthorizedError,
     UnsupportedFeatureError,
     kind_of,
@@ -201,8 +198,7 @@ def check_shape(body: bytes) -> int:
     Cost: linear; about 40 ms for 8 MB.
 
     Raises:
-        TooManyValuesError: there are more than ``MAX_VALUES`` values.
-        TooDeepError: there are more than ``MAX_DEPTH`` levels.
+        TooLargeError: there are more than ``MAX_VALUES`` values, or more than ``MAX_DEPTH`` levels.
     """
     # Escapes occur in strings only. Without them, the quotes separate strings from structure.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
@@ -217,18 +213,20 @@ def check_shape(body: bytes) -> int:
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
-        raise TooDeepError(
+        raise TooLargeError(
             f"the body nests lists and objects {deepest} levels deep, at most {MAX_DEPTH} are allowed; "
-            "write it flatter"
+            "write it flatter",
+            code="nested_too_deep",
         )
     return values
 
 
 def _check_values(count: int) -> None:
     if count > MAX_VALUES:
-        raise TooManyValuesError(
+        raise TooLargeError(
             f"the body has about {count} JSON values, at most {MAX_VALUES} are allowed; send fewer documents or "
-            "messages, with less metadata"
+            "messages, with less metadata",
+            code="too_many_values",
         )
 
 
@@ -258,8 +256,10 @@ def check_lists(body: Any, max_documents: int) -> None:
     for name, value in body.items() if isinstance(body, dict) else ():
         if isinstance(value, list) and len(value) > max_entries:
             field = name if len(name) <= 60 else f"{name[:57]}..."
-            raise TooManyEntriesError(
-                f"{field} has {len(value)} entries, at most {max_entries} are allowed", param=field
+            raise TooLargeError(
+                f"{field} has {len(value)} entries, at most {max_entries} are allowed",
+                param=field,
+                code="list_too_long",
             )
 
 
@@ -531,9 +531,10 @@ class BodyLimit:
 
     def _check(self, size: int, so_far: str) -> None:
         if size > self._max_body_bytes:
-            raise BodyTooLargeError(
+            raise TooLargeError(
                 f"the body has {size} bytes{so_far}, at most {self._max_body_bytes} are allowed; send fewer or "
-                "shorter documents"
+                "shorter documents",
+                code="body_too_large",
             )
 
 
