@@ -43,12 +43,11 @@ def test_the_hook_changes_nothing_on_the_real_weights(engine):
 
 
 def test_none_answers_as_the_stock_generate_does(engine):
-    prompt = layout(engine, QUESTIONS[0], passages(QUESTIONS[0]))
-    ours = engine.generate(GenerationRequest(prompt, MitigationChoice("none"), Sampling(max_tokens=12)))
+    prompt = layout(engine, QUESTIONS[0], passages(QUESTIONS[0], 2))
+    ours = engine.generate(GenerationRequest(prompt, MitigationChoice("none"), Sampling(max_tokens=NEW_TOKENS)))
     ids = torch.tensor([prompt.token_ids])
-    stock = engine.loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[
-        0, ids.shape[1] :
-    ]
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    stock = engine.loaded.model.generate(ids, **settings)[0, ids.shape[1] :]
     assert list(ours.token_ids) == stock.tolist()
 
 

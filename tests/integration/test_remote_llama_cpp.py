@@ -198,29 +198,8 @@ def test_it_judges_as_the_local_engine_does(generator: RemoteGenerator, float32_
 
 
 def test_the_prefix_cache_serves_passages_in_another_order_with_another_question(generator: RemoteGenerator):
-    raw_scores(generator, PASSAGES, QUESTION)
+    raw_scores(generator, PASSAGES[:2], QUESTION)
     with collected_usage() as spent:
-        raw_scores(generator, PASSAGES[::-1], "Who kept a diary?")
+        raw_scores(generator, PASSAGES[1::-1], "Who kept a diary?")
     usage = sum_usage(spent)
     assert usage.cached_tokens > usage.prompt_tokens / 2
-
-
-def test_one_answer_over_three_orders(server: str, tmp_path: Path):
-    """Judgements are kept, so that noise of the kernels cannot change the order; the last order is a repetition."""
-    orders = [PASSAGES, PASSAGES[::-1], PASSAGES]
-    with closing(build_pipeline(settings_of(server, tmp_path))) as built:
-        answers = [
-            built.ask(
-                Question(
-                    QUESTION, documents=documents, sampling=Sampling(max_tokens=8), use_cache=False,
-                    reranker="yes_no", order="reverse", mitigation="canonical_rotations:rows=3",
-                )
-            )
-            for documents in orders
-        ]  # fmt: skip
-    assert len({answer.text for answer in answers}) == 1
-    assert len({tuple((document.id, document.score) for document in answer.documents) for answer in answers}) == 1
-    scores = [document.score for document in answers[0].documents]
-    assert (len(scores), scores) == (4, sorted(scores))
-    assert not any(answer.warnings for answer in answers)
-    assert answers[-1].usage.completion_tokens > 8, "rows of a vote count together"
