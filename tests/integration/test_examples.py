@@ -34,6 +34,8 @@ from nbclient import NotebookClient
 notebook = nbformat.read(sys.argv[1], as_version=4)
 (parameters,) = [cell for cell in notebook.cells if cell.source.startswith("QUESTIONS = ")]
 parameters.source += "\\nQUESTIONS, PASSAGES = 1, 3"
+(loads,) = [cell for cell in notebook.cells if "load_engine()" in cell.source]
+loads.source = loads.source.replace("load_engine()", f"load_engine({sys.argv[2]!r})")
 NotebookClient(notebook, timeout=250, kernel_name="python3").execute()
 outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
 shown = "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
@@ -108,7 +110,7 @@ def test_the_notebook_is_kept_without_outputs_because_they_would_go_stale():
 
 
 def test_the_notebook_runs_draws_its_curve_and_shows_one_answer_under_the_method(run, tiny_model):
-    found = json.loads(run(RUN_NOTEBOOK, NOTEBOOK, RAG_POSFIX_MODEL=str(tiny_model))[-1])
+    found = json.loads(run(RUN_NOTEBOOK, NOTEBOOK, tiny_model)[-1])
     assert "difference between positions: 0.0" in found["text"]
     assert "image/png" in found["kinds"]
     shown = re.findall(r"gold position \d: (['\"].*)", found["text"].rpartition("\ncontext_experts\n")[2])
