@@ -91,8 +91,9 @@ def replicas(redis, tmp_path_factory, python) -> Iterator[dict[str, Replica]]:
     with ExitStack() as stack:
         started = {}
         for name, (weights, dtype) in kinds.items():
-            (folder / name).mkdir()
-            settings = environment(found[name].port, weights, dtype, redis, folder / name)
+            cache = folder / f"cache of {name}"
+            cache.mkdir()
+            settings = environment(found[name].port, weights, dtype, redis, cache)
             log, command = folder / f"{name}.log", ("-m", "rag_posfix.cli.main", "serve")
             started[name] = python.start(ROOT, *command, output=log, environment={**os.environ, **settings})
             stack.callback(started[name].kill)
