@@ -27,7 +27,7 @@ from benchmarks.faults.unread import pipelining, unread_searches
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 0.6
+SECONDS = 0.2
 
 
 @pytest.fixture(scope="module")
