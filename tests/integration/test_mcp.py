@@ -4,6 +4,7 @@ import os
 import re
 import sys
 
+import httpx2
 import pytest
 from langchain_core.documents import Document
 from mcp import Client, StdioServerParameters
@@ -90,6 +91,8 @@ async def test_an_agent_of_llama_index_calls_the_tools():
 
     pipeline = make_pipeline(retriever=BM25Retriever.from_documents(DOCUMENTS), embeddings=LetterEmbeddings())
     with serving(pipeline) as url:
-        tools = await McpToolSpec(client=BasicMCPClient(url + "/mcp", timeout=250)).to_tool_list_async()
-        answer = await FunctionAgent(tools=tools, llm=Scripted()).run("When was the lighthouse lit?")
+        async with httpx2.AsyncClient(timeout=60) as http:  # a client of BasicMCPClient's own is never closed
+            mcp = BasicMCPClient(url + "/mcp", http_client=http)
+            tools = await McpToolSpec(client=mcp).to_tool_list_async()
+            answer = await FunctionAgent(tools=tools, llm=Scripted()).run("When was the lighthouse lit?")
     assert "1868" in str(answer)
