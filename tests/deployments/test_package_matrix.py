@@ -31,15 +31,23 @@ def test_each_python_of_the_classifiers_is_run_and_the_first_is_the_promised_min
 
 
 @pytest.mark.slow
-def test_a_package_that_cannot_be_installed_leaves_the_run_out_and_does_not_fail(monkeypatch, capsys):
+def test_a_package_that_cannot_be_installed_leaves_the_run_out_and_does_not_fail(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["test_matrix.py", "--small"])
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    for name, value in {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
     assert matrix.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["test-matrix: oldest", "test-matrix: newest"]
     assert all("not installable here, left out: ERROR: No matching distribution" in line for line in lines)
 
 
-@pytest.mark.parametrize("path", matrix.TESTS)
+@pytest.mark.parametrize("path", [path for paths in matrix.TESTS.values() for path in paths])
 def test_the_tests_of_the_matrix_exist(path):
     assert (ROOT / path).exists()
+
+
+def test_a_small_run_has_the_tests_of_packages_with_other_versions_than_here():
+    here = {"Python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "langchain-core": "1.7.2"}
+    assert matrix.tests_of(here, here) == []
+    assert matrix.tests_of(here | {"langchain-core": "1.8.4"}, here) == list(matrix.TESTS["langchain-core"])
+    assert matrix.tests_of(here, {}) == [path for paths in matrix.TESTS.values() for path in paths]

@@ -14,6 +14,7 @@ from deployments.ci.image_steps import DOCKERFILE, read_steps, stages_of
 from rag_posfix.files import default_cache_dir
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.deployments.helm_chart import merged, one_of, values_of
+from tests.support.tool_models import save_chat_model
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,13 @@ def image_environment():
     settings = " ".join(step.text for step in steps if step.stage in chain and step.instruction == "ENV")
     run = re.search(r"docker run --read-only.*?rag-posfix:\d", text, re.DOTALL)[0]
     return dict(re.findall(r"((?:RAG_POSFIX|HF)_\w+)=(\S+)", settings) + re.findall(r"--env (\w+)=(\S+)", run))
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """Variables that name a random model, which loads in no time; the chart's own is loaded once."""
+    model = save_chat_model(tmp_path_factory.mktemp("model") / "tiny")
+    return {"RAG_POSFIX_MODEL": str(model), "RAG_POSFIX_CACHE_DIR": str(default_cache_dir())}
 
 
 def start(python, environment, folder, **changes):
@@ -61,8 +69,9 @@ def wait_for(process, log, pattern):
 
 @pytest.mark.weights
 @pytest.mark.parametrize("environment", [chart_environment, image_environment], ids=["chart", "image"])
-def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environment, tmp_path, python):
-    process, log = start(python, environment(), tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environment, tmp_path, python, small_model):
+    changes = small_model if environment is image_environment else {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir())}
+    process, log = start(python, environment(), tmp_path, **changes)
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         address = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
@@ -74,7 +83,7 @@ def test_the_service_starts_without_a_key_where_that_is_said_and_warns(environme
 
 
 @pytest.mark.weights
-def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, python):
+def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, python, small_model):
     """Qdrant in its local mode, one folder for each process that opens it."""
     from langchain_qdrant import QdrantVectorStore
 
@@ -86,7 +95,7 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, p
         ).client.close()
         stores[name] = f"qdrant:path={tmp_path / name},collection=docs"
     environment = one_of("ConfigMap", merged(values_of("laptop"), {"retrieval": stores}))["data"]
-    process, log = start(python, environment, tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir()))
+    process, log = start(python, environment, tmp_path, **small_model)
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         port = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
@@ -108,7 +117,7 @@ def test_the_service_starts_with_vector_stores_and_answers_from_them(tmp_path, p
 
 
 @pytest.mark.weights
-def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python):
+def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python, small_model):
     values = merged(values_of("laptop"), {"index": {"size": "1Gi"}, "indexJob": {"enabled": True}})
     (job,) = one_of("Job", values)["spec"]["template"]["spec"]["containers"]
     environment = one_of("ConfigMap", values)["data"]
@@ -121,8 +130,7 @@ def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python):
         inherited | environment | {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir()), "HOME": os.environ["HOME"]}
     )
     python.run(ROOT, *command, environment=variables)
-    folders = {"RAG_POSFIX_CACHE_DIR": str(default_cache_dir()), "RAG_POSFIX_INDEX": paths["/index"]}
-    process, log = start(python, environment, tmp_path, **folders)
+    process, log = start(python, environment, tmp_path, RAG_POSFIX_INDEX=paths["/index"], **small_model)
     try:
         assert wait_for(process, log, "ready: "), log.read_text()
         port = re.search(r"listening on http://0\.0\.0\.0:(\d+)", log.read_text())[1]
@@ -135,12 +143,10 @@ def test_the_index_job_writes_what_the_service_answers_from(tmp_path, python):
 
 
 @pytest.mark.weights
-def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path, python):
+def test_the_service_is_not_ready_without_the_vector_store_that_it_should_use(tmp_path, python, small_model):
     store = f"qdrant:path={tmp_path / 'empty'},collection=docs"
     values = merged(values_of("laptop"), {"retrieval": {"collectionStore": store}})
-    process, log = start(
-        python, one_of("ConfigMap", values)["data"], tmp_path, RAG_POSFIX_CACHE_DIR=str(default_cache_dir())
-    )
+    process, log = start(python, one_of("ConfigMap", values)["data"], tmp_path, **small_model)
     try:
         assert wait_for(
             process, log, "the model could not be loaded: collection_store: the vector store qdrant failed"

@@ -1,4 +1,4 @@
-"""The chat model against langchain's own suites, on the real weights."""
+"""The chat model against langchain's own suites, on a random model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
 from rag_posfix.integrations.langchain.content_blocks import document_block
+from tests.support.tool_models import tool_engine
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +38,12 @@ class TestChatModelUnit(Flags, ChatModelUnitTests):
         return {"model": "smollm2"}
 
 
-@pytest.mark.weights
-class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
-    @pytest.fixture(autouse=True)
-    def _engine(self, engine):
-        self.engine = engine
+class TestChatModelOnAModel(Flags, ChatModelIntegrationTests):
+    engine = tool_engine()
 
     @property
     def chat_model_params(self):
-        return {"model": "smollm2", "generator": getattr(self, "engine", None), "max_tokens": 24}
+        return {"model": "tiny", "generator": self.engine, "max_tokens": 24}
 
     @property
     def supported_usage_metadata_details(self):
@@ -67,10 +65,9 @@ class TestChatModelOnRealWeights(Flags, ChatModelIntegrationTests):
         return second
 
 
-@pytest.mark.weights
-def test_a_chat_model_that_loads_its_model_keeps_what_it_read():
+def test_a_chat_model_that_loads_its_model_keeps_what_it_read(tiny_model):
     asked = [HumanMessage([*map(document_block, LIGHTHOUSES), {"type": "text", "text": "Who designed Torvane?"}])]
     for passage_bytes, expected in ((64 * 1024**2, True), (0, False)):
-        model = RagPosfixChatModel(passage_bytes=passage_bytes, max_tokens=2)
+        model = RagPosfixChatModel(model=str(tiny_model), passage_bytes=passage_bytes, max_tokens=2)
         model.invoke(asked)
         assert (model.invoke(asked).usage_metadata["input_token_details"]["cache_read"] > 0) is expected

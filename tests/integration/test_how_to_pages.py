@@ -44,9 +44,9 @@ generate.main()
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the repository without what was built or measured."""
+    """A copy of the repository without what was built or measured. Compiled files are those of the copied sources."""
     for folder in ("rag_posfix", "services", "tests", "docs", "examples"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copytree(ROOT / "deployments" / "prometheus", tmp_path / "deployments" / "prometheus")
     for file in ("pyproject.toml", "README.md", "mkdocs.yml"):
         shutil.copy(ROOT / file, tmp_path / file)

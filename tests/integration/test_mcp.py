@@ -1,16 +1,19 @@
-"""``rag-posfix mcp`` as agents start it: the SDK's own client over stdio, and an agent of LlamaIndex."""
+"""``rag-posfix mcp`` as the SDK's own client starts it, and an agent of LlamaIndex that asks the service."""
 
 import os
 import re
 import sys
 
+import httpx2
 import pytest
 from langchain_core.documents import Document
 from mcp import Client, StdioServerParameters
 
+from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
 from rag_posfix.retrieval.index.file_formats import BM25Index
 from tests.support.letter_embeddings import LetterEmbeddings
+from tests.support.serving import make_pipeline, serving
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +49,7 @@ async def test_the_client_of_the_sdk_searches_asks_and_reads_over_stdio(server):
 
 # The workflows of LlamaIndex list the members of their agents, deprecated ones of pydantic among them.
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
-async def test_an_agent_of_llama_index_calls_the_tools(server):
+async def test_an_agent_of_llama_index_calls_the_tools():
     from llama_index.core.agent.workflow import FunctionAgent
     from llama_index.core.base.llms.types import ChatMessage
     from llama_index.core.llms import ChatResponse, LLMMetadata
@@ -86,7 +89,10 @@ async def test_an_agent_of_llama_index_calls_the_tools(server):
 
         achat = astream_chat = stream_chat = complete = acomplete = stream_complete = astream_complete = chat
 
-    client = BasicMCPClient(sys.executable, args=server, env=dict(os.environ), timeout=250)
-    tools = await McpToolSpec(client=client).to_tool_list_async()
-    answer = await FunctionAgent(tools=tools, llm=Scripted()).run("When was the lighthouse lit?")
+    pipeline = make_pipeline(retriever=BM25Retriever.from_documents(DOCUMENTS), embeddings=LetterEmbeddings())
+    with serving(pipeline) as url:
+        async with httpx2.AsyncClient(timeout=60) as http:  # a client of BasicMCPClient's own is never closed
+            mcp = BasicMCPClient(url + "/mcp", http_client=http)
+            tools = await McpToolSpec(client=mcp).to_tool_list_async()
+            answer = await FunctionAgent(tools=tools, llm=Scripted()).run("When was the lighthouse lit?")
     assert "1868" in str(answer)

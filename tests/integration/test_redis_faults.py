@@ -259,13 +259,13 @@ def test_a_redis_that_is_late_is_used_if_it_answers_within_three_quarters_of_the
 
 
 def test_a_redis_that_was_not_asked_in_time_does_not_count_as_one_that_answered(monkeypatch):
-    clock, is_missed, connect = Clock(), threading.Event(), redis.ConnectionPool
+    clock, is_missed, connect = Clock(), threading.Event(), redis.Connection.connect
 
-    def connect_late(**options):
+    def connect_late(connection):
         is_missed.wait(60)
-        return connect(**options)
+        connect(connection)
 
-    monkeypatch.setattr(redis, "ConnectionPool", connect_late)
+    monkeypatch.setattr(redis.Connection, "connect", connect_late)
     monkeypatch.setattr("rag_posfix.caching.redis_client.time", SimpleNamespace(monotonic=clock))
     before = threading.enumerate()
     with closing(open_resting_cache("redis://127.0.0.1:1")) as cache:

@@ -1,26 +1,31 @@
-"""Order-free answers of a model on a server: this service with SmolLM2 is the server, and the model really judges."""
+"""Order-free answers of a model on a server: this service with a small random model is the server, which judges."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking import LikelihoodReranker, YesNoReranker
 from rag_posfix.settings import CacheSettings, Settings
 from tests.support.serving import serving
+from tests.support.tiny import loaded_model
+from tests.support.tool_models import QWEN, stock_tool_tokenizer
 
-pytestmark = [pytest.mark.weights, pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 QUESTION = "In which year did the ferry Ostrilla sink?"
 PASSAGES = (
@@ -32,10 +37,24 @@ PASSAGES = (
 
 
 @pytest.fixture(scope="module")
-def server(float32_engine: Engine) -> Iterator[str]:
+def judge() -> Engine:
+    """A random model to which Yes and No, tokens of their own, are likely after every prompt: a server lists both."""
+    words = ["Yes", "No"]
+    tokenizer = stock_tool_tokenizer(QWEN)
+    tokenizer.add_tokens(words)
+    loaded = loaded_model(vocab_size=len(tokenizer), max_position_embeddings=2048, mlp_bias=True)
+    with torch.no_grad():
+        # One state is large after every prompt, and both words read it beside what they read anyway.
+        loaded.model.model.layers[-1].mlp.down_proj.bias[0] += 3
+        loaded.model.lm_head.weight[tokenizer.convert_tokens_to_ids(words), 0] += 2
+    return Engine(loaded, Tokenizer(tokenizer), "tiny", "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(judge: Engine) -> Iterator[str]:
     defaults = Defaults(mitigation=MitigationChoice("none"), allow_ungrounded=True)
-    assembler = Assembler(float32_engine.encoder, float32_engine.context_window)
-    with serving(Pipeline(float32_engine, assembler, defaults=defaults)) as url:
+    assembler = Assembler(judge.encoder, judge.context_window)
+    with serving(Pipeline(judge, assembler, defaults=defaults)) as url:
         yield f"openai:default@{url}/v1"
 
 
@@ -90,23 +109,28 @@ def test_rotations_vote_and_do_not_depend_on_the_order(build):
     assert answers[0].usage.completion_tokens > 3, "three rows wrote"
 
 
-def test_a_server_judges_as_the_engine_does(build, float32_engine: Engine):
+def test_a_server_judges_as_the_engine_does(build, judge: Engine):
     remote = build().generator
     here, there = (
         {document.id: document.metadata["reranking"]["raw_score"] for document in ranked}
         for ranked in (
-            YesNoReranker(generator=generator).compress_documents(PASSAGES, QUESTION)
-            for generator in (float32_engine, remote)
+            YesNoReranker(generator=generator).compress_documents(PASSAGES, QUESTION) for generator in (judge, remote)
         )
     )
     assert max(here.values()) - min(here.values()) > 0.1
     assert there == pytest.approx(here, abs=0.02)
 
 
-def test_likelihoods_rank_the_right_passage_first(build):
-    ranked = LikelihoodReranker(generator=build().generator).compress_documents(PASSAGES, QUESTION)
-    assert ranked[0].id == "ferry"
-    assert all(0 < document.metadata["relevance_score"] < 1 for document in ranked)
+def test_a_server_scores_questions_as_the_engine_does(build, judge: Engine):
+    here, there = (
+        {document.id: math.log(document.metadata["relevance_score"]) for document in ranked}
+        for ranked in (
+            LikelihoodReranker(generator=generator).compress_documents(PASSAGES, QUESTION)
+            for generator in (judge, build().generator)
+        )
+    )
+    assert len(set(there.values())) == len(PASSAGES)
+    assert there == pytest.approx(here, abs=1), "the means differ by the tokens across the ends of the question"
 
 
 def test_judgements_are_kept_and_their_tokens_are_counted(build):

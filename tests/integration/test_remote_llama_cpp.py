@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import shutil
@@ -22,9 +21,6 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.errors import PromptTooLongError
-from rag_posfix.evaluation import evaluate_permutations
-from rag_posfix.evaluation.answers.experiment import parse_arrangement
-from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.checkpoint import PACKAGED
@@ -35,7 +31,6 @@ from rag_posfix.reranking import YesNoReranker
 from rag_posfix.settings import RemoteSettings, Settings
 from tests.support.command_line import command_line
 from tests.support.redis_server import free_port
-from tests.support.tiny_evaluation import Alphabetical
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -180,32 +175,13 @@ def test_a_prompt_beyond_the_servers_window_is_told_as_that(server: str, tmp_pat
         built.ask(Question(QUESTION, documents=[long]))
 
 
-def test_order_evaluation(alone: str):
-    example = PositionExample(
-        id="1", question=QUESTION, answers=("1963",), gold=(FERRY,),
-        distractors=(HARBOUR, Document("The mill burned in 1888.", id="mill")),
-    )  # fmt: skip
-    record = evaluate_permutations(
-        [example], [parse_arrangement("/reverse/none")], orders=3, documents=3, max_tokens=16, reranker=Alphabetical(),
-        settings=Settings(model=f"openai:smollm2@{alone}", remote=RemoteSettings(timeout_seconds=300)),
-    )  # fmt: skip
-    found = record.to_json()["mitigations"]["/reverse/none"]
-    assert found["flip_rate"] == 0.0
-    assert found["log_probability"] is None
-
-
-def test_verify_shows_what_the_server_gives(generator: RemoteGenerator, server: str, capsysbinary):
-    facts = generator.probe()
-    assert facts.judgements == "chat completions with log-probabilities"
-    assert not facts.prompt_log_probs, "completions with echo do not score the prompt"
-    assert facts.context_window == 2048, "that of a slot"
-    assert (facts.cached_tokens or 0) > 500
+def test_verify_shows_what_the_server_gives(server: str, capsysbinary):
     code, shown, _ = command_line(capsysbinary)("verify", "--model", f"openai:smollm2@{server}")
     assert code == 0
-    assert f"passages are judged by: {facts.judgements}" in shown
-    assert "log-probabilities of prompts: no" in shown
-    assert "context window: 2048" in shown
-    assert f"{facts.cached_tokens} tokens of a repeated prompt" in shown
+    assert "passages are judged by: chat completions with log-probabilities" in shown
+    assert "log-probabilities of prompts: no" in shown, "completions with echo do not score the prompt"
+    assert "context window: 2048" in shown, "that of a slot"
+    assert int(re.search(r"(\d+) tokens of a repeated prompt", shown)[1]) > 500
     runs = dict(re.findall(r"(\w+)\W+(yes|no)\b", shown.partition("arrangements")[2]))
     assert {runs[name] for name in ("yes_no", "listwise", "none", "canonical_rotations")} == {"yes"}
     assert {runs[name] for name in ("likelihood", "in_context", "context_experts")} == {"no"}
@@ -222,42 +198,8 @@ def test_it_judges_as_the_local_engine_does(generator: RemoteGenerator, float32_
 
 
 def test_the_prefix_cache_serves_passages_in_another_order_with_another_question(generator: RemoteGenerator):
-    raw_scores(generator, PASSAGES, QUESTION)
+    raw_scores(generator, PASSAGES[:2], QUESTION)
     with collected_usage() as spent:
-        raw_scores(generator, PASSAGES[::-1], "Who kept a diary?")
+        raw_scores(generator, PASSAGES[1::-1], "Who kept a diary?")
     usage = sum_usage(spent)
     assert usage.cached_tokens > usage.prompt_tokens / 2
-
-
-def test_prompts_that_are_read_alone_have_equal_scores_in_every_order(alone: str):
-    with closing(open_remote(f"openai:smollm2@{alone}")) as opened:
-        given = raw_scores(opened, PASSAGES[:2], QUESTION)
-        assert raw_scores(opened, PASSAGES[1::-1], QUESTION) == given
-        assert given["ferry"] != given["harbour"]
-
-
-@pytest.mark.parametrize(
-    ("mitigation", "reranker", "n_read", "every"),
-    [("none", "yes_no:top_n=3", 3, 4), ("canonical_rotations:rows=3", "yes_no", 4, 23)],
-)
-def test_one_answer_over_all_orders(
-    server: str, tmp_path: Path, mitigation: str, reranker: str, n_read: int, every: int
-):
-    """Judgements are kept, so that noise of the kernels cannot change the order; the last order is a repetition."""
-    orders = [*list(itertools.permutations(PASSAGES))[::every], PASSAGES]
-    with closing(build_pipeline(settings_of(server, tmp_path))) as built:
-        answers = [
-            built.ask(
-                Question(
-                    QUESTION, documents=documents, sampling=Sampling(max_tokens=8), use_cache=False,
-                    reranker=reranker, order="reverse", mitigation=mitigation,
-                )
-            )
-            for documents in orders
-        ]  # fmt: skip
-    assert len({answer.text for answer in answers}) == 1
-    assert len({tuple((document.id, document.score) for document in answer.documents) for answer in answers}) == 1
-    scores = [document.score for document in answers[0].documents]
-    assert (len(scores), scores) == (n_read, sorted(scores))
-    assert not any(answer.warnings for answer in answers)
-    assert (answers[-1].usage.completion_tokens > 8) == (mitigation != "none"), "rows of a vote count together"

@@ -28,7 +28,7 @@ from benchmarks.faults.service import Host
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 0.6
+SECONDS = 0.2
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 SEED = 7
 THREADS = 8
-REQUESTS = 600
-DIFFERENT = 200  # each is asked three times: what is left in a tier is asked for again
+REQUESTS = 360
+DIFFERENT = 120  # each is asked three times: what is left in a tier is asked for again
 NEW_TOKENS = 3
 MAX_ROUNDING = 1e-5
 """How far log-probabilities may be apart with and without the store: float32 rounds differently with the batch that

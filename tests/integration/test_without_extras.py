@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -68,6 +69,32 @@ def leaf_commands(command, names=()):
             yield from leaf_commands(child, (*names, name))
 
 
+EACH = """
+import contextlib, io, json, os, sys, traceback
+from rag_posfix.cli import main
+
+for words in json.loads(sys.argv[1]):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        told, code = io.StringIO(), 1
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                main.main(words)
+            except SystemExit as ended:
+                code = ended.code or 0
+            except BaseException:
+                traceback.print_exc()
+        with os.fdopen(write, "w") as file:
+            json.dump([code, told.getvalue()], file)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        print(file.read(), flush=True)
+    os.wait()
+"""
+"""Runs each command in a fork of one process that has imported the command line; prints its status and stderr."""
+
+
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bare")
@@ -89,15 +116,23 @@ def bare(tmp_path_factory):
 
 def test_each_command_says_in_one_line_what_to_install(bare):
     commands = [name for name in leaf_commands(get_command(app)) if not name.startswith("probe ")]
+    commands += ["probe attention-mass", *WORKS]
+    done = bare("-c", EACH, json.dumps([[*one.split(), *ARGUMENTS.get(one, "").split()] for one in commands]))
+    assert done.returncode == 0, done.stderr
     wrong = {}
-    for command in [*commands, "probe attention-mass", *WORKS]:
-        done = bare("-m", "rag_posfix.cli.main", *command.split(), *ARGUMENTS.get(command, "").split())
-        message = (done.stderr.strip() or " ").splitlines()[-1]
+    for command, line in zip(commands, done.stdout.splitlines(), strict=True):
+        code, told = json.loads(line)
+        message = (told.strip() or " ").splitlines()[-1]
         status = 0 if command in WORKS else 2 if command in WRONG_USAGE else 1
         expected = "" if status != 1 else OTHER_MESSAGES.get(command, NEEDS_TORCH)
-        if "Traceback" in done.stderr or done.returncode != status or expected not in message:
-            wrong[command] = (done.returncode, message)
+        if "Traceback" in told or code != status or expected not in message:
+            wrong[command] = (code, told)
     assert wrong == {}
+
+
+def test_the_command_starts_and_says_in_one_line_what_to_install(bare):
+    done = bare("-m", "rag_posfix.cli.main", "verify")
+    assert (done.returncode, "Traceback" in done.stderr, NEEDS_TORCH in done.stderr) == (1, False, True)
 
 
 def test_public_names_say_what_to_install(bare):

@@ -22,7 +22,7 @@ from tests.support.serving import serving
 from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 
-QUESTIONS = {torch.bfloat16: 40, torch.float32: 12}
+QUESTIONS = {torch.bfloat16: 16, torch.float32: 8}
 """By dtype; float32 too, because some processors compute bfloat16 row by row and show nothing."""
 
 
@@ -40,7 +40,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     with closing(PassageStore([MemoryTier(2**26)])) as store:
         engine = Engine(loaded, encoder, "fake", "print", store)
         pipeline = Pipeline(engine, Assembler(encoder, 4096))
-        with serving(pipeline, max_queue=16) as address:
+        with serving(pipeline, max_queue=8) as address:
             yield address, QUESTIONS[request.param]
     torch.set_num_threads(before)
 
@@ -51,5 +51,5 @@ def test_no_answer_and_no_score_depends_on_the_load(served: tuple[str, int]) -> 
     bodies = demo_bodies(questions, passages=3)
     for body in bodies:
         body["documents"] = [{**document, "text": document["text"][:60]} for document in body["documents"]]
-    rows = list(compare_loads(url, bodies, METHODS.split(","), (3, 8, 16), new_tokens=4))
-    assert [(row["different_answers"], row["different_scores"]) for row in rows] == [(0, 0)] * 12
+    rows = list(compare_loads(url, bodies, METHODS.split(","), (3, 8), new_tokens=4))
+    assert [(row["different_answers"], row["different_scores"]) for row in rows] == [(0, 0)] * 8

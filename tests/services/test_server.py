@@ -19,6 +19,7 @@ from rag_posfix_api.server import bind
 from tests.support.serving import limits, make_pipeline
 from tests.support.subprocesses import run_python
 from tests.support.toy_encoder import ToyEncoder
+from tests.support.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,18 +88,18 @@ def test_the_server_runs_on_the_port_given_and_stops_on_a_signal():
 
 
 @pytest.mark.slow
-def test_a_service_whose_embeddings_cannot_be_loaded_ends_with_1(tmp_path: Path):
+def test_a_service_whose_embeddings_cannot_be_loaded_ends_with_1(tmp_path: Path, python: WarmPython):
     """Until a supervisor sees the end of the process, it would go on as not ready."""
-    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--port", "0"]
     environment = {
         **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'services'}",
         "RAG_POSFIX_EMBEDDING_MODEL": str(tmp_path / "missing"),
         "RAG_POSFIX_MODEL": "openai:none@http://127.0.0.1:9/v1",  # no weights are loaded first
         "RAG_POSFIX_MITIGATION": "none",
     }
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith(f"error: embedding model '{tmp_path / 'missing'}' could not")
+    command, log = ("-m", "rag_posfix.cli.main", "serve", "--port", "0"), tmp_path / "log"
+    assert python.start(ROOT, *command, output=log, environment=environment).wait(120) == 1
+    assert log.read_text().splitlines()[-1].startswith(f"error: embedding model '{tmp_path / 'missing'}' could not")
 
 
 def test_a_server_whose_split_model_lost_a_process_ends_and_says_why():

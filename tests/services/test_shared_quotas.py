@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,9 @@ from tests.support.redis_server import RedisServer, form_cluster, free_port
 from tests.support.serving import limits, make_pipeline
 from tests.support.subprocesses import wait_until_ready
 from tests.support.waiting import wait_until
+from tests.support.warm_python import WarmPython
 
+ROOT = Path(__file__).resolve().parents[2]
 LEASE_SECONDS = 3600.0  # no test lasts as long
 REDIS_SECONDS = 60.0  # a busy machine must not make Redis look dead
 
@@ -205,7 +205,7 @@ def test_requests_of_keys_with_limits_get_503_without_redis_if_that_is_chosen(tm
 
 
 @contextmanager
-def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
+def service(python: WarmPython, folder: Path, redis_url: str) -> Iterator[str]:
     """A process ``rag-posfix serve`` with a model on a server that nobody asks; yields the address."""
     port = free_port()
     environment = {
@@ -214,11 +214,10 @@ def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
         "RAG_POSFIX_MITIGATION": "none",
         "RAG_POSFIX_CACHE_REDIS_URL": redis_url,
         "RAG_POSFIX_SERVICE_DATA_DIR": str(folder),
-        **variables,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'services'}",
     }
-    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--port", str(port)]
-    with (folder / f"{port}.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stderr=log)
+    command = ("-m", "rag_posfix.cli.main", "serve", "--port", port)
+    process = python.start(ROOT, *command, output=folder / f"{port}.log", environment=environment)
     try:
         wait_until_ready(process, str(port), 300)
         yield f"http://127.0.0.1:{port}"
@@ -233,12 +232,12 @@ def service(folder: Path, redis_url: str, **variables: str) -> Iterator[str]:
 @pytest.mark.weights
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two services start; minutes on a busy machine
-def test_two_services_share_keys_and_quotas_and_answer_on_without_redis(redis_server, tmp_path):
+def test_two_services_share_keys_and_quotas_and_answer_on_without_redis(redis_server, tmp_path, python):
     store, rate = KeyStore(tmp_path), 12
     _, operator = store.create("ops", scopes=("admin",))
     with (
-        service(tmp_path, redis_server.url) as first,
-        service(tmp_path, redis_server.url) as second,
+        service(python, tmp_path, redis_server.url) as first,
+        service(python, tmp_path, redis_server.url) as second,
         ThreadPoolExecutor(4) as pool,
         httpx2.Client(timeout=60) as client,
     ):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import ssl
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx2
@@ -20,6 +16,8 @@ from rag_posfix_api.server import check_tls
 from tests.support.certificates import make_certificate
 from tests.support.command_line import command_line
 from tests.support.serving import limits, make_pipeline
+from tests.support.waiting import wait_until
+from tests.support.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,15 +33,14 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_the_flags_serve_over_tls(tmp_path: Path):
+def test_the_flags_serve_over_tls(tmp_path: Path, python: WarmPython):
     cert, key = make_certificate(tmp_path)
     flags = ["serve", "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+    log = tmp_path / "log"
+    process = python.start(ROOT, "-c", PROGRAM, *flags, output=log)
     try:
-        assert process.stderr is not None
-        message = json.loads(process.stderr.readline())["message"]
+        wait_until(lambda: "\n" in log.read_text(), 60)
+        message = json.loads(log.read_text().splitlines()[0])["message"]
         assert message.startswith("listening on https://127.0.0.1:")
         url = message.removeprefix("listening on ")
         trusting = ssl.create_default_context(cafile=str(cert))
@@ -52,11 +49,10 @@ def test_the_flags_serve_over_tls(tmp_path: Path):
             httpx2.get(url + "/readyz", timeout=60)
         with pytest.raises(httpx2.TransportError):
             httpx2.get(url.replace("https", "http") + "/readyz", timeout=60)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.terminate()
+        assert process.wait(60) == 0
     finally:
         process.kill()
-    assert process.returncode == 0
 
 
 def test_files_that_cannot_be_used_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

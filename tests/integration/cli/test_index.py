@@ -110,8 +110,9 @@ def test_a_model_that_does_not_exist_is_reported_before_anything_is_embedded(run
 class TestPrecompute:
     @pytest.mark.slow
     def test_what_was_read_for_the_index_is_not_read_again_by_another_process(
-        self, run, files, tmp_path, cache_dir, python
+        self, run, files, tmp_path, cache_dir, python, tiny_model, monkeypatch
     ):
+        monkeypatch.setenv("RAG_POSFIX_MODEL", str(tiny_model))
         index = tmp_path / "new.index"
         found = run("index", files, "--out", index, "--precompute", "context_experts", "--json").json
         assert found["passages"] == 3

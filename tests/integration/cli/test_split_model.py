@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.redis_server import free_port
 from tests.support.tiny import save_tiny
 
 pytestmark = pytest.mark.slow
@@ -43,16 +43,24 @@ class TestSplitModel:
         shares = [[document["attention"] for document in answer["documents"]] for answer in (one, two)]
         assert shares[1] == pytest.approx(shares[0], abs=1e-4)
 
-    def test_torchrun_starts_the_processes_and_only_the_first_one_speaks(self, run, index, model):
+    def test_of_processes_that_torchrun_started_only_the_first_one_speaks(self, run, index, model, python, tmp_path):
         one = run(*self.arguments(index, model)).json
-        found = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "-m", "rag_posfix.cli.main", *map(str, self.arguments(index, model)), "--tp", "2"],
-            capture_output=True, text=True, cwd=ROOT, timeout=200,
-        )  # fmt: skip
-        assert found.returncode == 0, found.stderr
-        (line,) = found.stdout.splitlines()
-        assert json.loads(line)["answer"] == one["answer"]
+        command = ("-m", "rag_posfix.cli.main", *self.arguments(index, model), "--tp", 2)
+        # torchrun names the processes of a group and their meeting point by these variables.
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'services'}"}
+        started = []
+        for rank in ("0", "1"):
+            variables = {**os.environ, **paths, **group, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+            started.append(python.start(ROOT, *command, output=tmp_path / rank, environment=variables))
+        try:
+            assert [process.wait(200) for process in started] == [0, 0], (tmp_path / "0").read_text()
+        finally:
+            for process in started:
+                process.kill()
+        first, second = ((tmp_path / rank).read_text().splitlines() for rank in ("0", "1"))
+        assert [json.loads(line)["answer"] for line in first if line.startswith("{")] == [one["answer"]]
+        assert [line for line in second if line.startswith("{")] == []
 
     def test_a_number_that_the_heads_cannot_be_dealt_to_is_told_before_anything_starts(self, run, index, model):
         error = run(*self.arguments(index, model), "--tp", 3).error

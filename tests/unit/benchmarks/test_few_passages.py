@@ -7,6 +7,7 @@ import pytest
 from benchmarks import few_passages
 from benchmarks.few_passages import main, measure_round
 from benchmarks.tables import table_of
+from tests.support.tool_models import save_chat_model
 
 
 class Timed:
@@ -33,10 +34,10 @@ def test_ratios_are_to_the_stock_runs_before_and_after(monkeypatch):
     assert sorted(second) == first
 
 
-@pytest.mark.weights
 @pytest.mark.slow
 def test_stored_passages_are_read_again_in_another_order(tmp_path, capsys):
     words = ["--documents", "3", "--tokens", "40", "--rounds", "1", "--new-tokens", "4", "--out", str(tmp_path)]
+    words += ["--model", str(save_chat_model(tmp_path / "model"))]
     names = ("none", "yes_no:top_n=2/original/parallel_encoding")
     summary = main([*words, *(word for name in names for word in ("--arrangement", name))])
     assert list(summary) == list(names)

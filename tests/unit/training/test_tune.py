@@ -133,7 +133,7 @@ class Killed(Exception):
     """Stands for the end of the process."""
 
 
-@pytest.mark.parametrize("killed", [1, 3, 4])
+@pytest.mark.parametrize("killed", [3, 4])
 @pytest.mark.slow
 def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path, killed):
     def steps(done):
@@ -148,23 +148,20 @@ def test_a_run_that_was_interrupted_gives_the_same_bits(folders, whole, tmp_path
     assert not (tmp_path / "checkpoint.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.slow
-def test_a_packed_run_that_was_interrupted_gives_the_same_bits_and_learns_what_an_unpacked_one_does(
-    folders, tmp_path, name
-):
+def test_a_packed_run_that_was_interrupted_gives_the_same_bits_and_learns_what_an_unpacked_one_does(folders, tmp_path):
     packed = dataclasses.replace(SETTINGS, steps=3, places=2, held_out=1, packing=300)
-    whole = tiny_tune(*folders, tmp_path / "whole", name=name, settings=packed)
+    whole = tiny_tune(*folders, tmp_path / "whole", name="distill", settings=packed)
 
     def steps(done):
         if done == 3:
             raise Killed
 
     with pytest.raises(Killed):
-        tiny_tune(*folders, tmp_path / "again", name=name, settings=packed, steps=steps)
-    tiny_tune(*folders, tmp_path / "again", name=name, settings=packed)
+        tiny_tune(*folders, tmp_path / "again", name="distill", settings=packed, steps=steps)
+    tiny_tune(*folders, tmp_path / "again", name="distill", settings=packed)
     assert same(weights(tmp_path / "again"), weights(tmp_path / "whole"))
-    unpacked = tiny_tune(*folders, tmp_path / "one", name=name, settings=dataclasses.replace(packed, packing=0))
+    unpacked = tiny_tune(*folders, tmp_path / "one", name="distill", settings=dataclasses.replace(packed, packing=0))
     assert whole.summary["loss"] == pytest.approx(unpacked.summary["loss"], abs=1e-3)
 
 

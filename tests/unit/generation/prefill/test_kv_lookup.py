@@ -235,7 +235,7 @@ def test_right_indented_windows_are_read_elsewhere_and_kept_apart(loaded):
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @pytest.mark.slow
 def test_any_part_of_the_store_may_be_missing(loaded_once, data):
     with pytest.MonkeyPatch.context() as patch:
