@@ -41,7 +41,7 @@ from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
 from rag_posfix.pipeline.headings import CopiedHeading, both_readings, read_again
-from rag_posfix.pipeline.language import is_broad
+from rag_posfix.pipeline.language import asks_for_list
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
@@ -461,7 +461,7 @@ class Pipeline(AskedInBatches):
         """Return the first passage if it is far ahead and nobody chose how passages are read, else all."""
         question, best = run.question, self.defaults.best_passage
         is_chosen = question.mitigation or question.reranker or question.order
-        if best is None or is_chosen or is_broad(question.text):
+        if best is None or is_chosen or asks_for_list(question.text):
             return documents
         if not best.alone(run.query.text, documents, similarity_of(retriever)):
             return documents
