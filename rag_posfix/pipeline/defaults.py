@@ -55,8 +55,8 @@ class MeasuredProfile:
         reranker: What scores or selects the passages; None leaves it to the pipeline.
         model: Name of the measured model, for messages.
         model_fingerprint: Identity of its weights and dtype.
-        all_from: For questions that ask for a list, a comparison or a summary all further passages with this score of the reranker
-            are read too; None reads those that it chooses.
+        all_from: For questions that ask for a list, a comparison or a summary all further passages with this score of
+            the reranker are read too; None reads those that it chooses.
     """
 
     mitigation: MethodSpec

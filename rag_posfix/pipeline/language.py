@@ -93,7 +93,7 @@ def is_broad(question: str) -> bool:
 
 
 def asks_for_list(question: str) -> bool:
-    """Return whether the answer may be several things, in several passages: a broad question, or "which offices have"."""
+    """Return whether several passages may each have a part of the answer: a broad question, or "which offices have"."""
     return is_broad(question) or _SEVERAL.search(question) is not None
 
 
@@ -103,7 +103,7 @@ _SEVERAL = re.compile(
     r"(?:is|was|does|has|(?!\w+s\b)\w+)\b|"
     rf"\bwhat (?:[\w-]+ ){{0,2}}?(?!does\b|was\b|has\b|is\b){_PLURAL} "
     r"(?:are|were|have|had|do|did|can|could|may|must|should|will|would)\b|\bwho are (?:the|all)\b|"
-    r"\bwelche[nr]? (?:\w+ ){1,3}?(?:sind|haben|hatten|waren|wurden|können|dürfen|müssen|werden|gibt es|gehören|bieten)\b|"
+    r"\bwelche[nr]? (?:\w+ ){1,3}?(?:sind|haben|hatten|waren|wurden|können|dürfen|müssen|werden|gibt es|bieten)\b|"
     r"\bquel(?:le)?s\b|\bcuáles\b|\bqué \w+s (?:son|están|tienen|hay|pueden|eran)\b|\bquali\b|\bquais\b|"
     r"\bwelke \w+ (?:zijn|hebben|kunnen|mogen)\b|哪些|어떤 \w+들",
     re.IGNORECASE,

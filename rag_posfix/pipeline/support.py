@@ -7,7 +7,7 @@ Words are compared afterwards. They are a necessary condition: a model that judg
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,14 +27,19 @@ from rag_posfix.text import clean_text, is_pair, titled_text
 JUDGE = "yes_no"
 """The reranker whose log-odds say whether a passage contains the answer."""
 
-JUDGING_HIDDEN_SIZE = 1536
-"""Channels of the hidden state from which a model's judgements count."""
+JUDGING_HIDDEN_SIZE, CERTAIN_HIDDEN_SIZE = 896, 1536
+"""Channels of the hidden state from which a model's judgements count, and from which each passage has its own.
+
+A model between them is asked until a passage may have the answer.
+"""
 
 NO_BELOW, YES_FROM = 0.0, 0.6
 """Log-odds of the best passage: below the first no passage has the answer, from the second on one has it.
 
 Below 0 each passage makes "yes" less likely than no passage does.
 """
+
+JUDGED_AT_ONCE = 2
 
 _ASKS = re.compile(
     r"[?\uff1f\u061f]\s*$|^\W*(?:who|whom|whose|what|which|when|where|why|how|in which|is|are|was|were|do|does|did|"
@@ -139,10 +144,13 @@ class SupportTest:
         judge: Returns the reranker ``yes_no``; None without one. The log-odds of a reranker that scored the passages
             of the question already are used first.
         is_trusted: Whether the judgements of the model count: small models say yes to nearly every passage.
+        judges_all: Whether each passage is judged. Otherwise ``JUDGED_AT_ONCE`` at a time, the most similar first,
+            until one may have the answer: enough to refuse.
     """
 
     judge: Callable[[], Reranker | None] = lambda: None
     is_trusted: bool = False
+    judges_all: bool = True
 
     def odds(self, run: QuestionRun, assembled: Assembled) -> dict[str, float]:
         """Return the log-odds of the passages by content key; empty if nobody judges them.
@@ -156,9 +164,21 @@ class SupportTest:
         judge = self.judge() if missing else None
         if judge is not None:
             with run.timed("support"), salted(run.salt):
-                ranked = rerank_indexed(judge, run.query.text, [_without_details(one) for one in missing])
-            run.odds.update(odds_of(judge, [entry.document for entry in ranked], missing))
+                for asked in self._groups(missing):
+                    ranked = rerank_indexed(judge, run.query.text, [_without_details(one) for one in asked])
+                    odds = odds_of(judge, [entry.document for entry in ranked], asked)
+                    run.odds.update(odds)
+                    if not odds or (not self.judges_all and max(odds.values()) >= NO_BELOW):
+                        break
         return {key: run.odds[key] for key in keys if key in run.odds}
+
+    def _groups(self, documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
+        """Yield all documents at once, or those that are most similar to the question first."""
+        if self.judges_all:
+            yield documents
+            return
+        ranked = sorted(documents, key=lambda one: float(one.metadata.get("relevance_score") or 0.0), reverse=True)
+        yield from (ranked[start : start + JUDGED_AT_ONCE] for start in range(0, len(ranked), JUDGED_AT_ONCE))
 
 
 def of_passages(odds: Mapping[str, float], assembled: Assembled) -> list[float | None]:

@@ -106,7 +106,7 @@ def test_the_text_for_no_passage_is_no_part_of_the_prompt():
         "Which offices have a canteen?", "Which of these ten offices have a canteen?", "Which phones are waterproof?",
         "In which offices are dogs allowed?", "Which phones cost less than 300 euros?", "What pets are allowed?",
         "Which people work in Hamre?", "Welche Büros haben eine Kantine?", "Welche roten Schiffe wurden verkauft?",
-        "Quels bureaux ont une cantine ?", "¿Qué oficinas tienen comedor?", "哪些办公室有食堂？", "List the courses.",
+        "Quels bureaux ont une cantine ?", "¿Qué oficinas tienen comedor?", "哪些办公室有食堂?", "List the courses.",
     ],
 )  # fmt: skip
 def test_a_question_for_several_things_asks_for_a_list(question):
