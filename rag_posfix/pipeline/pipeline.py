@@ -60,7 +60,6 @@ from rag_posfix.pipeline.stored_answer import (
 from rag_posfix.pipeline.support import (
     UNSUPPORTED,
     SupportTest,
-    is_refused,
     odds_of,
     of_passages,
     read_texts,
@@ -525,7 +524,7 @@ class Pipeline(AskedInBatches):
     def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
         asked = prepared.run.question.allow_unsupported
         is_allowed = self.defaults.allow_unsupported if asked is None else asked
-        return not is_allowed and is_refused(odds)
+        return not is_allowed and self.support.is_refused(odds)
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
         return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
@@ -577,14 +576,15 @@ class Pipeline(AskedInBatches):
         prompt, run = prepared.prompt, prepared.run
         odds = stored_odds(stored, prompt.assembled)
         if self._is_refused(prepared, odds):
-            warning = refusal_warning(prompt.assembled.documents, odds)
+            warning = refusal_warning(prompt.assembled.documents, odds, self.support.no_below)
             refused = replace(prepared, warnings=(*prepared.warnings, warning))
             return self._finish_without_passage(refused, cached=cached)
 
         def make() -> Answer:
             return answer_from(
-                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text
-            )
+                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text,
+                no_below=self.support.no_below,
+            )  # fmt: skip
 
         answer = prompt.answer(stored, make) if cached else make()
         warnings = [UNSUPPORTED] if answer.support == "no" and odds else []

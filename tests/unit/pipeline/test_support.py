@@ -172,6 +172,14 @@ class TestPipeline:
         assert answer.support == "yes"
         assert [text for seen in judge.seen for text in seen if text] == sorted([PASSAGE, "Four."])
 
+    def test_a_small_judge_is_not_asked_where_a_passage_has_all_words_of_the_question(self):
+        asked = "How long is the guarantee of the boat?"
+        for text, verdict in (("The guarantees of a boat end after two years.", "unknown"), (PASSAGE, "no")):
+            judge = Judge({text: -9.0}, judges_all=False)
+            answer = judge.pipeline.ask(Question(asked, documents=[Document(text)]))
+            assert answer.support == verdict
+            assert bool(judge.seen) is (verdict == "no")
+
     def test_passages_that_the_reranker_judged_are_not_judged_again(self):
         judge = Judge({PASSAGE: 3.0, OTHER: -3.0})
         assert judge.ask(OTHER, PASSAGE, reranker="yes_no").support == "yes"
