@@ -16,7 +16,10 @@ from typing import Any
 from rag_posfix.errors import missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 from rag_posfix.measuring.charts import Chart, draw_cost, draw_curve, page_script
+from rag_posfix.measuring.comparison import compare_records
 
+_COMPARED = 2
+"""Records of a page that are also compared with each other."""
 MAX_QUESTIONS = 200
 """Questions whose answers a report shows, those that change first."""
 MAX_CHARACTERS = 1200
@@ -101,6 +104,7 @@ def _page(records: Sequence[ExperimentRecord], drawn: _Drawn) -> str:
         percent=lambda share: f"{share:.0%}",
         missing=drawn.missing,
         script=drawn.script,
+        compared=compare_records(*records) if len(records) == _COMPARED else None,
         script_hash=b64encode(hashlib.sha256(drawn.script.encode()).digest()).decode(),
     )
 
