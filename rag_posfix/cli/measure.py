@@ -199,11 +199,13 @@ def _digest(questions: list[AskedQuestion]) -> str:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from rag_posfix.measuring.report import measured_table
+
     say(result["verdict"])
-    rows = table("arrangement", "worst", "mean", "second", "well formed", "time to first token")
-    for name, values in result["measured"].items():
-        numbers = (values["worst"], values["mean"], values["second"], values["well_formed"], values["ttft_ratio"])
-        rows.add_row(name, *(f"{number:.2f}" for number in numbers))
+    columns, numbers = measured_table(result)
+    rows = table(*columns)
+    for name, *values in numbers:
+        rows.add_row(name, *("" if value is None else f"{value:.2f}" for value in values))
     out().print(rows, markup=False)
     say_files(result, "report", "profile", "record")
 

@@ -9,6 +9,7 @@ low, and an order-free arrangement, with one mean, would beat an unbiased model 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from rag_posfix.evaluation.answers.position_summary import BASELINE, PositionRow
 from rag_posfix.evaluation.grading import normalize
 from rag_posfix.evaluation.statistics import difference_interval, mean, randomisation_p, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
-from rag_posfix.measuring.flips import AskedQuestion, least_change, prompt_of
+from rag_posfix.measuring.flips import ALMOST_NONE, LEAST_CHANGED, AskedQuestion, least_change, prompt_of
 from rag_posfix.pipeline.pipeline import Pipeline
 
 CANDIDATES = (
@@ -270,12 +271,21 @@ def _about_the_order(summary: Mapping[str, Any]) -> str:
     control = f"{flips['control']:.0%} when the same order is asked again"
     if summary["order_matters"] is None:
         return (
-            f"These {flips['n']} questions do not tell whether the order of the passages matters: {share} change with "
-            f"it, and {control}."
+            f"Not enough questions ({flips['n']}) to decide whether the order of the passages matters; "
+            f"{_enough(flips['n'], flips['difference'])} would do: {share} change with it, and {control}."
         )
     if summary["order_matters"]:
         return f"The order of the passages changes {share}, against {control}."
     return f"The order of the passages changes almost nothing: {share} change with it, and {control}."
+
+
+def _enough(n: int, difference: float) -> str:
+    """Return how many questions may decide, if as many change beyond the control: six that do, else none that does."""
+    if difference > 0:
+        needed = math.ceil(round(LEAST_CHANGED / difference, 6))
+        return f"about {needed if needed > n else 2 * n} questions"
+    enough = next(count for count in range(n + 1, n + 1000) if wilson_interval(0, count)[1] <= ALMOST_NONE)
+    return f"about {enough} questions of which none changes"
 
 
 def _about_the_choice(summary: Mapping[str, Any]) -> str:

@@ -323,12 +323,13 @@ def _row(
     )  # fmt: skip
 
 
-def least_change(n: int) -> float:
-    """Return the smallest share of changed questions that n questions tell from no change, at most 1.
+LEAST_CHANGED = 6
+"""Questions that must change under another order and not under the same one: p = 2 / 2^6 = .03; five have .06."""
 
-    Six questions that change under another order and not under the same one have p = 2 / 2^6 = .03; five have .06.
-    """
-    return min(1.0, 6 / n) if n else 1.0
+
+def least_change(n: int) -> float:
+    """Return the smallest share of changed questions that n questions tell from no change, at most 1."""
+    return min(1.0, LEAST_CHANGED / n) if n else 1.0
 
 
 def by_question(rows: Sequence[FlipRow], kind: str, changed: str = "changed") -> list[float]:

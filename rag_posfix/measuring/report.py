@@ -165,7 +165,7 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     columns, table = _table(summary)
     is_measure = head.get("kind") == "measure"
     if is_measure:
-        columns, table = _titled(columns, table, _TITLES[bool(summary.get("labels"))] | _MORE_TITLES)
+        columns, table = measured_table(summary)
     flips = summary.get("flips")
     return {
         "title": f"{head.get('kind', 'record')}: {head.get('model', 'no model')}",
@@ -192,6 +192,11 @@ def _by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
     for name, reason in skipped.items():
         reasons.setdefault(reason, []).append(name)
     return reasons
+
+
+def measured_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Return the titles of the columns of a measurement and a row for each arrangement, for page and terminal."""
+    return _titled(*_table(summary), _TITLES[bool(summary.get("labels"))] | _MORE_TITLES)
 
 
 def _titled(
