@@ -30,6 +30,12 @@ ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
 }
 """Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
 
+_NUMBERS = (
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen",
+)  # fmt: skip
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS, 1)}
+
 _MAX_TOKENS, _MAX_LIST_TOKENS = 32, 64
 
 
@@ -235,7 +241,12 @@ def _share(text: str, names: Sequence[str]) -> float:
 
 
 def _holds_words(text: str, form: str) -> bool:
-    return f" {normalize(form)} " in f" {normalize(text)} "
+    return f" {_in_digits(form)} " in f" {_in_digits(text)} "
+
+
+def _in_digits(text: str) -> str:
+    """Return the normalised words with small numbers in digits: "three years" is "3 years"."""
+    return " ".join(_DIGITS.get(word, word) for word in normalize(text).split())
 
 
 def is_heading(text: str, titles: Sequence[str]) -> bool:

@@ -52,14 +52,15 @@ def test_the_files_are_copied(tmp_path):
     [
         ("short", "It has 23 employees.", True, 1.0, 0.0),
         ("short", "It has 123 employees.", False, 0.0, 0.0),  # 23 is no word of it
+        ("small", "It takes 3 years.", True, 1.0, 0.0),
         ("lists", "Arvik, Dalen and Frosta.", True, 1.0, 0.0),
         ("lists", "Arvik and the town of Frosta", False, 2 / 3, 0.0),
         ("lists", "Arvik, Dalen, Frosta, Grimsby", False, 1.0, 1.0),
     ],
 )
 def test_answers_are_graded_by_whole_words_and_lists_by_their_names(kind, answer, right, names, unwanted):
-    accepted = ("23",) if kind == "short" else ("Arvik", "Dalen", "Frosta|the town of Frosta")
-    refused = () if kind == "short" else ("Grimsby",)
+    accepted = {"short": ("23",), "small": ("three years",)}.get(kind, ("Arvik", "Dalen", "Frosta|the town of Frosta"))
+    refused = ("Grimsby",) if kind == "lists" else ()
     question = GateQuestion("x1", kind, "?", accepted, "file", unwanted=refused, whole_words=True)
     assert grade(answer, question) == (right, pytest.approx(names), unwanted)
 
