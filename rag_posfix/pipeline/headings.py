@@ -29,6 +29,14 @@ _OPEN = re.compile(
     r"c\u00f3mo|por qu\u00e9|cu\u00e1ndo|d\u00f3nde|qui\u00e9n|qu\u00e9)\b",
     re.IGNORECASE,
 )
+_PERSONS = frozenset(
+    {
+        "i", "me", "my", "you", "your", "we", "us", "our", "ich", "mich", "mein", "du", "dein", "sie", "ihr", "wir",
+        "uns", "unser", "je", "moi", "mon", "ma", "mes", "vous", "votre", "vos", "nous", "notre", "yo", "mi", "mis",
+        "usted", "tu", "tus", "su", "sus", "nosotros", "nuestro",
+    }
+)  # fmt: skip
+"""An answer may turn "my account" into "your account"."""
 _CHOICE = re.compile(r"\b(?:or|oder|ou|o)\b", re.IGNORECASE)
 
 
@@ -69,7 +77,7 @@ class CopiedHeading:
         """Return whether a text adds no word to an open question, but other endings."""
         if not self._is_open:
             return False
-        added = find_evidence(text, self._question)
+        added = find_evidence(text, self._question) - _PERSONS
         return added == shared_words(added, passage_words(self._question))
 
 

@@ -50,6 +50,7 @@ def test_the_beginning_of_a_path_may_become_a_copy_and_other_words_may_not():
         ("How do I cancel a booking?", "Cancel the booking.", True),
         ("How do I cancel a booking?", "Cancelling the booking", True),  # another ending
         ("How do I cancel a booking?", "Cancel the booking by post.", False),
+        ("How do I delete my account?", "Delete your account.", True),
         ("Wie lösche ich mein Konto?", "Ich lösche das Konto.", True),
         ("Is a cat allowed?", "A cat is allowed.", False),  # an answer, since nothing else was asked
         ("Who is older, Anna Moe or Ida Moe?", "Ida Moe", False),
