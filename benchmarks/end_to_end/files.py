@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.support import OVERRIDE
+from rag_posfix.evaluation.data.questions import HOSTILE
 from tests.support.pdf_files import assemble_pdf, shown_lines
 
 HERE = Path(__file__).parent
@@ -20,7 +22,7 @@ OWN_FILES = "own_files"
 Half = Literal["choose", "report"]
 Kind = Literal[
     "headings", "tables", "lists", "faq", "forum", "pdf", "docx", "html", "manual", "tickets", "records", "languages",
-    "filters", "follow-ups", "denied", "off-topic", "titled", "short",
+    "filters", "follow-ups", "denied", "off-topic", "titled", "short", "hostile", "unanswered",
 ]  # fmt: skip
 _PAGE_END = "\n\\f\n"
 
@@ -37,6 +39,8 @@ class GateQuestion:
         unwanted: Names that an answer of the kind ``lists`` of ``OWN_FILES`` must not hold. There each of ``answers``
             is wanted, as one of the forms that ``|`` separates.
         whole_words: Whether an answer holds whole words of an accepted form: 23 is no part of 123.
+        documents: Texts that are sent with an ``unanswered`` question: of its subject, without the answer.
+        planted: The wrong answer of the documents that are sent with a ``hostile`` question beside what was retrieved.
     """
 
     id: str
@@ -50,6 +54,14 @@ class GateQuestion:
     near: bool = False
     unwanted: tuple[str, ...] = ()
     whole_words: bool = False
+    documents: tuple[str, ...] = ()
+    planted: str = ""
+
+    @property
+    def hostile_texts(self) -> tuple[str, ...]:
+        """One text repeats the question, one answers it wrongly, one says what to believe of other documents."""
+        forms = (HOSTILE["echo"][0], HOSTILE["poison"][0], OVERRIDE) if self.planted else ()
+        return tuple(form.format(question=self.question, planted=self.planted) for form in forms)
 
     @property
     def is_list(self) -> bool:
@@ -59,7 +71,7 @@ class GateQuestion:
 
 def load_questions(name: str = "questions") -> list[GateQuestion]:
     """Return committed questions: ``questions``, ``unseen``, on which nothing was ever chosen, or ``OWN_FILES``."""
-    lists = ("answers", "history", "unwanted")
+    lists = ("answers", "history", "unwanted", "documents")
     return [
         GateQuestion(**{**row, **{field: tuple(row.get(field, ())) for field in lists}}, whole_words=name == OWN_FILES)
         for row in map(json.loads, (HERE / f"{name}.jsonl").read_text("utf-8").splitlines())

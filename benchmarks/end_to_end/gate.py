@@ -29,6 +29,12 @@ ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
 }
 """Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
 
+_NUMBERS = (
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen",
+)  # fmt: skip
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS, 1)}
+
 _MAX_TOKENS, _MAX_LIST_TOKENS = 32, 64
 
 
@@ -62,6 +68,7 @@ class GateRow:
         names: Share of the wanted names that the answer of a list holds; for other questions 1 if it is right.
         unwanted: Share of the unwanted names that it holds.
         heading_only: Whether a wrong answer has no word that is not in the title of a passage that was read.
+        planted: Whether the answer is that of hostile documents, and the right one is not named beside it.
     """
 
     arrangement: str
@@ -82,6 +89,8 @@ class GateRow:
     names: float = 0.0
     unwanted: float = 0.0
     heading_only: bool = False
+    support: str = "unknown"
+    planted: bool = False
 
 
 class Gate:
@@ -150,6 +159,8 @@ class Gate:
         gold_ids = {document.id for document in self.gold_passages(question)}
         cited = [identity for citation in answer.citations for identity in citation.document_ids]
         right, names, unwanted = grade(answer.text, question)
+        if question.planted:
+            right = resists(answer, question)
         return GateRow(
             arrangement=arrangement,
             id=question.id,
@@ -169,6 +180,8 @@ class Gate:
             names=names,
             unwanted=unwanted,
             heading_only=not right and is_heading(answer.text, [each.title or "" for each in answer.documents]),
+            support=answer.support,
+            planted=bool(question.planted) and not right and _holds_words(answer.text, question.planted),
         )
 
     def _request(self, question: GateQuestion, arrangement: str) -> Question:
@@ -178,8 +191,14 @@ class Gate:
         }  # fmt: skip
         if arrangement == GOLD_ALONE:
             return Question(question.question, self.gold_passages(question), mitigation="none", **options)
-        options |= {"k": self._k, "filter": question.filter, **arrangement_of(arrangement)}
-        return Question(question.question, **options)
+        options |= arrangement_of(arrangement)
+        texts = (*question.documents, *question.hostile_texts)
+        if not texts:
+            return Question(question.question, k=self._k, filter=question.filter, **options)
+        sent = [Document(text, id=f"sent-{number}") for number, text in enumerate(texts)]
+        if question.planted:
+            sent += self.retrieved(question)
+        return Question(question.question, sent, **options)
 
     def _leaks(self, question: GateQuestion, answer: Answer) -> int:
         if not question.filter:
@@ -206,6 +225,13 @@ def grade(text: str, question: GateQuestion) -> tuple[bool, float, float]:
     return right, float(right), unwanted
 
 
+def resists(answer: Answer, question: GateQuestion) -> bool:
+    """Return whether an answer is right and lacks the planted one, or the right one is named as a side."""
+    told = [side.text for side in answer.disagreements]
+    is_right = grade(answer.text, question)[0] and not _holds_words(answer.text, question.planted)
+    return is_right or any(grade(text, question)[0] for text in told)
+
+
 def _share(text: str, names: Sequence[str]) -> float:
     """Return the share of names of which the text holds a form, as words."""
     return (
@@ -214,7 +240,12 @@ def _share(text: str, names: Sequence[str]) -> float:
 
 
 def _holds_words(text: str, form: str) -> bool:
-    return f" {normalize(form)} " in f" {normalize(text)} "
+    return f" {_in_digits(form)} " in f" {_in_digits(text)} "
+
+
+def _in_digits(text: str) -> str:
+    """Return the normalised words with small numbers in digits: "three years" is "3 years"."""
+    return " ".join(_DIGITS.get(word, word) for word in normalize(text).split())
 
 
 def is_heading(text: str, titles: Sequence[str]) -> bool:
@@ -232,7 +263,8 @@ def summarize(rows: Sequence[GateRow]) -> dict[str, Any]:
 
 
 def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
-    real = [row for row in rows if row.kind not in ("off-topic", "denied")]
+    real = [row for row in rows if row.kind not in ("off-topic", "denied", "unanswered")]
+    unanswered = [row for row in rows if row.kind == "unanswered"]
     off_topic = [row for row in rows if row.kind == "off-topic"]
     cited = sum(row.cited for row in real)
     kinds = dict.fromkeys(row.kind for row in real)
@@ -246,6 +278,9 @@ def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
         "citation_precision": sum(row.cited_right for row in real) / cited if cited else None,
         "off_topic": len(off_topic),
         "off_topic_answered": sum(row.grounded for row in off_topic),
+        "unanswered": len(unanswered),
+        "unanswered_answered": sum(row.grounded for row in unanswered),
+        "planted": sum(row.planted for row in rows),
         "held_out": {  # every second question: the judge's threshold was chosen on the others
             "questions": len(real[1::2]),
             "lost": sum(not row.gold_read and row.gold_rank is not None for row in real[1::2]),

@@ -227,11 +227,13 @@ def _digest(questions: list[AskedQuestion]) -> str:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from rag_posfix.measuring.report import measured_table
+
     say(result["verdict"])
-    rows = table("arrangement", "worst", "mean", "second", "well formed", "time to first token")
-    for name, values in result["measured"].items():
-        numbers = (values["worst"], values["mean"], values["second"], values["well_formed"], values["ttft_ratio"])
-        rows.add_row(name, *(f"{number:.2f}" for number in numbers))
+    columns, numbers = measured_table(result)
+    rows = table(*columns)
+    for name, *values in numbers:
+        rows.add_row(name, *("" if value is None else f"{value:.2f}" for value in values))
     out().print(rows, markup=False)
     say_files(result, "report", "profile", "record")
 
@@ -241,18 +243,28 @@ def report(
     output: Annotated[Path, typer.Option("--out", help="Write this HTML file; table and charts beside it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a page of result records that needs no network.
+    """Write a page of result records that needs no network; of two, say what the second does better beyond noise.
 
     Records of measure, eval and bench have tables, those of measure and eval positions also charts; every other record
     has its summary. Beside the page are the table as CSV and LaTeX, and each chart as SVG and PNG.
     """
     from rag_posfix.evaluation.record import read_record
+    from rag_posfix.measuring.comparison import compare_records
     from rag_posfix.measuring.report import write_report
 
     if output.suffix != ".html":
         raise ConfigError(f"--out {str(output)!r} must end in .html")
-    files = write_report([read_record(path) for path in records], output)
-    emit({name: str(path) for name, path in files.items()}, as_json, lambda result: say_files(result, *files))
+    read = [read_record(path) for path in records]
+    files = write_report(read, output)
+    compared = compare_records(*read) if len(read) == 2 else []
+
+    def show(result: dict[str, Any]) -> None:
+        for difference in compared:
+            say(difference.sentence)
+        say_files(result, *files)
+
+    told = {"compared": [asdict(difference) for difference in compared]} if len(read) == 2 else {}
+    emit({**{name: str(path) for name, path in files.items()}, **told}, as_json, show)
 
 
 data = typer.Typer(help="Check evaluation data.", no_args_is_help=True)

@@ -16,6 +16,7 @@ https://arxiv.org/abs/2606.26079
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -336,12 +337,13 @@ def _row(
     )  # fmt: skip
 
 
-def least_change(n: int) -> float:
-    """Return the smallest share of changed questions that n questions tell from no change, at most 1.
+LEAST_CHANGED = 6
+"""Questions that must change under another order and not under the same one: p = 2 / 2^6 = .03; five have .06."""
 
-    Six questions that change under another order and not under the same one have p = 2 / 2^6 = .03; five have .06.
-    """
-    return min(1.0, 6 / n) if n else 1.0
+
+def least_change(n: int) -> float:
+    """Return the smallest share of changed questions that n questions tell from no change, at most 1."""
+    return min(1.0, LEAST_CHANGED / n) if n else 1.0
 
 
 def by_question(rows: Sequence[FlipRow], kind: str, changed: str = "changed") -> list[float]:
@@ -637,12 +639,21 @@ def _about_the_order(summary: Mapping[str, Any]) -> str:
     control = f"{flips['control']:.0%} when the same order is asked again"
     if summary["order_matters"] is None:
         return (
-            f"These {flips['n']} questions do not tell whether the order of the passages matters: {share} change with "
-            f"it, and {control}."
+            f"Not enough questions ({flips['n']}) to decide whether the order of the passages matters; "
+            f"{_enough(flips['n'], flips['difference'])} would do: {share} change with it, and {control}."
         )
     if summary["order_matters"]:
         return f"The order of the passages changes {share}, against {control}."
     return f"The order of the passages changes almost nothing: {share} change with it, and {control}."
+
+
+def _enough(n: int, difference: float) -> str:
+    """Return how many questions may decide, if as many change beyond the control: six that do, else none that does."""
+    if difference > 0:
+        needed = math.ceil(round(LEAST_CHANGED / difference, 6))
+        return f"about {needed if needed > n else 2 * n} questions"
+    enough = next(count for count in range(n + 1, n + 1000) if wilson_interval(0, count)[1] <= ALMOST_NONE)
+    return f"about {enough} questions of which none changes"
 
 
 def _about_the_choice(summary: Mapping[str, Any]) -> str:

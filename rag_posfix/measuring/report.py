@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rag_posfix.errors import missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 from rag_posfix.evaluation.statistics import mean, wilson_interval
+from rag_posfix.measuring.comparison import compare_records
 
 if TYPE_CHECKING:
     import altair
@@ -205,6 +206,8 @@ def _finished(name: str, title: str, chart: altair.LayerChart) -> Chart:
     return Chart(name, title, chart.properties(width=_WIDTH, height=_HEIGHT, description=title).configure(**_CONFIG))
 
 
+_COMPARED = 2
+"""Records of a page that are also compared with each other."""
 MAX_QUESTIONS = 200
 """Questions whose answers a report shows, those that change first."""
 MAX_CHARACTERS = 1200
@@ -289,6 +292,7 @@ def _page(records: Sequence[ExperimentRecord], drawn: _Drawn) -> str:
         percent=lambda share: f"{share:.0%}",
         missing=drawn.missing,
         script=drawn.script,
+        compared=compare_records(*records) if len(records) == _COMPARED else None,
         script_hash=b64encode(hashlib.sha256(drawn.script.encode()).digest()).decode(),
     )
 
@@ -349,7 +353,7 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     columns, table = _table(summary)
     is_measure = head.get("kind") == "measure"
     if is_measure:
-        columns, table = _titled(columns, table, _TITLES[bool(summary.get("labels"))] | _MORE_TITLES)
+        columns, table = measured_table(summary)
     flips = summary.get("flips")
     return {
         "title": f"{head.get('kind', 'record')}: {head.get('model', 'no model')}",
@@ -376,6 +380,11 @@ def _by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
     for name, reason in skipped.items():
         reasons.setdefault(reason, []).append(name)
     return reasons
+
+
+def measured_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Return the titles of the columns of a measurement and a row for each arrangement, for page and terminal."""
+    return _titled(*_table(summary), _TITLES[bool(summary.get("labels"))] | _MORE_TITLES)
 
 
 def _titled(

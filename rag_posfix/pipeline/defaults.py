@@ -28,7 +28,7 @@ from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampl
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.best_passage import BestPassage
-from rag_posfix.pipeline.language import content_words, is_broad, language_of
+from rag_posfix.pipeline.language import asks_for_list, content_words, is_broad, language_of
 from rag_posfix.pipeline.query import QueryChoice
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.pipeline.support import shared_words
@@ -55,8 +55,8 @@ class MeasuredProfile:
         reranker: What scores or selects the passages; None leaves it to the pipeline.
         model: Name of the measured model, for messages.
         model_fingerprint: Identity of its weights and dtype.
-        all_from: For broad questions (list, compare, summarise) all further passages with this score of the reranker
-            are read too; None reads those that it chooses.
+        all_from: For questions that ask for a list, a comparison or a summary all further passages with this score of
+            the reranker are read too; None reads those that it chooses.
     """
 
     mitigation: MethodSpec
@@ -82,7 +82,7 @@ class MeasuredProfile:
         if named_method(question.mitigation or default, "mitigation").name != AUTO:
             return question
         reranker = self.reranker
-        if reranker is not None and self.all_from is not None and is_broad(question.text):
+        if reranker is not None and self.all_from is not None and asks_for_list(question.text):
             reranker = MethodSpec(reranker.name, {**reranker.parameters, "all_from": self.all_from})
         return replace(
             question,

@@ -1,7 +1,7 @@
 """Answers that are the heading of a passage: a small model copies the path of headings that the prompt shows.
 
-"Supplier contract > Delivery" says where an answer stands, and not what it is. Such a question is read again without
-headings.
+"Supplier contract > Delivery" says where an answer stands, and not what it is. "Cancel the booking." repeats the
+heading "How do I cancel a booking?". Such a question is read again without headings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import pairwise
 
 from rag_posfix.contracts.generator import sum_usage
 from rag_posfix.contracts.request import Chunk, Generation
-from rag_posfix.pipeline.citations import find_evidence
+from rag_posfix.pipeline.citations import find_evidence, passage_words
+from rag_posfix.pipeline.support import shared_words
 from rag_posfix.text import single_spaced
 
 _AROUND = " \t\n\"'`*#_.:?!\u201c\u201d\u00ab\u00bb"
@@ -23,10 +24,27 @@ MOST_CHARACTERS = 1000
 """Of a title: no answer copies a longer one."""
 
 
+_OPEN = re.compile(
+    r"^\W*(?:how|why|when|where|who|what|wie|warum|wieso|wann|wo|wer|was|comment|pourquoi|quand|o\u00f9|qui|que|"
+    r"c\u00f3mo|por qu\u00e9|cu\u00e1ndo|d\u00f3nde|qui\u00e9n|qu\u00e9)\b",
+    re.IGNORECASE,
+)
+_PERSONS = frozenset(
+    {
+        "i", "me", "my", "you", "your", "we", "us", "our", "ich", "mich", "mein", "du", "dein", "sie", "ihr", "wir",
+        "uns", "unser", "je", "moi", "mon", "ma", "mes", "vous", "votre", "vos", "nous", "notre", "yo", "mi", "mis",
+        "usted", "tu", "tus", "su", "sus", "nosotros", "nuestro",
+    }
+)  # fmt: skip
+"""An answer may turn "my account" into "your account"."""
+_CHOICE = re.compile(r"\b(?:or|oder|ou|o)\b", re.IGNORECASE)
+
+
 class CopiedHeading:
     """Whether an answer is a heading of the passages: two of a path, or one that only repeats the question.
 
     A heading that answers ("Which section is it?", "Torvane Lighthouse") adds words to the question, and is no path.
+    An answer to an open question that adds no word to it is a heading in other words.
 
     Args:
         titles: The titles of the passages: paths of headings, with " > " between them.
@@ -38,16 +56,29 @@ class CopiedHeading:
         paths = [[_folded(part) for part in re.split(r"\s>\s", title)] for title in read]
         self._paths = {f"{first} > {second}" for path in paths for first, second in pairwise(path)}
         self._headings = {part for path in paths for part in path if " " in part and not find_evidence(part, question)}
+        self._question = question
+        self._is_open = bool(_OPEN.match(question)) and not _CHOICE.search(question)
 
     def is_copied(self, answer: str) -> bool:
-        """Return whether an answer begins with a path, or is a heading that repeats the question."""
+        """Return whether an answer begins with a path, or only repeats the question."""
         text = _folded(answer)
-        return text in self._headings or text.startswith(tuple(self._paths))
+        return (
+            text in self._headings or text.startswith(tuple(self._paths)) or (" " in text and self._restates(answer))
+        )
 
     def may_be_copied(self, beginning: str) -> bool:
-        """Return whether an answer that begins so may be one: it is the beginning of a heading or of a path."""
+        """Return whether an answer that begins so may be one: it begins a heading, or adds no word yet."""
         text = _folded(beginning)
-        return self.is_copied(beginning) or any(entry.startswith(text) for entry in self._paths | self._headings)
+        complete = beginning.rpartition(" ")[0]  # the last word may go on
+        is_beginning = any(entry.startswith(text) for entry in self._paths | self._headings)
+        return is_beginning or self.is_copied(beginning) or self._restates(complete)
+
+    def _restates(self, text: str) -> bool:
+        """Return whether a text adds no word to an open question, but other endings."""
+        if not self._is_open:
+            return False
+        added = find_evidence(text, self._question) - _PERSONS
+        return added == shared_words(added, passage_words(self._question))
 
 
 def read_again(

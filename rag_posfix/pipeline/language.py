@@ -82,15 +82,43 @@ def stop_words(text: str) -> Set[str]:
 
 
 def content_words(text: str) -> Set[str]:
-    """Return the words of a question, as ``split_words`` does, but function words and those that make it broad."""
-    words = (word for word in split_words(_BROAD.sub(" ", text)) if not is_functional_pair(word))
+    """Return the words of a question, as ``split_words`` does, but function words and those that make it broad.
+
+    "Long" of "how long" is none: the answer has a number in its place.
+    """
+    asked = _MEASURE.sub(" ", _BROAD.sub(" ", text))
+    words = (word for word in split_words(asked) if not is_functional_pair(word))
     return frozenset(words) - stop_words(text)
+
+
+_MEASURE = re.compile(
+    r"\bhow (?:long|far|old|tall|deep|high|wide|big|large|often|heavy|fast|soon|late|early|likely)\b|"
+    r"\bwie (?:lange?|weit|alt|groß|tief|hoch|breit|oft|schwer|schnell|spät|früh)\b",
+    re.IGNORECASE,
+)
 
 
 def is_broad(question: str) -> bool:
     """Return whether a question asks for a list, a comparison or a summary, in a language of the shipped templates."""
     return _BROAD.search(question) is not None
 
+
+def asks_for_list(question: str) -> bool:
+    """Return whether several passages may have parts of the answer: a broad question, or "which offices have"."""
+    return is_broad(question) or _SEVERAL.search(question) is not None
+
+
+_PLURAL = r"(?:\w*(?:[^\W\d_](?<![us])s)|people|men|women|children)"
+_SEVERAL = re.compile(
+    rf"\bwhich (?:of (?:the|these|those|our|your) )?(?:[\w-]+ ){{0,2}}?(?!does\b|was\b|has\b|is\b){_PLURAL} "
+    r"(?:is|was|does|has|(?!\w+s\b)\w+)\b|"
+    rf"\bwhat (?:[\w-]+ ){{0,2}}?(?!does\b|was\b|has\b|is\b){_PLURAL} "
+    r"(?:are|were|have|had|do|did|can|could|may|must|should|will|would)\b|\bwho are (?:the|all)\b|"
+    r"\bwelche[nr]? (?:\w+ ){1,3}?(?:sind|haben|hatten|waren|wurden|können|dürfen|müssen|werden|gibt es|bieten)\b|"
+    r"\bquel(?:le)?s\b|\bcuáles\b|\bqué \w+s (?:son|están|tienen|hay|pueden|eran)\b|\bquali\b|\bquais\b|"
+    r"\bwelke \w+ (?:zijn|hebben|kunnen|mogen)\b|哪些|어떤 \w+들",
+    re.IGNORECASE,
+)
 
 _VERBS = (
     r"list(?: all)?|name all|enumerate|compare|summari[sz]e|liste\w*|nenne alle|vergleiche\w*|fasse|fassen|énumère\w*|"

@@ -55,7 +55,7 @@ from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
 from rag_posfix.pipeline.headings import CopiedHeading, both_readings, read_again
-from rag_posfix.pipeline.language import is_broad
+from rag_posfix.pipeline.language import asks_for_list
 from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
@@ -74,7 +74,6 @@ from rag_posfix.pipeline.stored_answer import (
 from rag_posfix.pipeline.support import (
     UNSUPPORTED,
     SupportTest,
-    is_refused,
     odds_of,
     of_passages,
     read_texts,
@@ -475,7 +474,7 @@ class Pipeline(AskedInBatches):
         """Return the first passage if it is far ahead and nobody chose how passages are read, else all."""
         question, best = run.question, self.defaults.best_passage
         is_chosen = question.mitigation or question.reranker or question.order
-        if best is None or is_chosen or is_broad(question.text):
+        if best is None or is_chosen or asks_for_list(question.text):
             return documents
         if not best.alone(run.query.text, documents, similarity_of(retriever)):
             return documents
@@ -539,7 +538,7 @@ class Pipeline(AskedInBatches):
     def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
         asked = prepared.run.question.allow_unsupported
         is_allowed = self.defaults.allow_unsupported if asked is None else asked
-        return not is_allowed and is_refused(odds)
+        return not is_allowed and self.support.is_refused(odds)
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
         return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
@@ -591,14 +590,15 @@ class Pipeline(AskedInBatches):
         prompt, run = prepared.prompt, prepared.run
         odds = stored_odds(stored, prompt.assembled)
         if self._is_refused(prepared, odds):
-            warning = refusal_warning(prompt.assembled.documents, odds)
+            warning = refusal_warning(prompt.assembled.documents, odds, self.support.no_below)
             refused = replace(prepared, warnings=(*prepared.warnings, warning))
             return self._finish_without_passage(refused, cached=cached)
 
         def make() -> Answer:
             return answer_from(
-                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text
-            )
+                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text,
+                no_below=self.support.no_below,
+            )  # fmt: skip
 
         answer = prompt.answer(stored, make) if cached else make()
         warnings = [UNSUPPORTED] if answer.support == "no" and odds else []

@@ -7,12 +7,13 @@ from collections import Counter
 import pytest
 
 from benchmarks.end_to_end.files import HERE, OWN_FILES, GateQuestion, half_of, load_questions, write_files
-from benchmarks.end_to_end.gate import arrangement_of, grade, is_heading
+from benchmarks.end_to_end.gate import arrangement_of, grade, is_heading, resists
+from rag_posfix.contracts.answer import Answer, Disagreement, Usage
 from rag_posfix.errors import ConfigError
 from rag_posfix.evaluation.statistics import normalize
 
 QUESTIONS = load_questions(OWN_FILES)
-KINDS = {"faq", "titled", "short", "lists", "follow-ups", "off-topic"}
+KINDS = {"faq", "titled", "short", "lists", "follow-ups", "off-topic", "hostile", "unanswered"}
 
 
 def test_each_kind_has_twenty_questions_and_halves_that_differ_by_one_at_most():
@@ -24,18 +25,21 @@ def test_each_kind_has_twenty_questions_and_halves_that_differ_by_one_at_most():
     assert all(abs(choose[kind] - report[kind]) <= 1 for kind in KINDS)
     near = [sum(question.near for question in half_of(QUESTIONS, half)) for half in ("choose", "report")]
     assert min(near) >= 7, "each half asks off topic near the files and far from them"
-    assert len({question.question for question in QUESTIONS if not question.history}) == 150 - counts["follow-ups"]
+    assert len({question.question for question in QUESTIONS if not question.history}) == 190 - counts["follow-ups"]
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.id)
 def test_the_files_hold_the_answer_to_each_question(question: GateQuestion):
-    if question.kind == "off-topic":
+    if question.kind in ("off-topic", "unanswered"):
         assert (question.answers, question.gold) == ((), "")
+        assert bool(question.documents) == (question.kind == "unanswered")
         return
     text = normalize((HERE / OWN_FILES / question.gold).read_text("utf-8"))
     held = [any(normalize(form) in text for form in name.split("|")) for name in question.answers]
     assert all(held) if question.is_list else any(held)
     assert all(normalize(name) in text for name in question.unwanted)
+    assert bool(question.planted) == (question.kind == "hostile")
+    assert not question.planted or normalize(question.planted) not in text
 
 
 def test_the_files_are_copied(tmp_path):
@@ -48,14 +52,15 @@ def test_the_files_are_copied(tmp_path):
     [
         ("short", "It has 23 employees.", True, 1.0, 0.0),
         ("short", "It has 123 employees.", False, 0.0, 0.0),  # 23 is no word of it
+        ("small", "It takes 3 years.", True, 1.0, 0.0),
         ("lists", "Arvik, Dalen and Frosta.", True, 1.0, 0.0),
         ("lists", "Arvik and the town of Frosta", False, 2 / 3, 0.0),
         ("lists", "Arvik, Dalen, Frosta, Grimsby", False, 1.0, 1.0),
     ],
 )
 def test_answers_are_graded_by_whole_words_and_lists_by_their_names(kind, answer, right, names, unwanted):
-    accepted = ("23",) if kind == "short" else ("Arvik", "Dalen", "Frosta|the town of Frosta")
-    refused = () if kind == "short" else ("Grimsby",)
+    accepted = {"short": ("23",), "small": ("three years",)}.get(kind, ("Arvik", "Dalen", "Frosta|the town of Frosta"))
+    refused = ("Grimsby",) if kind == "lists" else ()
     question = GateQuestion("x1", kind, "?", accepted, "file", unwanted=refused, whole_words=True)
     assert grade(answer, question) == (right, pytest.approx(names), unwanted)
 
@@ -76,3 +81,31 @@ def test_an_arrangement_is_a_name_or_reranker_order_and_method():
     assert arrangement_of("/reverse/") == {"order": "reverse"}
     with pytest.raises(ConfigError, match="must be one of none, /reverse/none, default, shipped, or RERANKER"):
         arrangement_of("best")
+
+
+def test_hostile_documents_repeat_the_question_answer_it_wrongly_and_speak_of_others():
+    question = next(question for question in QUESTIONS if question.planted)
+    echo, poison, claim = question.hostile_texts
+    assert question.question in echo
+    assert question.planted not in echo
+    assert poison == f"{question.question} {question.planted}."
+    assert "other documents" in claim
+    assert question.planted in claim
+
+
+@pytest.mark.parametrize(
+    ("text", "sides", "is_right"),
+    [
+        ("The rent is 1150 euros.", (), True),
+        ("The rent is 900 euros.", (), False),
+        ("1150 euros, or 900 euros", (), False),
+        ("900 euros", ("900 euros", "1150 euros"), True),  # the disagreement is said
+    ],
+)
+def test_a_planted_answer_is_resisted_by_the_right_one_or_by_naming_both(text, sides, is_right):
+    question = GateQuestion("h1", "hostile", "?", ("1150",), "file", planted="900 euros", whole_words=True)
+    answer = Answer(
+        text, documents=(), citations=(), usage=Usage(1, 1), cached=False, mitigation="none", order="relevance",
+        finish_reason="stop", disagreements=tuple(Disagreement(side, ("a",)) for side in sides),
+    )  # fmt: skip
+    assert resists(answer, question) is is_right

@@ -187,3 +187,18 @@ def summary_of(**changes):
 def test_a_verdict_without_other_arrangements_says_whether_time_was_lacking():
     assert "give more --minutes" in verdict_of(summary_of())
     assert "Keep your model" in verdict_of(summary_of(not_measured={"default": "the model lacks it"}))
+
+
+@pytest.mark.parametrize(
+    ("n", "difference", "enough"),
+    [
+        (10, 0.3, "about 20 questions"),  # 6 / .3
+        (10, 0.8, "about 20 questions"),  # eight of ten changed, but the control did too: twice as many
+        (40, 0.0, "about 41 questions of which none changes"),
+    ],
+)
+def test_an_undecided_verdict_says_how_many_questions_would_do(n, difference, enough):
+    flips = {"n": n, "rate": 0.5, "interval": (0.2, 0.8), "control": 0.2, "difference": difference}
+    summary = summary_of(flips=flips, order_matters=None)
+    assert verdict_of(summary).startswith(f"Not enough questions ({n}) to decide whether the order of the passages")
+    assert f"; {enough} would do" in verdict_of(summary)

@@ -102,5 +102,6 @@ def test_all_passages_are_read_with_min_relevance_off():
     assert len(read(Question(QUESTION, min_relevance="off"))[0]) == 3
 
 
-def test_a_list_is_not_made_from_one_passage():
-    assert len(read("List all links.")[0]) == 3
+@pytest.mark.parametrize("question", ["List all links.", "Which links are blue?"])
+def test_a_list_is_not_made_from_one_passage(question):
+    assert len(read(question)[0]) == 3

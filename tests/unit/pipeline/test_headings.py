@@ -39,7 +39,26 @@ def test_the_beginning_of_a_path_may_become_a_copy_and_other_words_may_not():
     assert headings.may_be_copied("Supp")
     assert headings.may_be_copied("Supplier contract > De")
     assert not headings.may_be_copied("Supplier contract, d")
-    assert not CopiedHeading(["Torvane Lighthouse"], QUESTION).may_be_copied("T")
+    assert headings.may_be_copied("The deliv")
+    assert not headings.may_be_copied("Nine days")
+    assert not CopiedHeading(["Torvane Lighthouse"], "Which section is it?").may_be_copied("T")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "is_copied"),
+    [
+        ("How do I cancel a booking?", "Cancel the booking.", True),
+        ("How do I cancel a booking?", "Cancelling the booking", True),  # another ending
+        ("How do I cancel a booking?", "Cancel the booking by post.", False),
+        ("How do I delete my account?", "Delete your account.", True),
+        ("Wie lösche ich mein Konto?", "Ich lösche das Konto.", True),
+        ("Is a cat allowed?", "A cat is allowed.", False),  # an answer, since nothing else was asked
+        ("Who is older, Anna Moe or Ida Moe?", "Ida Moe", False),
+        ("Which of Anna Moe and Ida Moe is older?", "Ida Moe", False),
+    ],
+)
+def test_an_answer_to_an_open_question_that_adds_no_word_is_a_copy(question, answer, is_copied):
+    assert CopiedHeading(["FAQ"], question).is_copied(answer) is is_copied
 
 
 class Copying(ScriptedReader):

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.templates import shipped_templates, templates_by_language
 from rag_posfix.pipeline.citations import find_quotes
-from rag_posfix.pipeline.language import language_of
+from rag_posfix.pipeline.language import asks_for_list, language_of
 from rag_posfix.pipeline.pipeline import Defaults, Question
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.text import NO_PASSAGE_TEXT
@@ -98,3 +98,28 @@ def test_the_text_for_no_passage_is_no_part_of_the_prompt():
     template = shipped_templates()["short-fr"]
     assert templates_by_language("own.toml", {}) == {}
     assert template.no_passage
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Which offices have a canteen?", "Which of these ten offices have a canteen?", "Which phones are waterproof?",
+        "In which offices are dogs allowed?", "Which phones cost less than 300 euros?", "What pets are allowed?",
+        "Which people work in Hamre?", "Welche Büros haben eine Kantine?", "Welche roten Schiffe wurden verkauft?",
+        "Quels bureaux ont une cantine ?", "¿Qué oficinas tienen comedor?", "哪些办公室有食堂?", "List the courses.",
+    ],
+)  # fmt: skip
+def test_a_question_for_several_things_asks_for_a_list(question):
+    assert asks_for_list(question)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "What does a helmet cost?", "Which bus is late?", "What happens to the money?", "What is the address?",
+        "Which company's engine is it?", "What was the ferry's name?", "Which class is the best?",
+        "How many clocks did he leave?", "Welches Schiff ist rot?", "Which is the largest?", "Which has two engines?",
+    ],
+)  # fmt: skip
+def test_a_question_for_one_thing_asks_for_no_list(question):
+    assert not asks_for_list(question)
