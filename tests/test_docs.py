@@ -185,10 +185,11 @@ def test_a_method_without_a_plan_before_measuring_gets_a_page_without_a_picture(
     assert not [path for path, text in files.items() if path.parent.name == "methods" and ".svg" in text]
 
 
-def test_a_page_says_when_the_method_helps_and_hurts():
-    text = (docs.generate.ROOT / "docs" / "methods" / "context_experts.md").read_text("utf-8")
+def test_a_section_says_when_the_method_helps_and_hurts():
+    page = (docs.generate.ROOT / "docs" / "methods" / "row-per-passage.md").read_text("utf-8")
+    text = page[page.index("## context_experts") : page.index("## passage_answers")]
     helps, hurts = text.index("**Helps:** where one passage answers"), text.index("**Hurts:** where the answer")
-    assert text.index("## When it helps, when it hurts") < helps < hurts < text.index("## Source")
+    assert text.index("**Source:**") < helps < hurts < text.index("**Cost:**") < text.index("```")
     assert "](../results.md)" in text
 
 
