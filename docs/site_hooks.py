@@ -20,11 +20,20 @@ log = logging.getLogger("mkdocs.hooks.links")
 
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
 MOVED = {
-    "add-an-order": "add-a-reranker.html#an-order",
+    "add-a-cache-backend": "add-a-backend.html#add-a-cache-backend",
+    "add-a-dialect": "add-a-backend.html#add-an-api-format",
+    "add-a-generator": "add-a-backend.html#add-a-generator",
+    "add-a-mitigation": "add-a-method.html#add-a-method",
+    "add-a-probe": "add-a-method.html#add-a-probe-a-task-or-an-encoding",
+    "add-a-reranker": "add-a-method.html#add-a-reranker-or-an-order",
+    "add-an-order": "add-a-method.html#an-order",
+    "agents": "frameworks.html#agents-mcp",
+    "assembly": "prompts.html#order-the-prompt",
     "default-method": "settings.html#the-default-method",
     "haystack": "frameworks.html#haystack",
     "hostile-passages": "results.html#hostile-passages",
     "laboratory-results": "laboratory.html#what-was-measured",
+    "languages": "prompts.html#languages",
     "large-models": "results.html#large-models",
     "llama_index": "frameworks.html#llamaindex",
     "methods/blended": "independent-passages.html#blended",
@@ -59,6 +68,8 @@ MOVED = {
     "results-discussion": "settings.html#discussion-of-the-results",
     "scale": "operations.html#a-fleet-on-paper",
     "tutorials/measure-your-model": "../measure.html#with-a-program",
+    "tutorials/service": "../serving.html",
+    "upgrade": "install.html#upgrade",
 }
 """Former pages, and the addresses of what they had."""
 

@@ -14,7 +14,7 @@ from tests.support.pages import blocks, files
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["add-a-mitigation.md", "add-a-reranker.md", "add-a-probe.md", "add-a-cache-backend.md"]
+PAGES = ["add-a-method.md", "add-a-backend.md"]
 PROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -125,7 +125,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_conformance_suite_finds_a_method_that_breaks_its_promise(tmp_path, python, fault):
-    text = files("add-a-mitigation.md")["rag_posfix/mitigations/best_last.py"]
+    text = files("add-a-method.md")["rag_posfix/mitigations/best_last.py"]
     before, after, test = FAULTS[fault]
     assert text.count(before) == 1
     (tmp_path / "best_last.py").write_text(text.replace(before, after))
