@@ -22,7 +22,7 @@ from benchmarks.tables import table_of
 from docs.charts import fill_charts
 from docs.figure import pictures
 from docs.first_screen import first_screen
-from docs.model_tables import chat_models_table, families_table, plain_prompts_table, snapshots_table
+from docs.model_tables import chat_models_table, families_table, snapshots_table
 from docs.picture import draw
 from docs.reference_pages import argument_texts, reference_pages
 from rag_posfix.mitigations import MITIGATIONS
@@ -50,8 +50,6 @@ GROUPS = {
     "plain-and-combined": ("Plain prompts and combinations", "none repeated_passages stack"),
 }
 """Pages of docs/methods: title, and the methods of the page."""
-
-_HEAD = ("| name | default | meaning |", "|---|---|---|")
 
 PROMPT, EXPERTS_PROMPT = 3064, 4344
 """Tokens of 20 passages of 150 tokens with prefix and suffix of 32: read once, and by ``context_experts``."""
@@ -149,7 +147,7 @@ def section(name: str, cls: Any, pictured: bool) -> str:
         body = inspect.cleandoc(sections.get(title, "")).replace("docs/results.md", "[results](../results.md)")
         if title == "Args":
             parameters = parameters_of(cls)
-            lines += [*_HEAD, *_rows(parameters, sections.get("Args", "")), ""] if parameters else []
+            lines += [*_rows(parameters, sections.get("Args", "")), ""] if parameters else []
         elif body:
             lines += (
                 ["**Formula:**", "", f"```\n{body}\n```", ""] if title == "Formula" else [f"**{title}:** {body}", ""]
@@ -166,23 +164,26 @@ def _sections(text: str) -> tuple[str, Mapping[str, str]]:
 
 
 def rerankers() -> str:
-    """Return a section per reranker, from its docstring, after the parameters that several have alike."""
+    """Return a section per reranker, from its docstring, after the parameters that several have alike.
+
+    The cost is in the table that compares them.
+    """
     sections = {name: _sections(_described(kind)) for name, kind in RERANKERS.items()}
     rows = {name: _rows(RERANKERS.parameters(name), parts.get("Args", "")) for name, (_, parts) in sections.items()}
     count = Counter(row for own in rows.values() for row in own)
     shared = {row: [name for name in rows if row in rows[name]] for row in count if count[row] > 2}
-    lines = ["## Parameters of several rerankers", "", f"{_HEAD[0]} of |", f"{_HEAD[1]}---|"]
+    lines = ["## Parameters of several rerankers", "", "In brackets: the default.", ""]
     for row, names in shared.items():
-        lines.append(f"{row} {'all' if len(names) == len(rows) else ', '.join(f'`{name}`' for name in names)} |")
+        lines.append(f"{row} ({'all' if len(names) == len(rows) else ', '.join(f'`{name}`' for name in names)})")
     lines.append("")
     for name, (intro, parts) in sections.items():
         lines += [f"## {name}", "", intro.strip(), ""]
         for title in SECTIONS:
             body = inspect.cleandoc(parts.get(title, ""))
-            if body and title != "Args":
+            if body and title not in ("Args", "Cost"):
                 lines += [f"**{title}:** {body}", ""]
         if own := [row for row in rows[name] if row not in shared]:
-            lines += [*_HEAD, *own, ""]
+            lines += [*own, ""]
     return "\n".join(lines).rstrip()
 
 
@@ -192,7 +193,7 @@ def _described(kind: type) -> str:
 
 def _rows(parameters: Mapping[str, Any], described: str) -> list[str]:
     texts = argument_texts(described)
-    return [f"| `{name}` | `{field.default!r}` | {texts[name]} |" for name, field in parameters.items()]
+    return [f"- `{name}` (`{field.default!r}`): {texts[name]}" for name, field in parameters.items()]
 
 
 def memory_table() -> str:
@@ -208,22 +209,6 @@ def memory_table() -> str:
     return "\n".join([head, "|---|---|---|---|---|", *rows])
 
 
-def needs_table() -> str:
-    """Return what each method needs of the model, whether it is order-invariant, and its cost."""
-    rows = []
-    for name, kind in MITIGATIONS.items():
-        needs = ", ".join(f"`{need.value}`" for need in sorted(kind.requires)) or "-"
-        free = "yes" if kind.order_invariant else "no"
-        rows.append(f"| [`{name}`](methods/{page_of(name)}) | {free} | {needs} | {_cost(kind)} |")
-    return "\n".join(["| method | order-invariant | needs | cost |", "|---|---|---|---|", *rows])
-
-
-def _cost(kind: type) -> str:
-    """Return the first sentence of the section Cost of a docstring."""
-    text = " ".join(_sections(inspect.getdoc(kind) or "")[1].get("Cost", "").split())
-    return re.split(r"(?<=[a-z)`])[.;] ", text)[0].rstrip(".").replace("|", "\\|")
-
-
 def expected() -> dict[Path, str]:
     """Return every generated file with what it must hold."""
     readme, reranking = ROOT / "README.md", ROOT / "docs" / "reranking.md"
@@ -236,11 +221,9 @@ def expected() -> dict[Path, str]:
         (reranking, "rerankers", f"\n{rerankers()}\n"),
         (operations, "alerts", alerts_table()),
         (models, "chat models", chat_models_table()),
-        (models, "plain prompts", plain_prompts_table()),
         (models, "snapshots", snapshots_table()),
         (models, "families", families_table()),
         (models, "memory", memory_table()),
-        (models, "needs", needs_table()),
     ):
         files[path] = _filled(files[path], name, text)
     files = {page: fill_charts(fill_tables(text, RESULTS), RESULTS) for page, text in files.items()}

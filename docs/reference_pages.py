@@ -93,11 +93,11 @@ def configuration() -> str:
     for kind in SETTINGS:
         intro, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
         meanings = argument_texts(attributes)
-        lines += [f"## {kind.__name__}", "", intro.strip(), "", "| variable | default | meaning |", "|---|---|---|"]
+        lines += [f"## {kind.__name__}", "", intro.strip(), ""]
         for name, field in kind.model_fields.items():
             if name in meanings and not _is_group(field.default_factory):
                 variable = f"{kind.model_config['env_prefix']}{name}".upper()
-                lines.append(f"| `{variable}` | {_default(field)} | {_cell(meanings[name])} |")
+                lines.append(f"- `{variable}` ({_default(field)}): {_cell(meanings[name])}")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

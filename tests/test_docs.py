@@ -75,8 +75,8 @@ def test_every_mark_of_a_table_has_its_end():
 def test_a_parameter_that_several_rerankers_share_is_described_once():
     page = docs.generate.rerankers()
     shared, _, own = page.partition("\n## attention_sorting\n")
-    assert (shared.count("| `top_n` |"), own.count("| `top_n` |")) == (1, 0)
-    assert "| `rounds` | `3` |" in own
+    assert (shared.count("- `top_n` "), own.count("- `top_n` ")) == (1, 0)
+    assert "- `rounds` (`3`): " in own
 
 
 def test_a_record_that_is_missing_is_named():

@@ -143,10 +143,10 @@ def test_files_of_the_root_are_pages_with_working_links(site):
 
 def test_defaults_of_the_reference_are_those_of_the_code():
     settings = configuration()
-    assert "| `RAG_POSFIX_INDEXES` | `{}` |" in settings
-    assert "| `RAG_POSFIX_REMOTE` |" not in settings
-    assert "| `RAG_POSFIX_REMOTE_RETRIES` | `2` |" in settings
-    assert "| `RAG_POSFIX_SERVICE_DATA_DIR` | `~/.local/share/rag_posfix` |" in settings
+    assert "- `RAG_POSFIX_INDEXES` (`{}`): " in settings
+    assert "- `RAG_POSFIX_REMOTE` " not in settings
+    assert "- `RAG_POSFIX_REMOTE_RETRIES` (`2`): " in settings
+    assert "- `RAG_POSFIX_SERVICE_DATA_DIR` (`~/.local/share/rag_posfix`): " in settings
     commands = command_line()
     assert len(re.findall(r"^- `-.*: \w.*$", commands, re.MULTILINE)) > 100
     assert "- `--k`: Put this number of passages into the prompt. (`10`)" in commands
@@ -205,7 +205,7 @@ def test_every_setting_is_on_the_page_of_the_configuration():
     text = (DOCS / "reference" / "configuration.md").read_text("utf-8")
     groups = (CacheSettings, PassageStoreSettings, RemoteSettings, ServiceSettings, Settings, TelemetrySettings)
     fields = {f"{kind.model_config['env_prefix']}{name}".upper() for kind in groups for name in kind.model_fields}
-    missing = {name for name in fields if f"| `{name}` |" not in text}
+    missing = {name for name in fields if f"- `{name}` " not in text}
     groups_of_settings = {"RAG_POSFIX_CACHE", "RAG_POSFIX_PASSAGES", "RAG_POSFIX_REMOTE", "RAG_POSFIX_TELEMETRY"}
     assert missing == groups_of_settings, "groups have tables of their own"
 
