@@ -196,7 +196,9 @@ def http(schema: Mapping[str, Any]) -> dict[str, str]:
     bodies = schema["components"]["schemas"]
     used = {name: _bodies_of([route for _, route in found], bodies) for name, found in routes.items()}
     own = used[OWN] - set().union(*(used[name] for name in FORMATS if name != OWN))
-    homes = {body: "http-own.md" if body in own else "http.md" for body in bodies}
+    asked = _bodies_of([route.get("requestBody", {}) for found in routes.values() for _, route in found], bodies)
+    shown = {name for name, body in bodies.items() if name in asked or _described(body)}
+    homes = {body: "http-own.md" if body in own else "http.md" for body in bodies if body in shown}
     meanings = Counter(
         (code, answer["description"])
         for found in routes.values()
@@ -228,15 +230,23 @@ def http(schema: Mapping[str, Any]) -> dict[str, str]:
             lines += [f"- {code}: {_cell(text)}" for code, text in statuses.items() if usual.get(code, text) != text]
             lines.append("")
     for page, lines in pages.items():
-        lines += _bodies(page, homes, bodies)
+        lines += _bodies(page, homes, bodies, asked)
     return {page: re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n" for page, lines in pages.items()}
 
 
-def _bodies(page: str, homes: Mapping[str, str], schemas: Mapping[str, Any]) -> list[str]:
-    """Return the sections of the bodies whose home is a page: fields with a meaning a line each, others by name."""
+def _described(body: Mapping[str, Any]) -> bool:
+    """Return whether a field of a body has a meaning that its format does not give."""
+    return any(field.get("description") for field in body.get("properties", {}).values())
+
+
+def _bodies(page: str, homes: Mapping[str, str], schemas: Mapping[str, Any], asked: set[str]) -> list[str]:
+    """Return the sections of the bodies whose home is a page: fields with a meaning a line each.
+
+    Other fields follow by name in the bodies of requests, which are in ``asked``.
+    """
     lines = ["## Bodies", ""]
     for name, body in schemas.items():
-        if homes[name] != page:
+        if homes.get(name) != page:
             continue
         lines += [f"### {name}", "", _prose(body.get("description")), ""]
         plain = []
@@ -247,7 +257,7 @@ def _bodies(page: str, homes: Mapping[str, str], schemas: Mapping[str, Any]) -> 
             if meaning:
                 needed = " Required." if field in body.get("required", ()) else ""
                 lines.append(f"- {shown}: {meaning}{needed}{_json(found)}")
-            else:
+            elif name in asked:
                 plain.append(shown)
         lines += ["", f"{'Also' if lines[-1].startswith('- ') else 'Fields:'} {', '.join(plain)}."] if plain else []
         lines.append("")
@@ -272,7 +282,7 @@ def _references(value: Any) -> set[str]:
 
 
 def _link(body: str, homes: Mapping[str, str]) -> str:
-    return f"[{body}]({homes[body]}#{body.lower()})"
+    return f"[{body}]({homes[body]}#{body.lower()})" if body in homes else body
 
 
 def _kind(found: Mapping[str, Any], homes: Mapping[str, str]) -> str:
