@@ -380,7 +380,8 @@ def table(heads: Sequence[Head], layout: str | None = None) -> str:
     if name not in LAYOUTS:
         raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(LAYOUTS)}")
     first, *rows = LAYOUTS[name](heads)
-    lines = [f"| {' | '.join(row)} |" for row in (first, ["---"] * len(first), *rows)]
+    head, *lines = [f"| {' | '.join(row)} |" for row in (first, *rows)]
+    lines = [head, "|" + "---|" * len(first), *lines]
     if name in WITH_FLOORS:
         lines += ["", floor_and_ceiling(heads)]
     return "\n".join(lines)

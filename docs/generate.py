@@ -76,14 +76,14 @@ MODELS = (
 )
 
 
-def table(names: Iterable[str] | None = None, folder: str = "docs/methods/") -> str:
-    """Return the table of methods, with links to their pages in ``folder``."""
+def table() -> str:
+    """Return the table of all methods, with links to their sections."""
     rows = ["| method | what it does | order-invariant | paper |", "|---|---|---|---|"]
-    for name in MITIGATIONS.names() if names is None else names:
+    for name in MITIGATIONS.names():
         cls = MITIGATIONS.get(name)
         summary = (inspect.getdoc(cls) or "").split("\n", 1)[0]
         invariant = "yes" if cls.order_invariant else "no"
-        rows.append(f"| [`{name}`]({folder}{page_of(name)}) | {summary} | {invariant} | {_short(cls.paper)} |")
+        rows.append(f"| [`{name}`](docs/methods/{page_of(name)}) | {summary} | {invariant} | {_short(cls.paper)} |")
     return "\n".join(rows)
 
 
@@ -97,7 +97,11 @@ def methods_index() -> str:
         "papers](../compared.md).", "",
     ]  # fmt: skip
     for title, names in GROUPS.values():
-        lines += [f"## {title}", "", table(names.split(), ""), ""]
+        lines += [f"## {title}", "", "| method | order-invariant | what it does |", "|---|---|---|"]
+        for name, kind in ((name, MITIGATIONS.get(name)) for name in names.split()):
+            summary = (inspect.getdoc(kind) or "").split("\n", 1)[0]
+            lines.append(f"| [`{name}`]({page_of(name)}) | {'yes' if kind.order_invariant else 'no'} | {summary} |")
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -139,8 +143,8 @@ def section(name: str, cls: Any, pictured: bool) -> str:
     intro, sections = _sections(inspect.getdoc(cls) or "")
     lines = [f"## {name}", "", intro.strip(), ""]
     lines += [f"Order-invariant: **{'yes' if cls.order_invariant else 'no'}** · "
-              f"needs of the model: {', '.join(sorted(cls.requires)) or 'nothing'} · "
-              f"training: {'none' if cls.training_free else 'needed'}", ""]  # fmt: skip
+              f"needs of the model: {', '.join(sorted(cls.requires)) or 'nothing'}"
+              f"{'' if cls.training_free else ' · needs training'}", ""]  # fmt: skip
     if pictured:
         lines += [f"![Which token attends to which, and at which position, under {name}]({name}.svg)", ""]
     for title in SECTIONS:

@@ -51,6 +51,7 @@ UNSAID = {f"`{default}`" for default in (NOT_SET, "off", "none", "False", "")}
 """Defaults that a line of an option leaves out."""
 PROGRAM = "rag-posfix"
 SHARED = "Options of several commands"
+MODEL_OPTIONS = {"--model", "--adapter", "--device", "--config", "--plugin"}
 OWN = "own"
 STATUSES = "Statuses"
 # The API formats: title, and the routes that belong to it. The last one takes what is left.
@@ -137,14 +138,18 @@ def command_line() -> str:
     lines = [
         "# Command line", "", NOTE, "",
         "`--help` of each command prints the same. In brackets: the default; without it the option is off or not "
-        "set.", "", f"## {SHARED}", "", *shared, "",
+        "set. *Options of the model*: `--model`, `--adapter`, `--device`, `--config`, `--plugin`.", "",
+        f"## {SHARED}", "", *shared, "",
     ]  # fmt: skip
     for name, command in commands:
         lines += [f"## {name}", "", _prose(command.help), ""]
         own = [row for row in rows[name] if row not in shared]
         lines += [*own, ""] if own else []
-        if others := [row.split("`")[1] for row in rows[name] if row in shared]:
-            lines += [f"Also {', '.join(f'`{option}`' for option in others)}.", ""]
+        others = [row.split("`")[1] for row in rows[name] if row in shared]
+        words = [f"`{option}`" for option in others if option not in MODEL_OPTIONS or not {*others} >= MODEL_OPTIONS]
+        if {*others} >= MODEL_OPTIONS:
+            words.append(f"[options of the model](#{SHARED.lower().replace(' ', '-')})")
+        lines += [f"Also {', '.join(words)}.", ""] if words else []
         if hasattr(command, "commands"):
             lines += [f"Commands: {', '.join(f'`{child}`' for child in command.commands)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -258,7 +263,7 @@ def _bodies(page: str, homes: Mapping[str, str], schemas: Mapping[str, Any], ask
                 needed = " Required." if field in body.get("required", ()) else ""
                 lines.append(f"- {shown}: {meaning}{needed}{_json(found)}")
             elif name in asked:
-                plain.append(shown)
+                plain.append(f"`{field}`")
         lines += ["", f"{'Also' if lines[-1].startswith('- ') else 'Fields:'} {', '.join(plain)}."] if plain else []
         lines.append("")
     return lines if len(lines) > 2 else []
