@@ -150,8 +150,6 @@ def command_line() -> str:
         if {*others} >= MODEL_OPTIONS:
             words.append(f"[options of the model](#{SHARED.lower().replace(' ', '-')})")
         lines += [f"Also {', '.join(words)}.", ""] if words else []
-        if hasattr(command, "commands"):
-            lines += [f"Commands: {', '.join(f'`{child}`' for child in command.commands)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

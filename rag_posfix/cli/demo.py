@@ -71,9 +71,8 @@ def demo(
 ) -> None:
     """Compare answers with and without a method, on demo data.
 
-    The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
-    answer, is put first, in the middle and last. Passages that were read stay in memory, as in the service: the first
-    answer to a question is a cold one, the others are warm.
+    The demo retrieves ten passages per question from the shipped corpus, and puts the gold passage, which holds the
+    answer, first, in the middle and last.
     """
     method = checked_choice(mitigation)
     choices = {"none": checked_choice("none"), mitigation: method}
