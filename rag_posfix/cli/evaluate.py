@@ -90,8 +90,8 @@ def positions(
     for example likelihood+embedding/reverse/none; an empty reranker is the embedding.
 
     The same command, or one with more questions, positions or methods, computes only what OUT/positions-journal.jsonl
-    lacks. After a change to the code of a method, use --fresh. An order-invariant method runs once per question; with
-    --check-orders it runs at every position.
+    lacks. After a change to the code of a method, use --fresh. An order-invariant method runs once per question, and
+    at every position with --check-orders.
     """
     choices = checked_choices_and_arrangements(mitigation, arrangement)
     from rag_posfix.evaluation import evaluate_positions
