@@ -347,7 +347,8 @@ def table(heads: Sequence[Head], layout: str | None = None) -> str:
     else:
         names = dict.fromkeys([*LAYOUTS, *(each for head in heads for each in head.get("tables", {}))])
         raise EvaluationError(f"no table has the layout {name!r}; there are: {', '.join(names)}")
-    lines = [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+    header, *lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = [header, "|" + "---|" * len(rows[0]), *lines]
     if name in WITH_FLOORS:
         lines += ["", floor_and_ceiling(heads)]
     return "\n".join(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,19 +25,6 @@ def families_table() -> str:
     return "\n".join(["| `model_type` in config.json | |", "|---|---|", *rows])
 
 
-def plain_prompts_table() -> str:
-    """Return which of the types that read plain prompts read rows in one batch, and which the passage store serves."""
-    plain = {name: model for name, model in _summary()["models"].items() if model["reading"] == "plain"}
-    single = sorted(f"`{name}`" for name, model in plain.items() if not model["structure"]["rows_in_one_batch"])
-    stored = sorted(f"`{name}`" for name, model in plain.items() if model["structure"]["stored_keys"])
-    rows = ["| | of " + str(len(plain)) + " types |", "|---|---|"]
-    rows.append(f"| rows of a method in one batch | {len(plain) - len(single)}: all but {', '.join(single)} |")
-    whole = sorted(f"`{name}`" for name, model in plain.items() if model["structure"]["stored_snapshots"])
-    rows.append(f"| keys in the passage KV store | {len(stored)}: {', '.join(stored)} |")
-    rows.append(f"| snapshots in the passage KV store | {len(whole)}: {', '.join(whole)} |")
-    return "\n".join(rows)
-
-
 def snapshots_table() -> str:
     """Return the bytes of snapshots, and what a warm store saves, by type."""
     models = read_head(RESULTS / "snapshots.json")["summary"]["models"]
@@ -60,10 +46,9 @@ def chat_models_table() -> str:
     rows = ["| model | type | billions | licence | loads with | methods | tokenizer and template |", "|" + "---|" * 7]
     for model in CHAT_MODELS.values():
         entry = entries[model.name]
-        reason = f": {_reason(entry)}" if entry["reading"] == "plain" else ""
         rows.append(
             f"| {model.name} | `{model.model_type}` | {model.parameters} | {model.licence} | "
-            f"{_READINGS[entry['reading']]}{reason} | {_methods(entry, model.window)} | {model.traps or '-'} |"
+            f"{_READINGS[entry['reading']]} | {_methods(entry, model.window)} | {model.traps or '-'} |"
         )
     return "\n".join(rows)
 
@@ -74,21 +59,13 @@ def _summary() -> dict[str, Any]:
 
 
 def _methods(entry: Mapping[str, Any], window: int | None) -> str:
-    """Return how many methods run, at any length and within sliding windows, and which of them do not."""
+    """Return how many methods run, at any length and within sliding windows, and the one that does not."""
     any_length, within = entry["methods"], entry["in_windows"]
     text = f"{len(any_length)}"
     if within:
         text += f", {len(within)} more within {window:,} tokens"
-    if entry["reading"] == "plain":
-        return text
     missing = [f"`{name}`" for name in MITIGATIONS.names() if name not in {*any_length, *within}]
-    return f"{text}; not {', '.join(missing)}" if missing else text
-
-
-def _reason(model: Mapping[str, Any]) -> str:
-    """Return the first part of a reason, without the name of a class."""
-    reason = re.split(r"[:(,]", model["reason"])[0].strip().replace("|", "\\|")
-    return re.sub(r"^\w+(ForCausalLM|LMHeadModel|Decoder) ", "it ", re.sub(r"by \d\S* ", "", reason))
+    return f"{text}; not {missing[0]}" if len(missing) == 1 else text
 
 
 def _loading(model: Mapping[str, Any]) -> tuple[int, str]:
@@ -96,8 +73,8 @@ def _loading(model: Mapping[str, Any]) -> tuple[int, str]:
     texts = {
         "listed": (0, "attention hook, in the table of families"),
         "proved": (1, "attention hook, proved at load"),
-        "plain": (2, f"plain prompts: {_reason(model)}"),
-        "refused": (3, f"not supported: {_reason(model)}"),
+        "plain": (2, "plain prompts"),
+        "refused": (3, "not supported"),
         "not built": (4, "not examined: no tiny model could be built"),
     }
     return texts[model["reading"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,26 @@ ADAPTERS = (
     "rag_posfix.integrations.haystack.PosfixRanker",
     "rag_posfix.integrations.llama_index.PosfixNodePostprocessor",
 )
+ROWS = (
+    "rag_posfix.evaluation.answers.positions.PositionRow",
+    "rag_posfix.evaluation.answers.permutations.PermutationRow",
+    "rag_posfix.evaluation.ranking.gold_positions.GoldRank",
+    "rag_posfix.evaluation.record.ExperimentRecord",
+    "rag_posfix.evaluation.record.read_record",
+)
+RECORDS = (
+    "A record is the result of an experiment. `NAME.json` is its head: `kind` (the experiment), `model` and "
+    "`settings` (what ran, and how), `summary` (what tables are made from), `rows` (`file`, `count` and `sha256` of "
+    "the rows), versions, machine and digests of the data. `NAME.jsonl.gz` has the rows, one JSON object a line.", "",
+)  # fmt: skip
 NOT_SET = "not set"
+UNSAID = {f"`{default}`" for default in (NOT_SET, "off", "none", "False", "")}
+"""Defaults that a line of an option leaves out."""
+PROGRAM = "rag-posfix"
+SHARED = "Options of several commands"
+MODEL_OPTIONS = {"--model", "--adapter", "--device", "--config", "--plugin"}
+OWN = "own"
+STATUSES = "Statuses"
 # The API formats: title, and the routes that belong to it. The last one takes what is left.
 FORMATS = {
     "openai": ("OpenAI", r"/v1/(chat/completions|completions|responses|embeddings|models(/.*)?)"),
@@ -74,11 +94,11 @@ def configuration() -> str:
     for kind in SETTINGS:
         intro, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
         meanings = argument_texts(attributes)
-        lines += [f"## {kind.__name__}", "", intro.strip(), "", "| variable | default | meaning |", "|---|---|---|"]
+        lines += [f"## {kind.__name__}", "", intro.strip(), ""]
         for name, field in kind.model_fields.items():
             if name in meanings and not _is_group(field.default_factory):
                 variable = f"{kind.model_config['env_prefix']}{name}".upper()
-                lines.append(f"| `{variable}` | {_default(field)} | {_cell(meanings[name])} |")
+                lines.append(f"- `{variable}` ({_default(field)}): {_cell(meanings[name])}")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -110,16 +130,31 @@ def _from_home(path: Path) -> str:
 
 
 def command_line() -> str:
-    lines = ["# Command line", "", NOTE, ""]
-    root = typer.main.get_command(app)
-    for words, command in _commands(root, ("rag-posfix",)):
-        lines += [f"## {' '.join(words)}", "", _prose(command.help), ""]
-        rows = [_parameter_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]
-        if rows:
-            lines += ["| argument | default | meaning |", "|---|---|---|", *rows, ""]
-        if hasattr(command, "commands"):
-            lines += [f"Commands: {', '.join(f'`{name}`' for name in command.commands)}.", ""]
+    """Return the page of all commands; options that more than two commands have alike are described once."""
+    commands = [(" ".join(words), command) for words, command in _commands(typer.main.get_command(app), (PROGRAM,))]
+    rows = {name: [_parameter_row(parameter) for parameter in _shown(command)] for name, command in commands}
+    count = Counter(row for own in rows.values() for row in own)
+    shared = list({row.split(":")[0]: row for row, times in reversed(count.most_common()) if times > 2}.values())[::-1]
+    lines = [
+        "# Command line", "", NOTE, "",
+        "`--help` of each command prints the same. In brackets: the default; without it the option is off or not "
+        "set. *Options of the model*: `--model`, `--adapter`, `--device`, `--config`, `--plugin`.", "",
+        f"## {SHARED}", "", *shared, "",
+    ]  # fmt: skip
+    for name, command in commands:
+        lines += [f"## {name}", "", _prose(command.help), ""]
+        own = [row for row in rows[name] if row not in shared]
+        lines += [*own, ""] if own else []
+        others = [row.split("`")[1] for row in rows[name] if row in shared]
+        words = [f"`{option}`" for option in others if option not in MODEL_OPTIONS or not {*others} >= MODEL_OPTIONS]
+        if {*others} >= MODEL_OPTIONS:
+            words.append(f"[options of the model](#{SHARED.lower().replace(' ', '-')})")
+        lines += [f"Also {', '.join(words)}.", ""] if words else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
 
 
 def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -136,9 +171,10 @@ def _parameter_row(parameter: Any) -> str:
         if is_option
         else [str(parameter.metavar or parameter.name).upper()]
     )
-    shown = f"`{_shown_default(parameter)}`" if not parameter.required else "required"
+    default = "required" if parameter.required else f"`{_shown_default(parameter)}`"
     meaning = " ".join((getattr(parameter, "help", None) or "").split())
-    return f"| {', '.join(f'`{name}`' for name in names)} | {shown} | {_cell(meaning)} |"
+    shown = "" if default in UNSAID else f" ({default})"
+    return f"- {', '.join(f'`{name}`' for name in names)}: {_cell(meaning)}{shown}"
 
 
 def _shown_default(parameter: Any) -> str:
@@ -155,58 +191,79 @@ def _shown_default(parameter: Any) -> str:
 
 
 def http(schema: Mapping[str, Any]) -> dict[str, str]:
-    """Return a page per API format and an overview, which has the bodies that several formats share."""
+    """Return a page of the formats of others, and one of the routes that only this service has."""
     routes: dict[str, list[tuple[str, Mapping[str, Any]]]] = {name: [] for name in FORMATS}
     for path, methods in schema["paths"].items():
         name = next(name for name, (_, pattern) in FORMATS.items() if re.fullmatch(pattern, path))
         routes[name] += [(f"{method.upper()} {path}", route) for method, route in methods.items()]
     bodies = schema["components"]["schemas"]
     used = {name: _bodies_of([route for _, route in found], bodies) for name, found in routes.items()}
-    homes = {}
-    for body in bodies:
-        pages = [name for name in FORMATS if body in used[name]]
-        homes[body] = f"http-{pages[0]}.md" if len(pages) == 1 else "http.md"
-    pages = {"http.md": _http_overview(routes, _bodies("http.md", homes, bodies))}
+    own = used[OWN] - set().union(*(used[name] for name in FORMATS if name != OWN))
+    asked = _bodies_of([route.get("requestBody", {}) for found in routes.values() for _, route in found], bodies)
+    shown = {name for name, body in bodies.items() if name in asked or _described(body)}
+    homes = {body: "http-own.md" if body in own else "http.md" for body in bodies if body in shown}
+    meanings = Counter(
+        (code, answer["description"])
+        for found in routes.values()
+        for _, route in found
+        for code, answer in route["responses"].items()
+    )
+    usual = {code: meaning for (code, meaning), _ in reversed(meanings.most_common()) if code >= "300"}
+    shared = [
+        "`rag-posfix serve` answers these requests. Existing clients work unchanged; fields that their formats do not "
+        "have are optional ([HTTP API](../http-api.md)). Types, defaults and responses of every route: "
+        "[openapi.json](../openapi.json), and `/docs` of the service.", "", f"## {STATUSES}", "",
+        *(f"- {code}: {_cell(meaning)}" for code, meaning in sorted(usual.items())), "",
+    ]  # fmt: skip
+    pages = {"http.md": ["# HTTP", "", NOTE, "", *shared], "http-own.md": [f"# {FORMATS[OWN][0]}", "", NOTE, ""]}
     for name, (title, _) in FORMATS.items():
-        lines = [f"# {title}", "", NOTE, "", "The other formats, and the bodies that they share: [HTTP](http.md).", ""]
+        page = "http-own.md" if name == OWN else "http.md"
+        lines = pages[page]
+        lines += [] if name == OWN else [f"## {title}", ""]
         for heading, route in routes[name]:
-            lines += [f"## {heading}", "", _prose(route.get("description") or route["summary"]), ""]
-            answers = [f"| {code} | {_cell(answer['description'])} |" for code, answer in route["responses"].items()]
+            lines += [
+                f"{'##' if name == OWN else '###'} {heading}",
+                "",
+                _prose(route.get("description") or route["summary"]),
+                "",
+            ]
             request = sorted(_references(route.get("requestBody", {})))
             lines += [f"Body: {', '.join(_link(body, homes) for body in request)}.", ""] if request else []
-            lines += ["| status | meaning |", "|---|---|", *answers, ""]
-        lines += _bodies(f"http-{name}.md", homes, bodies)
-        pages[f"http-{name}.md"] = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
-    return pages
+            statuses = {code: answer["description"] for code, answer in route["responses"].items()}
+            lines += [f"- {code}: {_cell(text)}" for code, text in statuses.items() if usual.get(code, text) != text]
+            lines.append("")
+    for page, lines in pages.items():
+        lines += _bodies(page, homes, bodies, asked)
+    return {page: re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n" for page, lines in pages.items()}
 
 
-def _http_overview(routes: Mapping[str, list[tuple[str, Mapping[str, Any]]]], shared: list[str]) -> str:
-    lines = [
-        "# HTTP", "", NOTE, "",
-        "`rag-posfix serve` answers these requests. Existing clients work unchanged; fields that their formats do not "
-        "have are optional ([HTTP API](../http-api.md)). The schema as a file: [openapi.json](../openapi.json).", "",
-        "| route | format |", "|---|---|",
-    ]  # fmt: skip
-    for name, found in routes.items():
-        title = FORMATS[name][0]
-        lines += [f"| [`{heading}`](http-{name}.md#{_anchor(heading)}) | {title} |" for heading, _ in found]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", *shared])).rstrip() + "\n"
+def _described(body: Mapping[str, Any]) -> bool:
+    """Return whether a field of a body has a meaning that its format does not give."""
+    return any(field.get("description") for field in body.get("properties", {}).values())
 
 
-def _bodies(page: str, homes: Mapping[str, str], schemas: Mapping[str, Any]) -> list[str]:
-    """Return the sections of the bodies whose home is a page."""
+def _bodies(page: str, homes: Mapping[str, str], schemas: Mapping[str, Any], asked: set[str]) -> list[str]:
+    """Return the sections of the bodies whose home is a page: fields with a meaning a line each.
+
+    Other fields follow by name in the bodies of requests, which are in ``asked``.
+    """
     lines = ["## Bodies", ""]
     for name, body in schemas.items():
-        if homes[name] != page:
+        if homes.get(name) != page:
             continue
         lines += [f"### {name}", "", _prose(body.get("description")), ""]
-        rows = [
-            f"| `{field}` | {_kind(found, homes)} | "
-            f"{'required' if field in body.get('required', ()) else _json(found)} | "
-            f"{_cell(' '.join(str(found.get('description', '')).split()))} |"
-            for field, found in body.get("properties", {}).items()
-        ]
-        lines += ["| field | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
+        plain = []
+        for field, found in body.get("properties", {}).items():
+            meaning = _cell(" ".join(str(found.get("description", "")).split()))
+            kind = _kind(found, homes)
+            shown = f"`{field}`" + (f" ({kind})" if kind else "")
+            if meaning:
+                needed = " Required." if field in body.get("required", ()) else ""
+                lines.append(f"- {shown}: {meaning}{needed}{_json(found)}")
+            elif name in asked:
+                plain.append(f"`{field}`")
+        lines += ["", f"{'Also' if lines[-1].startswith('- ') else 'Fields:'} {', '.join(plain)}."] if plain else []
+        lines.append("")
     return lines if len(lines) > 2 else []
 
 
@@ -228,29 +285,26 @@ def _references(value: Any) -> set[str]:
 
 
 def _link(body: str, homes: Mapping[str, str]) -> str:
-    return f"[{body}]({homes[body]}#{body.lower()})"
-
-
-def _anchor(heading: str) -> str:
-    """Return the anchor of a heading as Markdown's table of contents makes it."""
-    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+    return f"[{body}]({homes[body]}#{body.lower()})" if body in homes else body
 
 
 def _kind(found: Mapping[str, Any], homes: Mapping[str, str]) -> str:
+    """Return the bodies and fixed values that a field may have; openapi.json has the plain types."""
     if "$ref" in found:
         return _link(found["$ref"].rsplit("/", 1)[1], homes)
     for word in ("anyOf", "oneOf"):
         if word in found:
-            return " or ".join(dict.fromkeys(_kind(alternative, homes) for alternative in found[word]))
+            kinds = dict.fromkeys(_kind(alternative, homes) for alternative in found[word])
+            return " or ".join(kind for kind in kinds if kind)
     if found.get("type") == "array":
-        return f"list of {_kind(found.get('items', {}), homes)}"
-    if "enum" in found:
-        return " or ".join(f"`{value}`" for value in found["enum"])
-    return str(found.get("const", found.get("type", "any")))
+        items = _kind(found.get("items", {}), homes)
+        return f"list of {items}" if items else ""
+    return " or ".join(f"`{value}`" for value in found.get("enum", ()))
 
 
 def _json(found: Mapping[str, Any]) -> str:
-    return f"`{json.dumps(found['default'])}`" if "default" in found else ""
+    default = found.get("default")
+    return "" if default in (None, False, [], {}, "") else f" Default `{json.dumps(default)}`."
 
 
 def api() -> str:
@@ -265,6 +319,9 @@ def api() -> str:
         lines += [f"## {name}", "", f"::: {module}.{getattr(rag_posfix, name).__name__}", ""]
     lines += ["## Adapters", ""]
     for path in ADAPTERS:
+        lines += [f"### {path.rsplit('.', 1)[1]}", "", f"::: {path}", ""]
+    lines += ["## Records", "", *RECORDS]
+    for path in ROWS:
         lines += [f"### {path.rsplit('.', 1)[1]}", "", f"::: {path}", ""]
     return "\n".join(lines).rstrip() + "\n"
 

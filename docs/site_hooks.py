@@ -20,19 +20,56 @@ log = logging.getLogger("mkdocs.hooks.links")
 
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
 MOVED = {
-    "add-an-order": "add-a-reranker.html#an-order",
+    "add-a-cache-backend": "add-a-backend.html#add-a-cache-backend",
+    "add-a-dialect": "add-a-backend.html#add-an-api-format",
+    "add-a-generator": "add-a-backend.html#add-a-generator",
+    "add-a-mitigation": "add-a-method.html#add-a-method",
+    "add-a-probe": "add-a-method.html#add-a-probe-a-task-or-an-encoding",
+    "add-a-reranker": "add-a-method.html#add-a-reranker-or-an-order",
+    "add-an-order": "add-a-method.html#an-order",
+    "agents": "frameworks.html#agents-mcp",
+    "assembly": "prompts.html#order-the-prompt",
     "default-method": "settings.html#the-default-method",
     "haystack": "frameworks.html#haystack",
     "hostile-passages": "results.html#hostile-passages",
     "laboratory-results": "laboratory.html#what-was-measured",
+    "languages": "prompts.html#languages",
     "large-models": "results.html#large-models",
     "llama_index": "frameworks.html#llamaindex",
+    "methods/blended": "independent-passages.html#blended",
+    "methods/calibrated_attention": "scaled-positions.html#calibrated_attention",
+    "methods/canonical_rotations": "row-per-passage.html#canonical_rotations",
+    "methods/committee": "row-per-passage.html#committee",
+    "methods/context_experts": "row-per-passage.html#context_experts",
+    "methods/head_scaling": "scaled-positions.html#head_scaling",
+    "methods/hidden_scaling": "scaled-positions.html#hidden_scaling",
+    "methods/inter_document": "attending-passages.html#inter_document",
+    "methods/layer_scaling": "scaled-positions.html#layer_scaling",
+    "methods/multi_base": "scaled-positions.html#multi_base",
+    "methods/none": "plain-and-combined.html#none",
+    "methods/parallel_encoding": "independent-passages.html#parallel_encoding",
+    "methods/parallel_windows": "independent-passages.html#parallel_windows",
+    "methods/passage_answers": "row-per-passage.html#passage_answers",
+    "methods/repeated_passages": "plain-and-combined.html#repeated_passages",
+    "methods/set_prompting": "independent-passages.html#set_prompting",
+    "methods/shifted_rotary": "scaled-positions.html#shifted_rotary",
+    "methods/sorted_inter_document": "attending-passages.html#sorted_inter_document",
+    "methods/stable_mask": "scaled-positions.html#stable_mask",
+    "methods/stack": "plain-and-combined.html#stack",
     "models": "choosing-a-model.html#how-a-model-loads",
     "production-cache": "passages.html",
+    "reference/http-anthropic": "http.html#anthropic",
+    "reference/http-cohere": "http.html#cohere",
+    "reference/http-ollama": "http.html#ollama",
+    "reference/http-openai": "http.html#openai",
+    "reference/http-rerank": "http.html#jina-tei-vllm-rerank-and-score",
+    "reference/records": "api.html#records",
     "reranking-results": "results-tables.html#rerankers",
-    "results-discussion": "settings.html#discussion-of-the-results",
-    "scale": "operations.html#a-fleet-on-paper",
+    "results-discussion": "compared.html",
+    "scale": "operations.html#size",
     "tutorials/measure-your-model": "../measure.html#with-a-program",
+    "tutorials/service": "../serving.html",
+    "upgrade": "install.html#upgrade",
 }
 """Former pages, and the addresses of what they had."""
 
@@ -92,6 +129,7 @@ def on_post_build(*, config: Any, **_: Any) -> None:
     """Write a page at each former address that leads to the new one, and keeps the anchor of the address."""
     for page, target in MOVED.items():
         path = Path(config["site_dir"]) / f"{page}.html"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(
             f'<!doctype html><meta charset="utf-8"><title>Moved</title><link rel="canonical" href="{target}">'
             f'<meta http-equiv="refresh" content="1; url={target}">'

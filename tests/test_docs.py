@@ -75,8 +75,8 @@ def test_every_mark_of_a_table_has_its_end():
 def test_a_parameter_that_several_rerankers_share_is_described_once():
     page = docs.generate.rerankers()
     shared, _, own = page.partition("\n## attention_sorting\n")
-    assert (shared.count("| `top_n` |"), own.count("| `top_n` |")) == (1, 0)
-    assert "| `rounds` | `3` |" in own
+    assert (shared.count("- `top_n` "), own.count("- `top_n` ")) == (1, 0)
+    assert "- `rounds` (`3`): " in own
 
 
 def test_a_record_that_is_missing_is_named():
@@ -185,10 +185,11 @@ def test_a_method_without_a_plan_before_measuring_gets_a_page_without_a_picture(
     assert not [path for path, text in files.items() if path.parent.name == "methods" and ".svg" in text]
 
 
-def test_a_page_says_when_the_method_helps_and_hurts():
-    text = (docs.generate.ROOT / "docs" / "methods" / "context_experts.md").read_text("utf-8")
+def test_a_section_says_when_the_method_helps_and_hurts():
+    page = (docs.generate.ROOT / "docs" / "methods" / "row-per-passage.md").read_text("utf-8")
+    text = page[page.index("## context_experts") : page.index("## passage_answers")]
     helps, hurts = text.index("**Helps:** where one passage answers"), text.index("**Hurts:** where the answer")
-    assert text.index("## When it helps, when it hurts") < helps < hurts < text.index("## Source")
+    assert text.index("**Source:**") < helps < hurts < text.index("**Cost:**") < text.index("```")
     assert "](../results.md)" in text
 
 

@@ -226,10 +226,9 @@ def ask(
 ) -> None:
     """Answer a question from an index or a store, with sources.
 
-    With --chat the model is loaded once for all questions, until an empty line; each continues the conversation. If
-    no passage is found, the answer says so and the exit code is 3. With --questions and --out many questions are
-    answered together; run again, the command continues where it was stopped, and asks again what failed. The exit
-    code is 1 if some failed.
+    A chat ends with an empty line; each question continues the conversation. A file of questions is answered together,
+    and the same command continues after an interruption. The exit code is 3 if no passage is found, and 1 if some
+    questions of a file failed.
 
     Answers and passages are kept in memory only; RAG_POSFIX_KEEP_ON_DISK=true keeps them in the cache folder.
     """

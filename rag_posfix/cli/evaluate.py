@@ -98,12 +98,9 @@ def positions(
     log-probability, worst position and spread. An arrangement is reranker/order/method, each as name:parameter=value,
     for example likelihood+embedding/reverse/none; an empty reranker is the embedding.
 
-    Each answer and ranking is appended to OUT/positions-journal.jsonl. The same command, or one with more questions,
-    positions or methods, computes only what is missing; rows from the journal are marked "reused". The key of an
-    answer in the journal consists of weights, method, prompt, question and passages, not of the version of this
-    program: after a change to the code of a method, use --fresh. An order-invariant method runs once per question,
-    and its row is repeated for the other positions and marked "reused"; with --check-orders it runs at every
-    position. With --reuse, seconds come from a warm cache.
+    The same command, or one with more questions, positions or methods, computes only what OUT/positions-journal.jsonl
+    lacks. After a change to the code of a method, use --fresh. An order-invariant method runs once per question, and
+    at every position with --check-orders.
     """
     choices = checked_choices_and_arrangements(mitigation, arrangement)
     from rag_posfix.evaluation import evaluate_positions
@@ -190,9 +187,8 @@ def rerank(
     Writes TREC runs, measures (nDCG@10, RR@10, R@10, P@1 and those of --measures), significance tests and a page.
     Without --reranker only the first stage is measured. Corpus and queries are JSON lines, tab-separated or TREC.
 
-    Every ranking is appended to OUT/rerank-journal.jsonl. The same command, or one with more topics or rerankers,
-    computes only missing rankings. The key of a ranking in the journal does not include the version of this program:
-    after a change to the code of a reranker, use --fresh.
+    The same command, or one with more topics or rerankers, computes only what OUT/rerank-journal.jsonl lacks. After a
+    change to the code of a reranker, use --fresh.
     """
     from rag_posfix.evaluation import beir_files, evaluate_reranking
 

@@ -118,7 +118,7 @@ def index(
     overlap: _Overlap = 0,
     field: _Fields = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure how similar foreign questions are to it.")
+        bool, typer.Option("--calibrate", help="Measure unrelated questions; sets the minimum relevance.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print the passages; index nothing.")] = False,
     show: _Show = None,
@@ -132,12 +132,9 @@ def index(
     """Build or update an index from files.
 
     Reads .txt, .md, .html, .pdf, .docx, .csv, .tsv, .json, .jsonl and .jsonl.gz, and with the extra "office" .pptx,
-    .xlsx, .epub and .ipynb; splits files into passages at their headings and embeds new ones. An existing index is
-    updated: passages of files that no longer exist are removed. Files and rows that cannot be read are left out and
-    listed at the end. Vectors are kept while they are computed: the same command continues after it was interrupted.
-    --calibrate measures how similar foreign questions are, for embedding models other than the packaged one.
-    With --precompute the first question is warm; it takes 3.5 MB per 150 tokens with the packaged model.
-    --show prints the files of an index, and the fields of its metadata with the types and numbers of their values.
+    .xlsx, .epub and .ipynb. An existing index is updated. The command lists what it cannot read, and continues after
+    an interruption. Use --calibrate with embedding models other than the packaged one. With --precompute the first
+    question is warm.
     """
     if show is not None:
         _print_summary(show, paths or [], as_json)

@@ -22,7 +22,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="rag-posfix",
-    help="Answer questions from documents, whatever their order.",
+    help="Answer from documents, independently of their order.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -64,7 +64,7 @@ def options(
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log messages of level INFO to stderr."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Answer questions from documents, whatever their order."""
+    """Answer from documents, independently of their order."""
     level = logging.INFO if verbose else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(SafeFormatter("%(levelname)s %(name)s: %(message)s"))

@@ -106,13 +106,11 @@ def measure(
 ) -> None:
     """Measure the position bias of a model on your documents.
 
-    Each question is asked with the passages that your index or vector store finds, in random orders and, as a
-    control, in one order several times. Questions without labels say how many answers change with the order. Labels,
-    or questions that are written from the index, also say which position the model reads best. Then arrangements of
-    the passages are tried, and the one to use is written to OUT/profile.json, for serve --profile and ask --profile.
+    Asks each question over the passages that your index or vector store finds, in random orders and, as a control, in
+    one order twice. Labels also say which position the model reads best. Then the command compares pipeline variants,
+    and writes the one to use to OUT/profile.json, for serve --profile and ask --profile.
 
-    Every answer is appended to a journal in OUT as soon as it is there; the same command continues after an
-    interruption.
+    The same command continues after an interruption.
     """
     _check_usage(index, questions, data, passages, settings)
     rows = None if questions is None else read_questions(questions, None, False)
@@ -243,7 +241,7 @@ def report(
     output: Annotated[Path, typer.Option("--out", help="Write this HTML file; table and charts beside it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a page of result records that needs no network; of two, say what the second does better beyond noise.
+    """Turn result records into one HTML page; of two, say which is better.
 
     Records of measure, eval and bench have tables, those of measure and eval positions also charts; every other record
     has its summary. Beside the page are the table as CSV and LaTeX, and each chart as SVG and PNG.
@@ -284,7 +282,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong with which row of labelled questions.
+    """List the faulty rows of labelled questions and why.
 
     Reads what measure --data reads: JSON lines, CSV or Parquet with --passages, rows of Lost in the Middle or
     HotpotQA, SQuAD's format. The exit code is 1 if a row cannot be used.
@@ -351,9 +349,8 @@ def demo(
 ) -> None:
     """Compare answers with and without a method, on demo data.
 
-    The demo indexes the shipped corpus and retrieves ten passages per question. The gold passage, which holds the
-    answer, is put first, in the middle and last. Passages that were read stay in memory, as in the service: the first
-    answer to a question is a cold one, the others are warm.
+    The demo retrieves ten passages per question from the shipped corpus, and puts the gold passage, which holds the
+    answer, first, in the middle and last.
     """
     method = checked_choice(mitigation)
     choices = {"none": checked_choice("none"), mitigation: method}

@@ -126,7 +126,7 @@ def _with_aliases(name: str, aliases: Sequence[str], separator: str) -> str:
 
 @with_settings("model", "adapter", "device")
 def verify(settings: Settings, as_json: AsJson = False) -> None:
-    """Check the attention hook on a model, and list its methods.
+    """Check that a model works here, and list its methods.
 
     Compares the logits of the patched and the unmodified model. A model on a server is asked what it gives.
     """

@@ -168,7 +168,7 @@ def revoke(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Revoke a key for ever; running services reject it."""
+    """Revoke a key permanently; running services reject it."""
     key = _store(data_dir).revoke(key_id)
     emit(key.to_dict(), as_json, lambda _: say(f"revoked key {key.id} of tenant {key.tenant}"))
 

@@ -90,8 +90,7 @@ def data(
     """Make questions whose answers depend on short passages.
 
     The passages are at uniform positions among others. Pairs are Lost-in-the-Middle or HotpotQA rows, a file in the
-    format of SQuAD, or demo for the shipped questions; --decontaminate names evaluation files. Rows with one gold
-    passage are read by rag-posfix eval too. The same command continues after an interruption.
+    format of SQuAD, or demo for the shipped questions. The same command continues after an interruption.
     """
     from rag_posfix.pipeline.build import build_tokenizer
     from rag_posfix.training.data.make_data import DataSources, make_training_data

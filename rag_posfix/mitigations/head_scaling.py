@@ -70,10 +70,9 @@ class HeadScaling(Mitigation):
         reaches ``high``. Heads with the same S stay in the order of the model. With a single key head there is no
         ranking, and all heads get the mean of ``low`` and ``high``. A is scaled by 1 / sqrt(D) regardless of the
         model's scaling.
-    Helps: models that read the middle of a long prompt badly and have many key heads: Vicuna-7B on ten passages
-        rose from 61.1 to 65.0 in the paper, Llama-2-7B on 20 passages from 31.3 to 35.1 in an independent test.
-    Hurts: newer models: in that test Qwen1.5-7B fell from 56.8 to 52.0 on 20 passages, and key-value retrieval of
-        Qwen1.5 and Gemma failed. With few key heads the divisors are coarse: three heads have three scales.
+    Helps: models that read the middle of a long prompt badly and have many key heads.
+    Hurts: newer models, such as Qwen1.5 and Gemma, whose key-value retrieval failed. With few key heads the divisors
+        are coarse: three heads have three scales.
     Cost: one row of scores per layer after the prefill; the angles of each head in every layer and step.
     Limits: models whose queries and keys are available before rotation. YaRN and dynamic scaling rescale positions
         already. The answer depends on the order of the passages.

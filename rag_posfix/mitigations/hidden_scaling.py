@@ -37,10 +37,8 @@ class HiddenScaling(Mitigation):
         ``first_layer`` to ``last_layer`` only.
     Differs from the paper: x' is never formed: W x' = W x + (s - 1) x_p W[:, p], which is the same. The layers are
         those of the paper at the same relative depth.
-    Helps: in the paper, answers over 20 passages with Llama-2-7B rose from 31.3 to 40.6, Gemma-1.1-7B 28.0 to 34.6,
-        Vicuna-13B 50.2 to 52.7, Qwen1.5-7B 56.8 to 58.3; key-value retrieval of Gemma from 82.3 to 97.5.
-    Hurts: with the wrong channel or too strong a factor: key-value retrieval of Llama-2-13B fell from 71.0 to 53.9 in
-        the paper. Its authors expect little gain for models such as Qwen2.5.
+    Helps: models in which one channel rises or falls steadily with the position.
+    Hurts: with the wrong channel or too strong a factor. Its authors expect little gain for models such as Qwen2.5.
     Cost: attention over the prompt once more, for its last token; 1.4 times the unmodified model's time in the paper.
     Limits: models whose queries and keys are linear in the normed hidden state. Needs a channel, which
         ``rag-posfix probe positional-dimensions`` finds. The answer depends on the order of the passages.

@@ -32,13 +32,9 @@ class InterDocument(Mitigation):
         in memory, so that the given order has no effect on rounding; importance between passages is summed over tokens
         in float32, where the authors' code rounds it to 16 bits and ties are common. Whole passages are moved with one
         more rotation, instead of a new rotation of all keys for each token.
-    Helps: where passages must be compared with each other: reasoning pairs of RewardBench, Llama-3-8B 65.3 to
-        73.4, 70B 78.9 to 87.6 (the paper); Lost in the Middle with 10 / 20 / 30 passages, Llama-3.1-8B 58.6-59.0 /
-        55.5-56.2 / 53.7-54.8 over gold positions against 50.2-54.7 / 51.0-54.8 / 43.5-56.8 unmodified (RoToR,
-        https://arxiv.org/abs/2502.08662).
-    Hurts: with many passages and large models: Lost in the Middle with 20 passages, Llama-3-70B 2.0 points below the
-        unmodified average (+1.2 with 10); all of RewardBench, Qwen1.5-72B 1.1 below (the paper). No model was
-        trained with one key at different positions for different heads.
+    Helps: where passages must be compared with each other.
+    Hurts: with many passages and large models. No model was trained with one key at different positions for different
+        heads.
     Cost: attention among all pairs of tokens of the passages twice, once to rank and once to attend, instead of half
         of the pairs once; no T x T tensor. Each decode step ranks the passages; keys are kept rotated in their
         passages beside the cache, half its size, padded to the longest passage.

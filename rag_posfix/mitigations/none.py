@@ -24,9 +24,7 @@ class Unmodified(Mitigation):
     Helps: as the baseline that methods are compared with. As a method, where the model reads its context evenly
         (measure that first), or where a reranker puts the gold passage at the model's best position: there it is
         better than context_experts on Lost in the Middle (docs/results.md).
-    Hurts: when the gold passage is at another position. SmolLM2-135M changes its answer with the gold position in 17
-        of 20 Lost-in-the-Middle questions; Llama-2-70b-chat is right in 69 % of them with the gold passage last of 20,
-        and in 53 % with it fifth (Liu et al., 2023).
+    Hurts: when the gold passage is at another position (docs/results.md).
     """
 
     name = "none"

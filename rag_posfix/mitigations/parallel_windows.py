@@ -30,10 +30,9 @@ class ParallelWindows(Mitigation):
         given order; the shared prefix (chat template, instructions) is encoded once and seen by every window
         instead of being repeated in each, so that there is one BOS, also under right indentation, where the authors'
         code shifts each window with a first token of its own.
-    Helps: tasks with many short independent items, such as examples of a classification task: LLaMA-65B gains
-        7.1 points with more than 6 classes (paper, table 1). A cold prompt costs less than the unmodified model's.
-    Hurts: generated answers over several passages: Llama-3.1-8B falls from 50-55 to 12 on ten Lost-in-the-Middle
-        passages and to 4 on twenty (RoToR's run); questions that need two passages lose most.
+    Helps: tasks with many short independent items, such as examples of a classification task. A cold prompt costs less
+        than the unmodified model's.
+    Hurts: generated answers over several passages; questions that need two passages lose most.
     Cost: attention of each window over itself and the prefix only: less than the unmodified model.
     Limits: models in which every layer has all keys and whose positions can be set.
 

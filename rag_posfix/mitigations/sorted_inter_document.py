@@ -128,8 +128,7 @@ class SortedInterDocument(Mitigation):
     Differs from the paper: relevance is that of any reranker, not of monoT5; keys are rotated once for all passages,
         by the common part of their arrangements, instead of once for every passage. Routing compares the
         confidence of the first token; the authors' code compares the mean over the generated tokens.
-    Helps: many passages in no meaningful order: Llama-3.1-8B 61.4-61.6, 59.6-61.4, 59.0-59.5 on 10, 20, 30
-        Lost-in-the-Middle passages where the unmodified model has 50-55, 51-55, 44-57 (paper, table 2).
+    Helps: many passages in no meaningful order.
     Hurts: passages whose order carries meaning, such as the parts of one text; models that attend mostly to the last
         passage lose the advantage of a gold passage in the last position.
     Cost: attention over T x T instead of its lower half at prefill, 1.2 to 2 times the time at 3,000 tokens in

@@ -18,19 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What each page makes: new files and edited ones, and the contract tests that the new files must pass.
 PAGES = {
-    "add-a-mitigation.md": (2, 1, {"tests/contract/test_mitigations.py": "best_last"}),
-    "add-a-reranker.md": (
-        4,
-        2,
+    "add-a-method.md": (
+        10,
+        6,
         {
+            "tests/contract/test_mitigations.py": "best_last",
             "tests/contract/test_rerankers.py": "word_overlap",
             "tests/contract/test_orders.py": "best_at or every_order_is",
         },
     ),
-    "add-a-cache-backend.md": (1, 0, {}),
-    "add-a-dialect.md": (1, 1, {}),
-    "add-a-generator.md": (1, 0, {}),
-    "add-a-probe.md": (4, 3, {}),
+    "add-a-backend.md": (3, 1, {}),
 }
 
 
@@ -102,7 +99,7 @@ def run_examples(python, copy, page):
     assert python.run(copy, "-c", "".join(code for code, _ in found)) == "".join(said or "" for _, said in found)
 
 
-@pytest.mark.parametrize("page", ["add-a-dialect.md", "add-a-mitigation.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_edited_lines_are_needed(copy, python, page):
     """Otherwise a page asks for a step that nobody needs."""
     for name in write_files(page, copy):
@@ -113,8 +110,8 @@ def test_the_edited_lines_are_needed(copy, python, page):
 
 
 def test_a_new_reranker_gets_its_page_and_is_listed(copy, python):
-    written = write_files("add-a-reranker.md", copy)
-    assert len(written) == 6
+    written = write_files("add-a-method.md", copy)
+    assert len(written) == 16
     listed = python.run(copy, "-m", "rag_posfix.cli.main", "methods", "--json")
     assert "word_overlap" in json.loads(listed)["rerankers"]
     python.run(copy, "-c", GENERATE_WITHOUT_FIGURES)

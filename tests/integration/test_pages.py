@@ -13,9 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize(
-    "page", ["assembly.md", "evaluation.md", "frameworks.md", "index.md", "langchain.md", "prompts.md"]
-)
+@pytest.mark.parametrize("page", ["evaluation.md", "frameworks.md", "index.md", "langchain.md", "prompts.md"])
 def test_the_examples_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, tiny_model):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAG_POSFIX_CACHE_DISK_BYTES", "0")

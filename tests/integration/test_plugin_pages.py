@@ -15,7 +15,7 @@ from tests.support.pages import blocks, files
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["add-a-mitigation.md", "add-a-reranker.md", "add-a-probe.md", "add-a-cache-backend.md"]
+PAGES = ["add-a-method.md", "add-a-backend.md"]
 PROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -125,7 +125,7 @@ FAULTS = {
 
 
 def test_the_conformance_suite_finds_each_method_that_breaks_its_promise(tmp_path, python):
-    text = files("add-a-mitigation.md")["rag_posfix/mitigations/best_last.py"]
+    text = files("add-a-method.md")["rag_posfix/mitigations/best_last.py"]
     plugins = {f"broken_{number}": fault for number, fault in enumerate(FAULTS.values())}
     for name, (before, after, _) in plugins.items():
         assert text.count(before) == 1

@@ -145,7 +145,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 async def create_completion(
     body: CompletionRequest, request: Request, service: ReadyService, fields: RequestLogFields
 ) -> Response:
-    """Continue prompts as they are: no chat template, no retrieval and no mitigation.
+    """Continue prompts as they are: no chat template, no retrieval and no method.
 
     With ``echo`` and ``logprobs`` the tokens of the prompt come with their log-probabilities: evaluations of multiple
     choice need them.

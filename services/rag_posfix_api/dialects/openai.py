@@ -119,7 +119,7 @@ class ChatRequest(RequestModel):
         description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
         "empty list answers without passages.",
     )
-    mitigation: Mitigation | None = Field(default=None, description="A mitigation by name, or with its parameters.")
+    mitigation: Mitigation | None = Field(default=None, description="A method by name, or with its parameters.")
     order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")
     posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")

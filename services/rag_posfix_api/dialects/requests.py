@@ -341,7 +341,7 @@ MAX_FIELDS = 16
 
 
 class MitigationInput(RequestModel):
-    """A mitigation and its parameters."""
+    """A method and its parameters."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -360,7 +360,7 @@ class MitigationInput(RequestModel):
 Mitigation = Annotated[
     Annotated[str, Tag("string")] | Annotated[MitigationInput, Tag("object")], Forms("string", "object")
 ]
-"""A mitigation by name, or with its parameters."""
+"""A method by name, or with its parameters."""
 
 
 class TemplateInput(RequestModel):
@@ -391,7 +391,7 @@ class PosfixInput(RequestModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    mitigation: Mitigation | None = Field(default=None, description="A mitigation by name, or with its parameters.")
+    mitigation: Mitigation | None = Field(default=None, description="A method by name, or with its parameters.")
     order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")
     index: str | None = Field(

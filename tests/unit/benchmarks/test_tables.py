@@ -52,7 +52,7 @@ def head(mitigations, **changes):
 def test_positions_have_a_column_each_and_an_order_free_method_says_same():
     assert table([head({"none": NONE, PROFILED: FREE})]).splitlines() == [
         "| method | gold at 0 | gold at 9 | worst | mean | spread | worst - best of `none` |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|---|---|",
         "| `none` | -3.21 (.20) | -2.50 (1.0) | -3.21 (.20) | -2.00 (.50) | 0.71 (.80) | - |",
         "| `calibrated_attention:profile=PROFILE:temperature=2.0` | -2.00 (.25) | same | -2.00 (.25) | -2.00 (.50) "
         "| 0.00 (.00) | +0.50 [-0.12, +1.00] |",
@@ -124,7 +124,7 @@ def test_bench_records_have_rows_of_their_own_and_only_columns_that_were_read():
 
     assert table([bench(5), bench(10, ttft_warm_memory_ratio=0.04)]).splitlines() == [
         "| method | passages | cold | warm, memory | decode | peak memory |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|---|",
         "| `m` | 5 x 150 | 2.0x | - | 1.50 | 1.00 |",
         "| `m` | 10 x 150 | 2.0x | 25x | 1.50 | 1.00 |",
     ]
@@ -160,7 +160,7 @@ def test_a_record_carries_its_table_and_several_have_rows_of_their_own():
     heads = [{"kind": "routing", "tables": tables}, {"kind": "routing", "tables": tables}]
     assert table(heads).splitlines() == [
         "| way | share | p50 | added |",
-        "| --- | --- | --- | --- |",
+        "|---|---|---|---|",
         "| `none` | 87 % | .33 s | - |",
         "| `none` | 87 % | .33 s | - |",
     ]
@@ -177,7 +177,7 @@ def test_a_fault_has_a_row_and_statuses_that_no_document_has_are_counted():
     }
     assert table([{"kind": "fleet", "tables": {"fleet": fault_table(rows)}}]).splitlines() == [
         "| fault | requests | failed | wrong | undocumented status | added, ms |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|---|",
         "| none | 5 | 0 | 0 | - | - |",
         "| redis killed | 40 | 0 | - | 2 | 1.5 |",
     ]
@@ -210,7 +210,7 @@ def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
     heads = [record(None, 0.25, None), record("echo", 0.0, None), record("poison", 0.5, 0.31)]
     assert table(heads, "capture").splitlines() == [
         "| method | no hostile passage | echo | poison |",
-        "| --- | --- | --- | --- |",
+        "|---|---|---|---|",
         "| `none` | -2.00 (.25) | -2.00 (.00) | -2.00 (.50); planted 31 % |",
     ]
     for changes in ({"data": "e"}, {"dtype": "float32"}):
