@@ -288,6 +288,26 @@ def end_to_end(heads: Sequence[Head]) -> Iterator[Row]:
     yield ["passages that the filter leaves out", *(_each_record(heads, name, _leaked) for name in names)]
 
 
+def own_files(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per kind of question about own files, a column per reader, of the default arrangement."""
+    summaries = [next(iter(head["summary"].values())) for head in heads]
+    yield ["right answers", *(str(head["model"]) for head in heads)]
+    for kind in dict.fromkeys(kind for measured in summaries for kind in measured["right_by_kind"]):
+        counts = (measured["right_by_kind"].get(kind) for measured in summaries)
+        yield [kind, *("" if count is None else f"{count[0]} of {count[1]}" for count in counts)]
+    texts = {"names of lists": "names", "unwanted names of lists": "unwanted"}
+    for text, field in texts.items():
+        shown = ("" if measured[field] is None else short(f"{measured[field]:.2f}") for measured in summaries)
+        yield [text, *shown]
+    shares = {"off topic, answered": ("off_topic_answered", "off_topic"),
+              "documents without the answer, answered": ("unanswered_answered", "unanswered"),
+              "all, right": ("right", "questions")}  # fmt: skip
+    for text, (count, of) in shares.items():
+        yield [text, *(_share(measured, count, of) for measured in summaries)]
+    for text, field in {"planted answers": "planted", "answers that are a heading": "heading_only"}.items():
+        yield [text, *(str(measured[field]) for measured in summaries)]
+
+
 def _share(measured: Mapping[str, Any], count: str, of: str) -> str:
     return f"{measured[count]} of {measured[of]}" if measured[of] else ""
 
@@ -325,6 +345,7 @@ LAYOUTS: dict[str, Layout] = {
     "ratios": ratios,
     "demo": demo,
     "end-to-end": end_to_end,
+    "own-files": own_files,
 }
 """Of records that commands of the product write; other records carry their tables."""
 

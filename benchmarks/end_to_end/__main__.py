@@ -101,7 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         head, rows = measure(chosen, Path(folder).resolve())
     if chosen.out is not None:
         write_record(chosen.out, chosen.name, head, rows)
-    print(json.dumps(head["summary"], indent=2) if chosen.json else table([head]))
+    print(
+        json.dumps(head["summary"], indent=2)
+        if chosen.json
+        else table([head], "own-files" if chosen.questions == OWN_FILES else None)
+    )
 
 
 if __name__ == "__main__":

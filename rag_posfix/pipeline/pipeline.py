@@ -280,7 +280,7 @@ class Pipeline(AskedInBatches):
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
-            odds = self.support.odds(run, prepared.prompt.assembled)
+            odds = self._odds(prepared)
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
@@ -313,7 +313,7 @@ class Pipeline(AskedInBatches):
                 answer = self._finish(prepared, stored, cached=True)
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
-            odds = self.support.odds(prepared.run, prepared.prompt.assembled)
+            odds = self._odds(prepared)
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 answer = self._refuse(prepared, odds)
                 return iter([AnswerChunk(answer.text, answer)])
@@ -534,6 +534,12 @@ class Pipeline(AskedInBatches):
         assembled = prepared.prompt.assembled
         answer = no_passage_answer(text, assembled, prepared.info.name, run.timings, cached=cached)
         return self._traced(prepared, answer)
+
+    def _odds(self, prepared: PreparedQuestion) -> dict[str, float]:
+        question = prepared.run.question
+        retriever = None if question.documents is not None else self._retriever_of(question)
+        similarity = None if retriever is None else similarity_of(retriever)
+        return self.support.odds(prepared.run, prepared.prompt.assembled, similarity)
 
     def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
         asked = prepared.run.question.allow_unsupported

@@ -6,6 +6,7 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
+from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.pipeline.support import (
@@ -179,6 +180,19 @@ class TestPipeline:
             answer = judge.pipeline.ask(Question(asked, documents=[Document(text)]))
             assert answer.support == verdict
             assert bool(judge.seen) is (verdict == "no")
+
+    @pytest.mark.parametrize(("score", "verdict"), [(0.5, "unknown"), (0.49, "no")])
+    def test_a_small_judge_is_not_asked_about_near_passages(self, score, verdict):
+        class Shelf:
+            def similarity_range(self):
+                return SimilarityRange(low=0.2, clear=0.6)  # three quarters of the way is .5
+
+            def retrieve(self, question, k):
+                return [Document(OTHER, id="a", metadata={"relevance_score": score})]
+
+        judge = Judge({OTHER: -9.0}, judges_all=False)
+        answer = judge.pipeline.with_retriever(Shelf()).ask(Question(ASKED, allow_unsupported=True))
+        assert answer.support == verdict
 
     def test_passages_that_the_reranker_judged_are_not_judged_again(self):
         judge = Judge({PASSAGE: 3.0, OTHER: -3.0})
