@@ -30,10 +30,18 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def checked_page(browser: Browser, **context: Any) -> Iterator[Page]:
-    """Yield a page of a new context; fail at the end if it logged an error or asked another host for anything."""
+def checked_page(browser: Browser, *, expected: str | None = None, **context: Any) -> Iterator[Page]:
+    """Yield a page of a new context; fail at the end if it logged an error or asked another host for anything.
+
+    Args:
+        expected: A text of errors that may be logged.
+    """
     outside: list[str] = []
     errors: list[str] = []
+
+    def note(text: str) -> None:
+        if expected is None or expected not in text:
+            errors.append(text)
 
     def let_through(route: Route) -> None:
         if urlsplit(route.request.url).hostname in ("127.0.0.1", "localhost"):
@@ -47,7 +55,7 @@ def checked_page(browser: Browser, **context: Any) -> Iterator[Page]:
         opened.route(lambda url: url.startswith("http"), let_through)
         page = opened.new_page()
         page.set_default_timeout(30_000)
-        page.on("console", lambda message: message.type in ("error", "warning") and errors.append(message.text))
+        page.on("console", lambda message: message.type in ("error", "warning") and note(message.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
         yield page
         assert (outside, errors) == ([], [])

@@ -38,9 +38,30 @@ def test_both_columns_stream(page, generator):
         generator.gate.set()
     settle(page)
     assert answers(page) == {"none": MARAVEL, "default": TORVANE}
-    # What one column has and the other has not is underlined, word by word.
+    # What one column has and the other has not is bold, word by word.
     assert page.locator(".answer.none .differs").all_inner_texts() == ["Maravel", "Cape Sorrin,", "northern"]
     assert page.locator(".answer.default .differs").all_inner_texts() == ["Torvane", "Gannet Head,", "southern"]
+
+
+def test_answers_are_stopped_and_what_was_written_stays(page, generator):
+    generator.gate.clear()
+    try:
+        page.click("button.primary")
+        wait_for(page, "document.querySelector('.answer.none .words').innerText.trim() === 'The Maravel'")
+        page.get_by_role("button", name="Stop", exact=True).click()
+        settle(page)
+        assert answers(page)["none"].strip() == "The Maravel"
+        assert not page.get_by_role("button", name="Stop", exact=True).is_visible()
+    finally:
+        generator.gate.set()
+
+
+def test_the_first_three_passages_are_shown_until_all_are_asked_for(page):
+    visible = page.locator(".card:visible")
+    assert visible.count() == 3
+    page.get_by_role("button", name="Show all 6 passages").click()
+    assert visible.count() == 6
+    assert page.get_by_role("button", name="Show all").count() == 0 or not page.locator(".more").is_visible()
 
 
 def test_the_keyboard_moves_a_passage_and_both_columns_are_asked_again(page):

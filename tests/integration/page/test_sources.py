@@ -34,6 +34,21 @@ from tests.support.serving import BRIDGE, HARBOUR, make_pipeline, serving
 pytestmark = pytest.mark.slow
 
 
+def test_a_wrong_key_is_refused_under_its_field(browser, generator):
+    with serving(make_pipeline(generator), api_key="secret-key") as url, checked_page(browser, expected="401") as page:
+        page.goto(url)
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_role("button", name="Use key").click()
+        wait_for(page, "document.getElementById('key-problem').innerText !== ''")
+        assert page.locator("#key-problem").inner_text() == "The service does not accept this key."
+        assert page.locator(".top .quiet").inner_text() == "This service needs an API key."
+        assert has_no_horizontal_scroll(page)
+        page.get_by_label("API key").fill("secret-key")
+        page.get_by_role("button", name="Use key").click()
+        wait_for(page, "document.querySelector('button.primary').disabled === false")
+        assert not page.locator("#key-problem").is_visible()
+
+
 def test_a_key_is_asked_for_and_kept_in_memory_only(browser, generator):
     with serving(make_pipeline(generator), api_key="secret-key") as url, checked_page(browser) as page:
         page.goto(url)
@@ -41,6 +56,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(browser, generator):
         assert page.locator("button.primary").is_disabled()
         page.get_by_role("button", name="Use key").click()
         wait_for(page, "document.querySelector('button.primary').disabled === false")
+        assert not page.get_by_label("API key").is_visible()
         ask(page)
         assert answers(page)["default"] == TORVANE
         curl = code_in(page, "curl")

@@ -50,7 +50,8 @@ export function take(column, chunk) {
     column.shares = Object.fromEntries(chunk.documents.map((one) => [one.id, shareOf(one)]));
     const seconds = Object.values(chunk.timings ?? {}).reduce((sum, one) => sum + one, 0);
     const time = chunk.cached ? "from the cache" : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-    column.facts = [time, SUPPORT[chunk.support]].filter(Boolean).join(", ");
+    const said = chunk.grounded === false && !chunk.documents.length ? "the service's own text: no model was asked" : SUPPORT[chunk.support];
+    column.facts = [time, said].filter(Boolean).join(", ");
   }
 }
 

@@ -11,6 +11,7 @@ import { isRight } from "./words.js";
 
 const AGAIN_MS = 400; // several moves in a row are asked once
 const LOADING_MS = 1500;
+const FIRST_SHOWN = 3; // passages; page.css hides the others
 
 function page() {
   return {
@@ -18,6 +19,8 @@ function page() {
     ready: false,
     needsKey: false,
     key: "",
+    keyProblem: "",
+    showsAll: false, // or only the first passages
     problem: "",
     told: "",
     question: "",
@@ -55,6 +58,18 @@ function page() {
 
     get busy() {
       return this.columns.some((column) => column.busy);
+    },
+    get asksKey() {
+      return this.needsKey && !this.ready;
+    },
+    get collapsed() {
+      return !this.showsAll && this.passages.length > FIRST_SHOWN;
+    },
+    get listStyle() {
+      return { collapsed: this.collapsed };
+    },
+    get moreName() {
+      return `Show all ${this.passages.length} passages`;
     },
     get settled() {
       return this.columns.some((column) => column.state === "done");
@@ -119,17 +134,23 @@ function page() {
         this.collection = this.collections[0] ?? "";
       } catch (error) {
         this.refused(error);
-        this.served = error.message;
+        if (!this.asksKey) this.served = error.message;
       }
     },
 
     useKey() {
       this.problem = "";
+      this.keyProblem = "";
       return this.connect();
     },
 
+    /** Ask for the key again if the service does not take it, such as one that was revoked meanwhile. */
     refused(error) {
-      if (error.status === 401) this.needsKey = true;
+      if (error.status !== 401) return;
+      this.needsKey = true;
+      this.ready = false;
+      this.served = "This service needs an API key.";
+      this.keyProblem = this.key ? "The service does not accept this key." : "";
     },
 
     // Passages
@@ -176,6 +197,7 @@ function page() {
       this.passages = distinct(documents.slice(0, MOST_PASSAGES));
       this.gold = gold ?? this.passages[0]?.id ?? "";
       this.panel = "";
+      this.showsAll = false;
       this.points = [];
       this.columns.forEach((column) => Object.assign(column, newColumn(column.name, column.title, column.subtitle)));
       this.asked = "";
@@ -190,6 +212,7 @@ function page() {
     move(from, to) {
       if (to < 0 || to >= this.passages.length || from === to) return;
       const passage = this.passages[from];
+      if (to >= FIRST_SHOWN) this.showsAll = true;
       this.reorder(movedTo(this.passages, from, to));
       this.say(`Passage ${passage.label} is now at place ${to + 1} of ${this.passages.length}.`);
     },
@@ -317,6 +340,17 @@ function page() {
       this.say("A new conversation.");
     },
 
+    /** Stop both answers; what was written stays. */
+    cease() {
+      this.stop();
+      this.columns.forEach((column) => column.busy && (column.text ? finish(column) : fail(column, new Error("Stopped."))));
+      this.say("Stopped.");
+    },
+
+    expand() {
+      this.showsAll = true;
+    },
+
     stop() {
       clearTimeout(this.timer);
       this.running?.abort();
@@ -401,7 +435,8 @@ function page() {
     },
     show(id) {
       const card = [...this.$refs.list.children].find((one) => one.dataset?.id === id);
-      card?.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" });
+      if (this.passages.findIndex((one) => one.id === id) >= FIRST_SHOWN) this.showsAll = true;
+      this.$nextTick(() => card?.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" }));
     },
     shows(style) {
       return this.columns.some((column) => column.segments.some((one) => one.style.split(" ").includes(style)));
