@@ -241,7 +241,7 @@ def report(
     output: Annotated[Path, typer.Option("--out", help="Write this HTML file; table and charts beside it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Turn result records into one HTML page; of two, say which is better.
+    """Turn result records into one HTML page, and compare two.
 
     Records of measure, eval and bench have tables, those of measure and eval positions also charts; every other record
     has its summary. Beside the page are the table as CSV and LaTeX, and each chart as SVG and PNG.
