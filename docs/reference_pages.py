@@ -36,8 +36,8 @@ ADAPTERS = (
 )
 ROWS = (
     "rag_posfix.evaluation.answers.positions.PositionRow",
-    "rag_posfix.evaluation.answers.permutations.PermutationRow",
-    "rag_posfix.evaluation.ranking.gold_positions.GoldRank",
+    "rag_posfix.evaluation.answers.positions.PermutationRow",
+    "rag_posfix.evaluation.ranking.reranking.GoldRank",
     "rag_posfix.evaluation.record.ExperimentRecord",
     "rag_posfix.evaluation.record.read_record",
 )

@@ -285,7 +285,7 @@ def _defaults(
         mitigation=mitigation,
         measured=measured,
         best_passage=None if is_chosen else BestPassage(without_copies, embeddings),
-        names_for_pronouns=_has_channels(engine, 1) and not _has_channels(engine, LARGE_HIDDEN_SIZE),
+        is_small_reader=_has_channels(engine, 1) and not _has_channels(engine, LARGE_HIDDEN_SIZE),
         order=methods.order,
         k=settings.k,
         sampling=Sampling(max_tokens=settings.max_tokens),

@@ -209,7 +209,8 @@ class Defaults:
         measured: What the mitigation ``auto`` stands for; without it ``auto`` equals ``default``.
         best_passage: Finds a retrieved passage that is read alone where a question names no method, reranker or order;
             None reads all.
-        names_for_pronouns: Whether the prompt of an English follow-up has the name that its first pronoun stands for.
+        is_small_reader: Whether the prompt of an English follow-up has the name that its first pronoun stands for,
+            and an answer that adds no word to an open question is read again.
         filter: Joined with the filter of every question, which cannot widen it. Documents that come with a question
             are not filtered.
     """
@@ -229,7 +230,7 @@ class Defaults:
     min_relevance: MinRelevance = "auto"
     measured: MeasuredProfile | None = None
     best_passage: BestPassage | None = None
-    names_for_pronouns: bool = False
+    is_small_reader: bool = False
 
     def template_of(self, text: str, history: Sequence[Mapping[str, str]] = ()) -> PromptTemplate | None:
         """Return the template of the language of a question; None for that of the pipeline.

@@ -44,20 +44,20 @@ class CopiedHeading:
     """Whether an answer is a heading of the passages: two of a path, or one that only repeats the question.
 
     A heading that answers ("Which section is it?", "Torvane Lighthouse") adds words to the question, and is no path.
-    An answer to an open question that adds no word to it is a heading in other words.
 
     Args:
         titles: The titles of the passages: paths of headings, with " > " between them.
         question: Its words add nothing.
+        rewords: Whether an answer that adds no word to an open question is a heading in other words.
     """
 
-    def __init__(self, titles: Sequence[object], question: str) -> None:
+    def __init__(self, titles: Sequence[object], question: str, rewords: bool = False) -> None:
         read = [title for title in titles if isinstance(title, str) and len(title) <= MOST_CHARACTERS]
         paths = [[_folded(part) for part in re.split(r"\s>\s", title)] for title in read]
         self._paths = {f"{first} > {second}" for path in paths for first, second in pairwise(path)}
         self._headings = {part for path in paths for part in path if " " in part and not find_evidence(part, question)}
         self._question = question
-        self._is_open = bool(_OPEN.match(question)) and not _CHOICE.search(question)
+        self._is_open = rewords and bool(_OPEN.match(question)) and not _CHOICE.search(question)
 
     def is_copied(self, answer: str) -> bool:
         """Return whether an answer begins with a path, or only repeats the question."""

@@ -339,7 +339,7 @@ class Pipeline(AskedInBatches):
             return None
         titles = [document.metadata.get("title") for document in prepared.prompt.assembled.documents]
         has_headings = any(titles) and self._assembler_of(question).template.heading
-        return CopiedHeading(titles, question.text) if has_headings else None
+        return CopiedHeading(titles, question.text, self.defaults.is_small_reader) if has_headings else None
 
     def _without_headings(self, prepared: PreparedQuestion) -> GenerationRequest:
         run, assembler = prepared.run, self._assembler_of(prepared.run.question)
@@ -400,7 +400,7 @@ class Pipeline(AskedInBatches):
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
         position = 0 if self.cache is None else self.cache.position
         kv_position = None if self.passages is None else self.passages.position
-        read_as = with_names(question.text, question.history) if self.defaults.names_for_pronouns else question.text
+        read_as = with_names(question.text, question.history) if self.defaults.is_small_reader else question.text
         run = QuestionRun(
             question, salt, metadata_filter, query, trace, watched_by(trace, watcher), position, read_as=read_as
         )

@@ -54,6 +54,7 @@ OTHER_MESSAGES = {
     "data check": "rows.jsonl is not a file",
     "eval rerank-positions": "rows.jsonl is not a file",
     "eval rerank": "matplotlib is not installed; in a copy of the repository run: pip install '.[eval]'",
+    "serve": "uvicorn is not installed; in a copy of the repository run: pip install '.[server]'",
     "keys create": "filelock is not installed; in a copy of the repository run: pip install '.[server]'",
     "keys prune": "filelock is not installed; in a copy of the repository run: pip install '.[server]'",
     "models fetch": "has no pip",

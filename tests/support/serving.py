@@ -84,8 +84,7 @@ def request_of(path: str, fields: Mapping[str, Any]) -> bytes:
 def clock_of_requests(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return a clock for the time limits and the waits of requests."""
     clock = Clock()
-    for module in ("admission", "admitted"):
-        monkeypatch.setattr(f"rag_posfix_api.runtime.{module}.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("rag_posfix_api.runtime.admission.time", SimpleNamespace(monotonic=clock))
     return clock
 
 

@@ -32,8 +32,9 @@ from torch import Tensor
 from rag_posfix.contracts.generator import CachingGenerator, Generator, PassageReader
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, ScoredToken, whole_answer
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
+from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, choose_together, open_scored
-from rag_posfix.generation.deferred import DelegatingGenerator
+from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, cache_bytes, forward_batches
 from rag_posfix.patching.attention_hook import Observer
@@ -42,29 +43,9 @@ from rag_posfix.plan.layout import Layout
 if TYPE_CHECKING:
     from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.generation.model.tokenizer import Tokenizer
     from rag_posfix.plan.plan import Plan
 
 __all__ = ["BatchingGenerator"]
-
-
-@runtime_checkable
-class SteppedGenerator(Generator, Protocol):
-    """A generator that a caller can advance step by step, several answers together; for example the engine."""
-
-    @property
-    def encoder(self) -> Tokenizer: ...
-
-    def open(
-        self,
-        layout: Layout,
-        mitigation: MitigationChoice | None = None,
-        max_tokens: int = 1,
-        salt: str = "",
-        kv_position: int | None = None,
-    ) -> Session:
-        """Read a prompt and return the session that continues it."""
-        ...
 
 
 @runtime_checkable

@@ -34,7 +34,7 @@ from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationCho
 from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import CLOSING_SECONDS
 from rag_posfix.generation.decode.answer_writer import Session
-from rag_posfix.generation.deferred import DelegatingGenerator
+from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.spec import Ranks
 from rag_posfix.plan.layout import Layout, Span, Turn

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken, own_tags
 from rag_posfix.errors import ConfigError, GenerationError, UpstreamError
-from rag_posfix.generation.batching.scheduler import SteppedGenerator
-from rag_posfix.generation.deferred import DelegatingGenerator
+from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.generation.delegating import DelegatingGenerator
 
 MAX_MARKS = 4096
 """Marks of a sketch, unless set otherwise."""

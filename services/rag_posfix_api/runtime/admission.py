@@ -30,7 +30,7 @@ from typing import Any
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest
 from rag_posfix.errors import GenerationCancelled, OverloadedError
-from rag_posfix.generation.deferred import DelegatingGenerator
+from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.pipeline.precompute import AnswerCache
 from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError, TokenLimitError
 from rag_posfix_api.http.metrics import ANSWER, Metrics

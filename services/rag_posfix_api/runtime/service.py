@@ -29,7 +29,7 @@ from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling, scoped_salt
 from rag_posfix.contracts.retrieval import RerankerHealth, combine_filters, filter_key
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
-from rag_posfix.generation.batching.scheduler import SteppedGenerator
+from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import PassagePrecomputer, precompute

@@ -86,7 +86,7 @@ def test_no_piece_is_as_large_as_queries_times_keys(monkeypatch):
         seen.append((query.shape[2], key.shape[2]))
         return attend_with_lse(query, key, *arguments, **options)
 
-    for module in ("mitigations.shifted_rotary", "attention.blockwise"):
+    for module in ("mitigations.shifted_rotary", "attention.masks"):
         monkeypatch.setattr(f"rag_posfix.{module}.attend_with_lse", watching)
     states = random_states(200)
     states.run(attend_of(20, 4), 0, 200)

@@ -68,6 +68,6 @@ def test_the_prompt_has_the_name_where_the_defaults_say_so(is_on, expected):
         "When did she sink?", [Document("She sank in 1952.", id="a")],
         history=[{"role": "user", "content": "Tell me about the ferry Ostrilla."}],
     )  # fmt: skip
-    asked_of = pipeline(defaults=Defaults(names_for_pronouns=is_on))
+    asked_of = pipeline(defaults=Defaults(is_small_reader=is_on))
     assert f"Question: {expected}" in asked_of.preview(question).text
     assert asked_of.ask(question).query == "Tell me about the ferry Ostrilla.\nWhen did she sink?"

@@ -13,7 +13,8 @@ import pytest
 from rag_posfix.contracts.generator import Generator, WatchedGenerator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError
-from rag_posfix.generation.batching.scheduler import BatchingGenerator, SteppedGenerator
+from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.settings import CacheSettings, Settings
