@@ -58,7 +58,7 @@ from rag_posfix.pipeline.retrievers_and_servers import (
     open_retrievers,
     remote_settings_of,
 )
-from rag_posfix.pipeline.support import CERTAIN_HIDDEN_SIZE, JUDGING_HIDDEN_SIZE, SupportTest
+from rag_posfix.pipeline.support import JUDGING_HIDDEN_SIZE, SupportTest
 from rag_posfix.pipeline.tracing import QuestionTracer
 from rag_posfix.process import environment_with
 from rag_posfix.reranking import RERANKERS
@@ -260,9 +260,7 @@ def _support_test(engine: Generator, settings: Settings) -> SupportTest:
             reranker=YesNoReranker(generator=generator), deadline_seconds=settings.reranker_deadline_seconds
         )
 
-    return SupportTest(
-        judge, _has_channels(engine, JUDGING_HIDDEN_SIZE), judges_all=_has_channels(engine, CERTAIN_HIDDEN_SIZE)
-    )
+    return SupportTest(judge, _has_channels(engine, JUDGING_HIDDEN_SIZE))
 
 
 def _defaults(

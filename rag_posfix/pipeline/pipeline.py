@@ -74,6 +74,7 @@ from rag_posfix.pipeline.stored_answer import (
 from rag_posfix.pipeline.support import (
     UNSUPPORTED,
     SupportTest,
+    is_refused,
     odds_of,
     of_passages,
     read_texts,
@@ -280,7 +281,7 @@ class Pipeline(AskedInBatches):
             if stored is not None:
                 return self._finish(prepared, stored, cached=True)
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
-            odds = self._odds(prepared)
+            odds = self.support.odds(run, prepared.prompt.assembled)
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
@@ -313,7 +314,7 @@ class Pipeline(AskedInBatches):
                 answer = self._finish(prepared, stored, cached=True)
                 return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
-            odds = self._odds(prepared)
+            odds = self.support.odds(prepared.run, prepared.prompt.assembled)
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 answer = self._refuse(prepared, odds)
                 return iter([AnswerChunk(answer.text, answer)])
@@ -535,16 +536,10 @@ class Pipeline(AskedInBatches):
         answer = no_passage_answer(text, assembled, prepared.info.name, run.timings, cached=cached)
         return self._traced(prepared, answer)
 
-    def _odds(self, prepared: PreparedQuestion) -> dict[str, float]:
-        question = prepared.run.question
-        retriever = None if question.documents is not None else self._retriever_of(question)
-        similarity = None if retriever is None else similarity_of(retriever)
-        return self.support.odds(prepared.run, prepared.prompt.assembled, similarity)
-
     def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
         asked = prepared.run.question.allow_unsupported
         is_allowed = self.defaults.allow_unsupported if asked is None else asked
-        return not is_allowed and self.support.is_refused(odds)
+        return not is_allowed and is_refused(odds)
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
         return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
@@ -596,15 +591,14 @@ class Pipeline(AskedInBatches):
         prompt, run = prepared.prompt, prepared.run
         odds = stored_odds(stored, prompt.assembled)
         if self._is_refused(prepared, odds):
-            warning = refusal_warning(prompt.assembled.documents, odds, self.support.no_below)
+            warning = refusal_warning(prompt.assembled.documents, odds)
             refused = replace(prepared, warnings=(*prepared.warnings, warning))
             return self._finish_without_passage(refused, cached=cached)
 
         def make() -> Answer:
             return answer_from(
-                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text,
-                no_below=self.support.no_below,
-            )  # fmt: skip
+                stored, prompt.assembled, prepared.info.name, run.timings, cached=cached, question=run.question.text
+            )
 
         answer = prompt.answer(stored, make) if cached else make()
         warnings = [UNSUPPORTED] if answer.support == "no" and odds else []

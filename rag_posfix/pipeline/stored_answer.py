@@ -26,7 +26,7 @@ from rag_posfix.contracts.retrieval import filter_key
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes, page_of
 from rag_posfix.pipeline.disagreement import list_disagreements
 from rag_posfix.pipeline.run import QuestionRun
-from rag_posfix.pipeline.support import NO_BELOW, compare_words, has_words_of, read_texts, verdict_of
+from rag_posfix.pipeline.support import compare_words, has_words_of, read_texts, verdict_of
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
 
@@ -198,19 +198,17 @@ def answer_from(
     *,
     cached: bool,
     question: str = "",
-    no_below: float = NO_BELOW,
 ) -> Answer:
     """Return the answer for the documents of *this* question; order and ids of the cached question's may differ.
 
     Args:
         question: Its words are no evidence for a citation.
-        no_below: As in ``verdict_of``.
     """
     names = _passage_names(assembled.layout)
     texts = read_texts(assembled.documents)
     documents = _documents(stored, assembled, names)
     words = compare_words(stored["text"], texts, question)
-    support, supporting = verdict_of(stored_odds(stored, assembled), words, no_below)
+    support, supporting = verdict_of(stored_odds(stored, assembled), words)
     return Answer(
         text=stored["text"],
         documents=documents,

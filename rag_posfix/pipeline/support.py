@@ -7,7 +7,7 @@ Words are compared afterwards. They are a necessary condition: a model that judg
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,34 +17,22 @@ from rag_posfix.assembly.assembler import Assembled
 from rag_posfix.assembly.documents import content_key, document_id, without_source_claims
 from rag_posfix.contracts.answer import SupportVerdict
 from rag_posfix.contracts.request import salted
-from rag_posfix.contracts.retrieval import DETAILS, Reranker, SimilarityRange, rerank_indexed
+from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed
 from rag_posfix.pipeline.citations import COVERAGE, PAIR_COVERAGE, STEM, find_evidence, passage_words
-from rag_posfix.pipeline.language import content_words, is_broad, same_language
+from rag_posfix.pipeline.language import is_broad, same_language
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.text import clean_text, is_pair, titled_text
 
 JUDGE = "yes_no"
 """The reranker whose log-odds say whether a passage contains the answer."""
 
-JUDGING_HIDDEN_SIZE, CERTAIN_HIDDEN_SIZE = 896, 1536
-"""Channels of the hidden state from which a model's judgements count, and from which each passage has its own.
-
-A model between them is asked until a passage may have the answer.
-"""
+JUDGING_HIDDEN_SIZE = 1536
+"""Channels of the hidden state from which a model's judgements count."""
 
 NO_BELOW, YES_FROM = 0.0, 0.6
 """Log-odds of the best passage: below the first no passage has the answer, from the second on one has it.
 
 Below 0 each passage makes "yes" less likely than no passage does.
-"""
-
-JUDGED_AT_ONCE = 2
-
-NEAR = 0.75
-"""Of the way from ``low`` to ``clear`` similarity: from there on a small judge is not asked.
-
-Chosen on the gate, asked about all: it refused three of 45 questions with an answer, all above, and four of 30 off
-topic that the other test let pass, three of them below.
 """
 
 _ASKS = re.compile(
@@ -121,9 +109,7 @@ def has_words_of(sentence: str, passage: str, question: str) -> bool:
     return bool(shared_words(evidence, passage_words(passage)))
 
 
-def verdict_of(
-    odds: Sequence[float | None], words: WordSupport, no_below: float = NO_BELOW
-) -> tuple[SupportVerdict, tuple[int, ...]]:
+def verdict_of(odds: Sequence[float | None], words: WordSupport) -> tuple[SupportVerdict, tuple[int, ...]]:
     """Return whether passages support an answer, and the indices of those that do.
 
     Rule: ``no`` if the judge finds the answer in no passage, or if no passage has any of its words. ``yes`` if the
@@ -132,10 +118,9 @@ def verdict_of(
 
     Args:
         odds: Of each passage the calibrated log-odds that it contains the answer; None without a judge.
-        no_below: The judge finds the answer in no passage if all its log-odds are below this.
     """
     judged = [value for value in odds if value is not None]
-    if words.verdict == "none" or (judged and max(judged) < no_below):
+    if words.verdict == "none" or (judged and max(judged) < NO_BELOW):
         return "no", ()
     if not judged:
         return "unknown", ()
@@ -153,71 +138,36 @@ class SupportTest:
         judge: Returns the reranker ``yes_no``; None without one. The log-odds of a reranker that scored the passages
             of the question already are used first.
         is_trusted: Whether the judgements of the model count: small models say yes to nearly every passage.
-        judges_all: Whether each passage is judged. Otherwise ``JUDGED_AT_ONCE`` at a time, the most similar first,
-            until one may have the answer: enough to refuse. A passage with all content words of the question needs
-            no judge, nor does one that is ``NEAR`` to it.
-        no_below: Log-odds below which no passage has the answer.
     """
 
     judge: Callable[[], Reranker | None] = lambda: None
     is_trusted: bool = False
-    judges_all: bool = True
-    no_below: float = NO_BELOW
 
-    def odds(
-        self, run: QuestionRun, assembled: Assembled, similarity: SimilarityRange | None = None
-    ) -> dict[str, float]:
+    def odds(self, run: QuestionRun, assembled: Assembled) -> dict[str, float]:
         """Return the log-odds of the passages by content key; empty if nobody judges them.
 
         Only questions for a fact are judged: no passage contains "the answer" to "Summarise the report".
-
-        Args:
-            similarity: The range of the scores of the passages; None if they were not retrieved, or have no scale.
         """
         if not self.is_trusted or not assembled.documents or not asks_for_fact(run.question.text):
-            return {}
-        if not self.judges_all and _is_clear(run.query.text, assembled.documents, similarity):
             return {}
         keys = assembled.layout.keys
         missing = [document for key, document in zip(keys, assembled.documents, strict=True) if key not in run.odds]
         judge = self.judge() if missing else None
         if judge is not None:
             with run.timed("support"), salted(run.salt):
-                for asked in self._groups(missing):
-                    ranked = rerank_indexed(judge, run.query.text, [_without_details(one) for one in asked])
-                    odds = odds_of(judge, [entry.document for entry in ranked], asked)
-                    run.odds.update(odds)
-                    if not odds or (not self.judges_all and max(odds.values()) >= self.no_below):
-                        break
+                ranked = rerank_indexed(judge, run.query.text, [_without_details(one) for one in missing])
+            run.odds.update(odds_of(judge, [entry.document for entry in ranked], missing))
         return {key: run.odds[key] for key in keys if key in run.odds}
-
-    def is_refused(self, odds: Sequence[float | None]) -> bool:
-        """Return whether the judge finds the answer in no passage; False unless it judged all."""
-        return bool(odds) and all(value is not None and value < self.no_below for value in odds)
-
-    def _groups(self, documents: Sequence[Document]) -> Iterator[Sequence[Document]]:
-        """Yield all documents at once, or those that are most similar to the question first."""
-        if self.judges_all:
-            yield documents
-            return
-        ranked = sorted(documents, key=lambda one: float(one.metadata.get("relevance_score") or 0.0), reverse=True)
-        yield from (ranked[start : start + JUDGED_AT_ONCE] for start in range(0, len(ranked), JUDGED_AT_ONCE))
-
-
-def _is_clear(question: str, documents: Sequence[Document], similarity: SimilarityRange | None) -> bool:
-    """Return whether a passage is near to a question, or has all its content words, two at least."""
-    if similarity is not None:
-        near = similarity.low + NEAR * (similarity.clear - similarity.low)
-        if any(float(one.metadata.get("relevance_score") or 0.0) >= near for one in documents):
-            return True
-    asked = content_words(question)
-    texts = (titled_text(one.metadata.get("title"), clean_text(one.page_content)) for one in documents)
-    return len(asked) > 1 and any(shared_words(asked, passage_words(text)) == asked for text in texts)
 
 
 def of_passages(odds: Mapping[str, float], assembled: Assembled) -> list[float | None]:
     """Return the log-odds of the passages of a prompt, in its order, of those by content key."""
     return [odds.get(key) for key in assembled.layout.keys]
+
+
+def is_refused(odds: Sequence[float | None]) -> bool:
+    """Return whether the judge finds the answer in no passage; False unless it judged all."""
+    return bool(odds) and all(value is not None and value < NO_BELOW for value in odds)
 
 
 def _without_details(document: Document) -> Document:
@@ -267,11 +217,11 @@ def passage_name(document: Document) -> str:
     return ", ".join(names) or repr(document_id(document))
 
 
-def refusal_warning(documents: Sequence[Document], odds: Sequence[float | None], no_below: float = NO_BELOW) -> str:
+def refusal_warning(documents: Sequence[Document], odds: Sequence[float | None]) -> str:
     """Return why an answer was not written, with the best passage, and what has it written all the same."""
     value, index = max((value, index) for index, value in enumerate(odds) if value is not None)
     return (
         f"no passage answers the question: the best is {passage_name(documents[index])}, with log-odds of "
-        f"{value:.2f}, at least {no_below:.2f} are needed; to have an answer all the same: --allow-unsupported, "
+        f"{value:.2f}, at least {NO_BELOW:.2f} are needed; to have an answer all the same: --allow-unsupported, "
         "the field allow_unsupported, or RAG_POSFIX_ALLOW_UNSUPPORTED=true"
     )

@@ -6,7 +6,6 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.retrieval import SimilarityRange
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.pipeline.support import (
@@ -94,7 +93,7 @@ class TestVerdict:
 class Judge:
     """A pipeline whose judge gives each passage the log-odds of a table; ``seen`` are the passages that it judged."""
 
-    def __init__(self, odds, *, is_trusted=True, judges_all=True, cache=None, **defaults):
+    def __init__(self, odds, *, is_trusted=True, cache=None, **defaults):
         letters = {**odds, "": 0.0}.items()  # log-probabilities of Y and N as the first letter
         self.reader = ScriptedReader({text: {89: value, 121: -99.0, 78: 0.0, 110: -99.0} for text, value in letters})
         judge = GuardedReranker(reranker=YesNoReranker(generator=self.reader))
@@ -103,7 +102,7 @@ class Judge:
             Assembler(ToyEncoder(), 8192),
             cache=cache,
             defaults=Defaults(**defaults),
-            support=SupportTest(lambda: judge, is_trusted, judges_all),
+            support=SupportTest(lambda: judge, is_trusted),
             choose_reranker=lambda _: judge,
         )
 
@@ -154,45 +153,6 @@ class TestPipeline:
         answer = judge.ask(PASSAGE)
         assert (answer.text, answer.support, judge.seen) == (PASSAGE, "unknown", [])
         assert judge.ask(PASSAGE, reranker="yes_no").support == "unknown"
-
-    def test_a_small_judge_is_asked_until_a_passage_may_have_the_answer(self):
-        texts = ["One.", "Two.", PASSAGE, "Four.", "Five."]
-        judge = Judge({"One.": -1.0, "Two.": -1.0, PASSAGE: 0.0, "Four.": -1.0, "Five.": -1.0}, judges_all=False)
-        assert judge.ask(*texts).support == "partly"
-        # The prompt without a passage is read with each pair.
-        assert [text for seen in judge.seen for text in seen if text] == sorted(texts[:2]) + sorted(texts[2:4])
-        judge = Judge({"One.": 0.0, "Two.": -1.0, PASSAGE: -1.0}, judges_all=False)
-        assert judge.ask("Two.", PASSAGE, "One.").support == "partly", "the last group has it"
-        assert judge.ask("Two.", PASSAGE).support == "no", "all were judged"
-
-    def test_a_small_judge_is_asked_about_the_most_similar_passages_first(self):
-        judge = Judge({"One.": -1.0, "Two.": -1.0, PASSAGE: 9.0, "Four.": 8.0}, judges_all=False)
-        scores = {"One.": None, "Two.": 0.1, PASSAGE: 0.4, "Four.": 0.3}
-        documents = [Document(text, metadata={"relevance_score": score}) for text, score in scores.items()]
-        answer = judge.pipeline.ask(Question(ASKED, documents=documents))
-        assert answer.support == "yes"
-        assert [text for seen in judge.seen for text in seen if text] == sorted([PASSAGE, "Four."])
-
-    def test_a_small_judge_is_not_asked_where_a_passage_has_all_words_of_the_question(self):
-        asked = "How long is the guarantee of the boat?"
-        for text, verdict in (("The guarantees of a boat end after two years.", "unknown"), (PASSAGE, "no")):
-            judge = Judge({text: -9.0}, judges_all=False)
-            answer = judge.pipeline.ask(Question(asked, documents=[Document(text)]))
-            assert answer.support == verdict
-            assert bool(judge.seen) is (verdict == "no")
-
-    @pytest.mark.parametrize(("score", "verdict"), [(0.5, "unknown"), (0.49, "no")])
-    def test_a_small_judge_is_not_asked_about_near_passages(self, score, verdict):
-        class Shelf:
-            def similarity_range(self):
-                return SimilarityRange(low=0.2, clear=0.6)  # three quarters of the way is .5
-
-            def retrieve(self, question, k):
-                return [Document(OTHER, id="a", metadata={"relevance_score": score})]
-
-        judge = Judge({OTHER: -9.0}, judges_all=False)
-        answer = judge.pipeline.with_retriever(Shelf()).ask(Question(ASKED, allow_unsupported=True))
-        assert answer.support == verdict
 
     def test_passages_that_the_reranker_judged_are_not_judged_again(self):
         judge = Judge({PASSAGE: 3.0, OTHER: -3.0})
