@@ -79,8 +79,9 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def threads() -> int:
-    return sum(thread.name == "rag-posfix-generation" for thread in threading.enumerate())
+def threads() -> set[threading.Thread]:
+    """The threads that generate; one of a test before may still end."""
+    return {thread for thread in threading.enumerate() if thread.name == "rag-posfix-generation"}
 
 
 def streamed(client: openai.OpenAI, number: int) -> tuple[str, str | None]:
@@ -199,17 +200,17 @@ def test_shutting_down_ends_the_thread_and_an_app_may_be_started_again(pipeline:
     app = create_app(Settings(), pipeline, limits())
     for _ in range(2):
         with TestClient(app) as client:
-            assert threads() == before
+            assert threads() <= before
             assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
-            assert threads() == before + 1
-        assert threads() == before
+            assert len(threads() - before) == 1
+        assert threads() <= before
 
 
 def test_one_at_a_time_needs_no_thread(pipeline: Pipeline):
     before = threads()
     with client_for(pipeline, max_concurrent=1) as client:
         assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
-        assert threads() == before
+        assert threads() <= before
 
 
 def test_a_pipeline_that_brings_its_own_batching_is_served_as_it_is(pipeline: Pipeline, together: list[int]):
