@@ -254,14 +254,14 @@ def report(
         raise ConfigError(f"--out {str(output)!r} must end in .html")
     read = [read_record(path) for path in records]
     files = write_report(read, output)
-    compared = compare_records(*read) if len(read) == 2 else []
+    compared = compare_records(read)
 
     def show(result: dict[str, Any]) -> None:
-        for difference in compared:
+        for difference in compared or ():
             say(difference.sentence)
         say_files(result, *files)
 
-    told = {"compared": [asdict(difference) for difference in compared]} if len(read) == 2 else {}
+    told = {} if compared is None else {"compared": [asdict(difference) for difference in compared]}
     emit({**{name: str(path) for name, path in files.items()}, **told}, as_json, show)
 
 

@@ -54,15 +54,17 @@ class Difference:
         )
 
 
-def compare_records(first: ExperimentRecord, second: ExperimentRecord) -> list[Difference]:
-    """Return the difference of each arrangement that both records have, in the order of the first.
+def compare_records(records: Sequence[ExperimentRecord]) -> list[Difference] | None:
+    """Return the difference of each arrangement that two records have, in the order of the first; None unless two.
 
     Rows of one question (positions, orders) count as one mean, so that questions are what is resampled.
     """
-    field = next((name for name in _CRITERIA if all(_has(record, name) for record in (first, second))), None)
+    if len(records) != 2:
+        return None
+    field = next((name for name in _CRITERIA if all(_has(record, name) for record in records)), None)
     if field is None:
         return []
-    left, right = (_values(record.rows, field) for record in (first, second))
+    left, right = (_values(record.rows, field) for record in records)
     differences = []
     for arrangement in left:
         common = [question for question in left[arrangement] if question in right.get(arrangement, {})]

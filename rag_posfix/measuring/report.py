@@ -206,8 +206,6 @@ def _finished(name: str, title: str, chart: altair.LayerChart) -> Chart:
     return Chart(name, title, chart.properties(width=_WIDTH, height=_HEIGHT, description=title).configure(**_CONFIG))
 
 
-_COMPARED = 2
-"""Records of a page that are also compared with each other."""
 MAX_QUESTIONS = 200
 """Questions whose answers a report shows, those that change first."""
 MAX_CHARACTERS = 1200
@@ -292,7 +290,7 @@ def _page(records: Sequence[ExperimentRecord], drawn: _Drawn) -> str:
         percent=lambda share: f"{share:.0%}",
         missing=drawn.missing,
         script=drawn.script,
-        compared=compare_records(*records) if len(records) == _COMPARED else None,
+        compared=compare_records(records),
         script_hash=b64encode(hashlib.sha256(drawn.script.encode()).digest()).decode(),
     )
 

@@ -82,20 +82,9 @@ def stop_words(text: str) -> Set[str]:
 
 
 def content_words(text: str) -> Set[str]:
-    """Return the words of a question, as ``split_words`` does, but function words and those that make it broad.
-
-    "Long" of "how long" is none: the answer has a number in its place.
-    """
-    asked = _MEASURE.sub(" ", _BROAD.sub(" ", text))
-    words = (word for word in split_words(asked) if not is_functional_pair(word))
+    """Return the words of a question, as ``split_words`` does, but function words and those that make it broad."""
+    words = (word for word in split_words(_BROAD.sub(" ", text)) if not is_functional_pair(word))
     return frozenset(words) - stop_words(text)
-
-
-_MEASURE = re.compile(
-    r"\bhow (?:long|far|old|tall|deep|high|wide|big|large|often|heavy|fast|soon|late|early|likely)\b|"
-    r"\bwie (?:lange?|weit|alt|groß|tief|hoch|breit|oft|schwer|schnell|spät|früh)\b",
-    re.IGNORECASE,
-)
 
 
 def is_broad(question: str) -> bool:

@@ -207,6 +207,8 @@ def test_a_refusal_names_the_passage_that_was_left_out_and_what_reads_it(browser
         open_page(page, url)
         page.get_by_label("Question", exact=True).fill("How do I bake bread?")
         ask(page)
+        for name in ("none", "default"):
+            assert "no model was asked" in page.inner_text(f".answer.{name} footer")
         warning = page.locator(".answer.default .warning").inner_text()
         assert "arvo.pdf, with similarity 0.13, at least 0.20 is needed" in warning
         assert "--min-relevance off" in warning

@@ -9,8 +9,12 @@ from typer.testing import CliRunner
 
 from rag_posfix.cli.main import app
 from rag_posfix.evaluation.record import ExperimentRecord, write_record
-from rag_posfix.measuring.comparison import compare_records
+from rag_posfix.measuring import comparison
 from rag_posfix.measuring.report import report_page
+
+
+def compare_records(*records):
+    return comparison.compare_records(records)
 
 
 def record(values, field="accuracy", arrangement="condition", question="question", **more):
@@ -48,6 +52,11 @@ def test_rows_of_one_question_are_one_observation_and_repetitions_none():
     second = ExperimentRecord({}, [{"question": "a", "condition": "none", "accuracy": 1.0}])
     (difference,) = compare_records(first, second)
     assert (difference.first, difference.second, difference.n) == (0.5, 1.0, 1)
+
+
+def test_records_are_compared_in_pairs_alone():
+    assert compare_records(record([1.0])) is None
+    assert compare_records(*[record([1.0])] * 3) is None
 
 
 def test_only_questions_and_arrangements_of_both_are_compared():

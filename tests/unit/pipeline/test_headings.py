@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.pipeline.headings import CopiedHeading
-from rag_posfix.pipeline.pipeline import Pipeline, Question
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from tests.support.reader import ScriptedReader
 
 QUESTION = "How long does the delivery take?"
@@ -99,3 +99,18 @@ def test_a_copied_heading_is_read_again_without_headings(streams):
     assert answer.documents[0].title == PATH
     once, twice = reader.read_tokens
     assert answer.usage.prompt_tokens == once + twice
+
+
+@pytest.mark.parametrize(("is_small", "expected"), [(True, TEXT), (False, "The delivery, how long.")])
+def test_a_small_reader_that_only_rewords_the_question_reads_again(is_small, expected):
+    class Rewording(Copying):
+        def __init__(self):
+            super().__init__()
+            self.written = lambda texts: "The delivery, how long." if PATH in texts[0] else texts[0].strip()
+
+    reader = Rewording()
+    pipeline = Pipeline(
+        reader, Assembler(reader.encoder, reader.context_window), defaults=Defaults(is_small_reader=is_small)
+    )
+    documents = [Document(TEXT, id="a", metadata={"title": PATH})]
+    assert pipeline.ask(Question(QUESTION, documents, mitigation="none")).text == expected
