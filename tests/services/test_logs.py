@@ -60,11 +60,11 @@ class Breaking(FakeGenerator):
         yield from super().stream(request)
 
 
-def send_marked_requests(url: str) -> None:
+def send_marked_requests(client: httpx2.Client) -> None:
     """Send requests of every kind with the mark wherever a client can write."""
 
     def post(path: str, body: Any, **headers: str) -> httpx2.Response:
-        return httpx2.post(url + path, json=body, headers={**KEY, "user-agent": MARK, **headers}, timeout=60)
+        return client.post(path, json=body, headers={**KEY, "user-agent": MARK, **headers})
 
     passage = {"id": MARK, "title": MARK, "text": f"{MARK} is a word. It opens doors."}
     for stream in (False, True):
@@ -77,21 +77,26 @@ def send_marked_requests(url: str) -> None:
     post("/v1/messages", {"model": MARK, "max_tokens": 5, "messages": [{"role": "user", "content": MARK}]})
     post(f"/{MARK}", {})
     post(CHAT, chat(MARK), authorization=f"Bearer wrong-{MARK}")
-    httpx2.get(f"{url}/v1/models/{MARK}", headers=KEY, timeout=60)
+    client.get(f"/v1/models/{MARK}", headers=KEY)
     # The parser of HTTP refuses this method, so it leaves no line of a request.
-    httpx2.request(MARK.upper(), url + "/", headers={**KEY, "x-request-id": f"{MARK} {MARK}"}, timeout=60)
-    httpx2.post(url + CHAT, content=f'{{"{MARK}', headers={**KEY, "content-type": "application/json"}, timeout=60)
+    client.request(MARK.upper(), "/", headers={**KEY, "x-request-id": f"{MARK} {MARK}"})
+    client.post(CHAT, content=f'{{"{MARK}', headers={**KEY, "content-type": "application/json"})
 
 
-@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()], ids=["json", "text"])
-def test_no_line_holds_a_prompt_a_document_an_answer_or_a_key(formatter: logging.Formatter):
+def test_no_line_holds_a_prompt_a_document_an_answer_or_a_key():
     pipeline = make_pipeline(Breaking(ToyEncoder()), reranker=WordReranker(), retriever=ListRetriever(f"{MARK} here."))
-    with logged(formatter) as lines, running(pipeline, api_key=f"key-{MARK}") as (url, _):
-        send_marked_requests(url)
-        wait_until(lambda: sum("rag_posfix_api.access" in line for line in lines()) == 13)
-    text = "\n".join(lines())
-    assert "ZeroDivisionError" in text, "failures are told by their type"
-    assert MARK not in text.lower()
+    with (
+        logged(JsonFormatter()) as objects, logged(TextFormatter()) as texts,
+        running(pipeline, api_key=f"key-{MARK}") as (url, _),
+    ):  # fmt: skip
+        with httpx2.Client(base_url=url, timeout=60) as client:
+            send_marked_requests(client)
+        for lines in (objects, texts):
+            wait_until(lambda lines=lines: sum("rag_posfix_api.access" in line for line in lines()) == 13)
+    for lines in (objects, texts):
+        text = "\n".join(lines())
+        assert "ZeroDivisionError" in text, "failures are told by their type"
+        assert MARK not in text.lower()
 
 
 def test_a_line_of_a_request_has_time_level_logger_message_id_route_status_and_seconds():

@@ -130,6 +130,7 @@ def test_an_address_of_its_own_serves_metrics_without_a_key():
         pass
 
 
+@pytest.mark.slow
 def test_the_document_asks_for_the_key_so_that_its_page_can_send_one():
     client: TestClient = client_for(api_key="key")
     document = client.get("/openapi.json").json()
