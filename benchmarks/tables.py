@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.end_to_end.files import SHIPPED
 from benchmarks.keep_record import experiment
 from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.contracts.method_spec import MethodSpec
@@ -289,9 +290,10 @@ def end_to_end(heads: Sequence[Head]) -> Iterator[Row]:
 
 
 def own_files(heads: Sequence[Head]) -> Iterator[Row]:
-    """Yield a row per kind of question about own files, a column per reader, of the default arrangement."""
-    summaries = [next(iter(head["summary"].values())) for head in heads]
-    yield ["right answers", *(str(head["model"]) for head in heads)]
+    """Yield a row per kind of question about own files, a column per reader and arrangement."""
+    columns = [(head["model"], name, measured) for head in heads for name, measured in head["summary"].items()]
+    summaries = [measured for _, _, measured in columns]
+    yield ["right answers", *(str(model) if name == SHIPPED else f"{model}, `{name}`" for model, name, _ in columns)]
     for kind in dict.fromkeys(kind for measured in summaries for kind in measured["right_by_kind"]):
         counts = (measured["right_by_kind"].get(kind) for measured in summaries)
         yield [kind, *("" if count is None else f"{count[0]} of {count[1]}" for count in counts)]

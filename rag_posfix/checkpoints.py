@@ -184,6 +184,7 @@ class Weights:
         default: Whether ``rag-posfix models fetch`` fetches it without names.
         memory_megabytes: Estimated peak memory of a process that answers with it in float32; 0 for a model that is not
             one of ``READERS``.
+        right_answers: Right answers of the end-to-end gate about own files, and questions; None if not measured.
     """
 
     use: str
@@ -194,6 +195,7 @@ class Weights:
     context_window: int | None = None
     default: bool = False
     memory_megabytes: int = 0
+    right_answers: tuple[int, int] | None = None
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.files import OWN_FILES, half_of, load_questions, write_files
-from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, SHIPPED, Gate, summarize
+from benchmarks.end_to_end.files import OWN_FILES, SHIPPED, half_of, load_questions, write_files
+from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, summarize
 from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.batching.scheduler import BatchingGenerator

@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 OWN_FILES = "own_files"
 """Questions about files as people have them, by kind of question; their files are in a folder of this name."""
+SHIPPED = "shipped"
+"""The arrangement that a question gets that names none."""
 
 Half = Literal["choose", "report"]
 Kind = Literal[

@@ -11,7 +11,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from benchmarks.end_to_end.files import GateQuestion
+from benchmarks.end_to_end.files import SHIPPED, GateQuestion
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.contracts.retrieval import matches, parse_filter, retrieve_query
@@ -21,7 +21,6 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.query import search_query
 
 GOLD_ALONE = "gold alone"
-SHIPPED = "shipped"
 ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
     "none": {"mitigation": "none", "order": "relevance"},
     "/reverse/none": {"mitigation": "none", "order": "reverse"},
@@ -35,7 +34,7 @@ _NUMBERS = (
 )  # fmt: skip
 _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS, 1)}
 
-_MAX_TOKENS, _MAX_LIST_TOKENS = 32, 64
+_MAX_TOKENS, _MAX_LIST_TOKENS = 32, 128
 
 
 def arrangement_of(name: str) -> Mapping[str, str]:

@@ -96,3 +96,4 @@ def test_the_list_has_size_and_memory_of_each_reader(capsysbinary):
     code, text, _ = command_line(capsysbinary)("models", "list")
     assert code == 0
     assert "memory, GB" in text
+    assert "tokens/s" not in text

@@ -1,4 +1,4 @@
-"""Reads PDF files and notebooks with xberg, whose typed nodes become items."""
+"""Reads PDF files, notebooks, OpenDocument and rich text with xberg, whose typed nodes become items."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 _TYPES = {
     ".pdf": "application/pdf",
     ".ipynb": "application/x-ipynb+json",
+    ".odt": "application/vnd.oasis.opendocument.text",
+    ".rtf": "application/rtf",
 }
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _WORDS = ("text", "content", "title", "definition", "label")
 
 
 def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
-    """Return what xberg finds in a file of the suffix ``.pdf`` or ``.ipynb``.
+    """Return what xberg finds in a file of a suffix in ``_TYPES``.
 
     Raises:
         ConfigError: xberg is not installed.
@@ -52,6 +54,15 @@ def extract(data: bytes, suffix: str) -> xberg.ExtractedDocument:
     if not result.results:
         raise RuntimeError("; ".join(str(error) for error in result.errors) or "nothing was found in it")
     return result.results[0]
+
+
+def read_word_processor(data: bytes, suffix: str) -> FileText:
+    """Return the text of an ``.odt`` or ``.rtf`` file.
+
+    Raises:
+        ConfigError: xberg is not installed.
+    """
+    return items_text(node_items(extract(data, suffix)))
 
 
 def read_notebook(data: bytes) -> FileText:

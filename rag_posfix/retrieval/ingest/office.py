@@ -1,14 +1,17 @@
-"""Reads slides with python-pptx and workbooks with openpyxl."""
+"""Reads slides with python-pptx, workbooks with openpyxl, and mails."""
 
 from __future__ import annotations
 
+import email.policy
 import re
 from collections.abc import Iterator
 from datetime import datetime, time
+from email import message_from_bytes
 from typing import Any, BinaryIO
 from zipfile import ZipFile
 
 from rag_posfix.errors import missing_extra
+from rag_posfix.retrieval.ingest.html import read_html
 from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
 
 _MERGED = re.compile(rb'<mergeCell\b[^>]*\bref="([A-Z]+)(\d+):([A-Z]+)(\d+)"')
@@ -146,3 +149,30 @@ def _cell_text(value: Any) -> str:
     if isinstance(value, datetime):
         return value.isoformat(" ") if value.time() != time() else value.date().isoformat()
     return "" if value is None else str(getattr(value, "text", value))  # the text of an array formula
+
+
+def read_mail(data: bytes) -> FileText:
+    """Return a mail under its subject, with sender, receivers, date and attached texts; other attachments are losses.
+
+    Raises:
+        LookupError: the encoding of a text is unknown.
+    """
+    mail = message_from_bytes(data, policy=email.policy.default)
+    subject = " ".join(str(mail["Subject"] or "").split())
+    headers = "\n".join(f"{name}: {mail[name]}" for name in ("From", "To", "Cc", "Date") if mail[name])
+    items = [Item("heading", subject), Item("text", headers)]
+    body = mail.get_body(("plain", "html"))
+    losses = []
+    for part in mail.walk():
+        name = part.get_filename()
+        if part is body or (name and part.get_content_type() == "text/plain"):
+            items += [Item("heading", name, 2)] if name else []
+            items += [Item("text", paragraph) for paragraph in _mail_text(part).split("\n\n")]
+        elif name:
+            losses.append(f"the attachment {name!r} is not read")
+    return items_text(items, subject, losses)
+
+
+def _mail_text(part: Any) -> str:
+    text = str(part.get_content()).replace("\r\n", "\n")
+    return read_html(text.encode("utf-8-sig")).text if part.get_content_subtype() == "html" else text

@@ -21,10 +21,15 @@ from rag_posfix.retrieval.ingest.process import read_in_process
 from rag_posfix.retrieval.ingest.structure import FileText, read_markdown, read_plain
 from rag_posfix.text import clean_text
 
-PARSED_SUFFIXES = (".docx", ".epub", ".htm", ".html", ".ipynb", ".pdf", ".pptx", ".xlsx")
+_HTML_SUFFIXES = (".htm", ".html", ".xhtml")
+_MARKDOWN_SUFFIXES = (".markdown", ".md", ".mdx", ".rst")  # headings are underlined in reStructuredText
+
+PARSED_SUFFIXES = (
+    ".docx", ".eml", ".epub", ".ipynb", ".odt", ".pdf", ".pptx", ".rtf", ".xlsm", ".xlsx", *_HTML_SUFFIXES,
+)  # fmt: skip
 """Suffixes of files that libraries read."""
 
-TEXT_SUFFIXES = (".md", ".txt", *PARSED_SUFFIXES)
+TEXT_SUFFIXES = (".adoc", ".org", ".text", ".txt", *_MARKDOWN_SUFFIXES, *PARSED_SUFFIXES)
 """Suffixes of text files, in upper or lower case."""
 
 READERS: Registry[Callable[[Path], str]] = Registry("file reader")
@@ -32,7 +37,7 @@ READERS: Registry[Callable[[Path], str]] = Registry("file reader")
 
 _NAMES = {".pdf": "PDF", ".docx": "a Word file"}
 _ADVICE = {".pdf": "without encryption", ".docx": "as .docx"}
-_ARCHIVES = (".docx", ".epub", ".pptx", ".xlsx")
+_ARCHIVES = (".docx", ".epub", ".odt", ".pptx", ".xlsm", ".xlsx")
 _MARKUP = (".xml", ".rels", ".xhtml", ".html", ".htm", ".opf", ".ncx", ".svg")
 
 _MAX_PARTS = 20_000
@@ -60,7 +65,7 @@ def read_text(path: str | Path) -> FileText:
         return read_in_process(path)
     text, note = decode_text(_read_bytes(path), str(path))
     text = without_embedded(text)
-    read = read_markdown(text) if suffix == ".md" else read_plain(text)
+    read = read_markdown(text) if suffix in _MARKDOWN_SUFFIXES else read_plain(text)
     return replace(read, encoding_note=note or read.encoding_note)
 
 
@@ -107,7 +112,7 @@ def _not_read(path: Path, error: Exception) -> RetrievalError:
 
 def _reader(path: Path, suffix: str) -> Callable[[bytes], FileText]:
     """Return the reader of a type. Its library is imported with the first file of that type."""
-    if suffix in (".htm", ".html"):
+    if suffix in _HTML_SUFFIXES:
         return partial(read_html, source=str(path))
     if suffix == ".epub":
         return read_epub
@@ -119,10 +124,17 @@ def _reader(path: Path, suffix: str) -> Callable[[bytes], FileText]:
         from rag_posfix.retrieval.ingest.extract import read_notebook
 
         return read_notebook
+    if suffix in (".odt", ".rtf"):
+        from rag_posfix.retrieval.ingest.extract import read_word_processor
+
+        return partial(read_word_processor, suffix=suffix)
     from rag_posfix.retrieval.ingest import office, word
 
+    if suffix == ".eml":
+        return office.read_mail
     of_type: dict[str, Callable[[BinaryIO], FileText]] = {
-        ".docx": word.read_docx, ".pptx": office.read_slides, ".xlsx": office.read_workbook,
+        ".docx": word.read_docx, ".pptx": office.read_slides, ".xlsm": office.read_workbook,
+        ".xlsx": office.read_workbook,
     }  # fmt: skip
     return lambda data: of_type[suffix](io.BytesIO(data))
 

@@ -25,7 +25,7 @@ from rag_posfix.retrieval.ingest.decoding import MAX_RATIO, MIN_UNPACKED, decode
 from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
 from rag_posfix.text import allow_long_cells, clean_json, clean_text, content_hash, parse_json
 
-JSON_SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
+JSON_SUFFIXES = (".geojson", ".json", ".jsonl", ".jsonl.gz", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
 RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 
@@ -228,7 +228,7 @@ def read_records(file: Path, requested: FieldRoles, report: Callable[[str], None
     text = without_embedded(text)
     if suffix.endswith(TABLE_SUFFIXES):
         records = list(_table_records(text, source, report))
-    elif suffix.endswith(".json"):
+    elif suffix.endswith((".json", ".geojson")):
         records = list(_json_records(text, source, report))
     else:
         records = list(_json_lines(text, source, report))

@@ -218,7 +218,7 @@ def test_capture_shows_each_record_of_hostile_passages_beside_the_one_without():
             table([heads[0], {**heads[1], **changes}], "capture")
 
 
-def test_own_files_have_a_row_for_each_kind_and_a_column_for_each_reader():
+def test_own_files_have_a_row_for_each_kind_and_a_column_for_each_reader_and_arrangement():
     measured = {
         "right_by_kind": {"faq": [3, 4]}, "names": None, "unwanted": 0.25, "off_topic_answered": 1, "off_topic": 15,
         "unanswered_answered": 0, "unanswered": 0, "right": 3, "questions": 4, "planted": 2, "heading_only": 0,
@@ -226,11 +226,11 @@ def test_own_files_have_a_row_for_each_kind_and_a_column_for_each_reader():
     heads = [
         {"kind": "end-to-end", "model": "small", "summary": {"shipped": measured}},
         {"kind": "end-to-end", "model": "large",
-         "summary": {"shipped": measured | {"right_by_kind": {"faq": [4, 4], "lists": [1, 2]}}}},
+         "summary": {"shipped": measured | {"right_by_kind": {"faq": [4, 4], "lists": [1, 2]}}, "none": measured}},
     ]  # fmt: skip
     rows = [line.strip("| ").split(" | ") for line in table(heads, "own-files").splitlines()]
-    assert rows[0] == ["right answers", "small", "large"]
-    assert rows[2] == ["faq", "3 of 4", "4 of 4"]
-    assert ["off topic, answered", "1 of 15", "1 of 15"] in rows
-    assert ["planted answers", "2", "2"] in rows
-    assert any(row[0] == "lists" and row[-1] == "1 of 2" for row in rows)
+    assert rows[0] == ["right answers", "small", "large", "large, `none`"]
+    assert rows[2] == ["faq", "3 of 4", "4 of 4", "3 of 4"]
+    assert ["off topic, answered", "1 of 15", "1 of 15", "1 of 15"] in rows
+    assert ["planted answers", "2", "2", "2"] in rows
+    assert any(row[0] == "lists" and "1 of 2" in row for row in rows)

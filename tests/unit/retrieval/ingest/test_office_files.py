@@ -375,3 +375,73 @@ def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path, spi
     read = read_files(tmp_path, strict=False)
     assert [entry.document.page_content for entry in read.entries] == ["Others are read."]
     assert [(skipped.kind, reason in skipped.reason) for skipped in read.skipped] == [("unreadable", True)]
+
+
+MAIL = """From: Ilse Korvanth <ilse@example.org>
+To: Bo Lind <bo@example.org>
+Subject: =?utf-8?q?Berths_f=C3=BCr_Mai?=
+Date: Fri, 03 May 2024 10:00:00 +0200
+MIME-Version: 1.0
+Content-Type: multipart/mixed; boundary="b"
+
+--b
+Content-Type: {kind}; charset=utf-8
+Content-Transfer-Encoding: quoted-printable
+
+{body}
+--b
+Content-Type: text/plain
+Content-Disposition: attachment; filename="crane.txt"
+
+The crane is broken.
+--b
+Content-Type: image/png
+Content-Disposition: attachment; filename="pier.png"
+
+x
+--b--
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("text/plain", "Dear Bo,\n\nberth A1 costs 40 =E2=82=AC."),
+        ("text/html", "<html><meta charset=3Dlatin1><p>Dear Bo,<p>berth <b>A1</b> costs 40 =E2=82=AC.</html>"),
+    ],
+)
+def test_a_mail_has_its_subject_people_text_and_attached_text_and_names_other_attachments(tmp_path, kind, body):
+    (tmp_path / "a.eml").write_text(MAIL.format(kind=kind, body=body))
+    read = read_here(tmp_path / "a.eml")
+    assert read.title == "Berths für Mai"
+    people = "From: Ilse Korvanth <ilse@example.org>\nTo: Bo Lind <bo@example.org>"
+    assert read.text.startswith(f"Berths für Mai\n\n{people}\nDate: Fri, 03 May 2024 10:00:00 +0200\n\nDear Bo,")
+    assert "\n\nberth A1 costs 40 €.\n\ncrane.txt\n\nThe crane is broken." in read.text
+    assert list(read.losses) == ["the attachment 'pier.png' is not read"]
+
+
+def test_an_opendocument_text_and_rich_text_are_read_with_tables_lists_and_footnotes(tmp_path):
+    names = ("office", "text", "table")
+    spaces = " ".join(f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for name in names)
+    cells = "".join(
+        f"<table:table-row><table:table-cell><text:p>{left}</text:p></table:table-cell><table:table-cell>"
+        f"<text:p>{right}</text:p></table:table-cell></table:table-row>"
+        for left, right in (("berth", "price"), ("A1", "40"))
+    )
+    with zipfile.ZipFile(tmp_path / "a.odt", "w") as archive:
+        archive.writestr("mimetype", "application/vnd.oasis.opendocument.text")
+        archive.writestr(
+            "content.xml",
+            f"<office:document-content {spaces}><office:body><office:text>"
+            '<text:h text:outline-level="1">Fees</text:h><text:p>Paid at <text:span>nine</text:span>.</text:p>'
+            f"<text:list><text:list-item><text:p>Dogs on a lead.</text:p></text:list-item></text:list>"
+            f"<table:table>{cells}</table:table></office:text></office:body></office:document-content>",
+        )
+    (tmp_path / "a.rtf").write_text(
+        r"{\rtf1\ansi\ansicpg1252 {\pard Caf\'e9: 5 < 6.\par}{\trowd\cellx2000\cellx4000 berth\cell price\cell\row}"
+        r"{\trowd\cellx2000\cellx4000 A1\cell 40\cell\row}{\pard Paid{\footnote By card.} at nine.\par}}"
+    )
+    document, rich = read_here(tmp_path / "a.odt").text, read_here(tmp_path / "a.rtf").text
+    table = "| berth | price |\n| --- | --- |\n| A1 | 40 |"
+    assert document == f"Fees\n\nPaid at nine.\n\n- Dogs on a lead.\n\n{table}"
+    assert all(text in rich for text in ("Café: 5 < 6.", table, "Paid", "at nine.", "By card."))

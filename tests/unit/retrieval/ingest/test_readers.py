@@ -207,3 +207,31 @@ def test_other_bytes_with_zeros_are_no_text(tmp_path, data):
     (tmp_path / "a.txt").write_bytes(data)
     with pytest.raises(RetrievalError, match="is binary, not text"):
         read_text(tmp_path / "a.txt")
+
+
+SECTIONS = {
+    "notes.markdown": "# Fees\n\nOne berth costs 40 euros.\n",
+    "page.mdx": "# Fees\n\nOne berth costs 40 euros.\n",
+    "guide.rst": "Fees\n====\n\nOne berth costs 40 euros.\n",
+    "a.text": "FEES\n\nOne berth costs 40 euros.\n",
+    "a.xhtml": "<html><body><h1>Fees</h1><p>One berth costs 40 euros.</p></body></html>",
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_other_suffixes_of_text_markdown_and_html_are_read_as_these(tmp_path, name):
+    (tmp_path / name).write_text(SECTIONS[name])
+    (document,) = read_documents([tmp_path])
+    assert document.metadata["title"].casefold() == "fees"
+    assert document.page_content.endswith("One berth costs 40 euros.")
+
+
+def test_features_of_geojson_and_lines_of_ndjson_are_documents(tmp_path):
+    (tmp_path / "a.geojson").write_text(
+        '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": {"type": "Point", '
+        '"coordinates": [10.5, 59.1]}, "properties": {"name": "Torvane", "keeper": "Ilse Korvanth"}}]}'
+    )
+    (tmp_path / "b.ndjson").write_text('{"text": "The crane is broken."}\n{"text": "The pier is closed."}\n')
+    tower, crane, pier = read_documents([tmp_path])
+    assert all(name in str(tower) for name in ("Torvane", "Ilse Korvanth"))
+    assert (crane.page_content, pier.page_content) == ("The crane is broken.", "The pier is closed.")
