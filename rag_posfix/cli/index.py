@@ -132,9 +132,9 @@ def index(
     """Build or update an index from files.
 
     Reads text, Markdown, HTML, PDF, Word, e-books, mails, tables and JSON, and with the extra "office" slides,
-    workbooks, notebooks, .odt and .rtf. An existing index is updated. The command lists what it cannot read, and continues after
-    an interruption. Use --calibrate with embedding models other than the packaged one. With --precompute the first
-    question is warm.
+    workbooks, notebooks, .odt and .rtf. An existing index is updated. The command lists what it cannot read, and
+    continues after an interruption. Use --calibrate with embedding models other than the packaged one. With
+    --precompute the first question is warm.
     """
     if show is not None:
         _print_summary(show, paths or [], as_json)
