@@ -13,7 +13,8 @@ citations that name a passage with the answer. ``--questions unseen`` asks 15 ot
 ``--questions own_files`` asks 190 questions of eight kinds about 19 other files as people have them: FAQs, titled
 files, short questions, lists and comparisons, follow-ups, off topic, with three hostile documents beside what was
 retrieved, and with documents that do not answer. Settings are chosen on the half ``choose`` and reported on the half
-``report``. The arrangement ``shipped`` names nothing, so the model gets its default.
+``report``. The arrangement ``shipped`` names nothing, so the model gets its default; it fails below the floors of a reader
+(``gate.FLOORS``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.files import OWN_FILES, SHIPPED, half_of, load_questions, write_files
-from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, summarize
+from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, below_floors, summarize
 from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -106,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.json
         else table([head], "own-files" if chosen.questions == OWN_FILES else None)
     )
+    shipped = head["summary"].get(SHIPPED)
+    if chosen.questions == OWN_FILES and shipped and (lines := below_floors(chosen.model, shipped)):
+        raise SystemExit("\n".join(lines))
 
 
 if __name__ == "__main__":

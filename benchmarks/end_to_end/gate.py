@@ -261,6 +261,20 @@ def summarize(rows: Sequence[GateRow]) -> dict[str, Any]:
     }
 
 
+def below_floors(model: str, summary: Mapping[str, Any]) -> list[str]:
+    """Return a line for each kind of question about own files with fewer right answers than the floor of a reader.
+
+    Args:
+        summary: Of the arrangement ``shipped``.
+    """
+    lines = []
+    for kind, least in FLOORS.get(model, {}).items():
+        right, count = summary["right_by_kind"].get(kind, (0, 0))
+        if count and right / count < least:
+            lines.append(f"{model}: {right} of {count} questions of the kind {kind} are right, at least {least:.0%} must")
+    return lines
+
+
 def _summarize_arrangement(rows: Sequence[GateRow]) -> dict[str, Any]:
     real = [row for row in rows if row.kind not in ("off-topic", "denied", "unanswered")]
     unanswered = [row for row in rows if row.kind == "unanswered"]
