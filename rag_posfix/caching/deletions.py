@@ -123,7 +123,7 @@ class DeletedTags:
         self._pending: dict[str, int | None] = {}  # time in the set; None if adding the tag failed
         self._read_back: dict[str, int] = {}  # pending tags that a reading found
         self._last = ("", 0)
-        self._has_read = self._has_tried = self._closed = False
+        self._has_read = self._has_tried = self._is_failing = self._closed = False
         self._computations: weakref.WeakSet[Computation] = weakref.WeakSet()
         self._reset()
 
@@ -178,8 +178,9 @@ class DeletedTags:
             noted = self._note(dict.fromkeys(tags, self._clock()))
             self._pending |= {} if self._shared is None else dict.fromkeys(tags, _ADDING)
         if self._shared is not None:
-            missing = tags[self._publish(self._shared, tags) :]
+            missing = tags if self._is_failing else tags[self._publish(self._shared, tags) :]
             with self._changed:
+                self._is_failing = self._is_failing or bool(missing)  # further deletions do not wait for it
                 self._pending |= {tag: None for tag in missing if self._pending.get(tag) == _ADDING}
         return self._execute(noted)
 
@@ -218,21 +219,22 @@ class DeletedTags:
 
     def _follow(self, shared: SharedTags) -> None:
         while not (self._closed or shared.is_closed):
+            works = False
             try:
-                self._synchronise(shared)
+                works = self._synchronise(shared)
             except Exception as error:  # a store that raises what it does not foresee
                 _logger.warning("%s: reading deletions failed (%s)", self._cache, type(error).__name__)
             with self._changed:
-                self._has_tried = True
+                self._has_tried, self._is_failing = True, not works
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed, POLL_SECONDS)
 
-    def _synchronise(self, shared: SharedTags) -> None:
-        """Erase what other processes deleted, and add what the set lacks."""
+    def _synchronise(self, shared: SharedTags) -> bool:
+        """Erase what other processes deleted, and add what the set lacks; return whether the set worked."""
         read_before, n_read = dict(self._read_back), PAGE_TAGS
         while n_read == PAGE_TAGS:
             if (found := shared.read(self._last)) is None:
-                return
+                return False
             n_read, is_first = len(found[0]), not self._has_read
             with self._changed:
                 noted = self._take(*found)
@@ -248,6 +250,7 @@ class DeletedTags:
         with self._changed:
             noted = self._note(dict.fromkeys(late, self._clock()))
         self._execute(noted)
+        return len(late) == len(missing)
 
     def _take(self, times: Mapping[str, int], is_lost: bool) -> dict[str, _Deletion]:
         """Note the tags of a page of the set; return those that others deleted."""
