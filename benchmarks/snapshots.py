@@ -70,7 +70,7 @@ def snapshot_bytes(model_type: str, model: Any, n_tokens: int) -> int:
 
 def first_token(loaded: LoadedModel, layout: Layout, store: PassageStore | None) -> tuple[torch.Tensor, float]:
     """Return the scores of the first token, and the seconds until it."""
-    kv_lookup = None if store is None else KVLookup.begin(store, "measured", "default", "")
+    kv_lookup = None if store is None else KVLookup(store, "measured", "default", "")
     plan = create("default").checked_plan(layout, loaded.spec.shape)
     started = time.perf_counter()
     scores = Session(loaded, layout, plan, None, kv_lookup).next_log_probs()

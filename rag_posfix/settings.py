@@ -127,8 +127,6 @@ class CacheSettings(CheckedSettings):
             grows with the measured latency, up to ten times.
         ttl_seconds: Lifetime of a cached answer.
         max_entry_bytes: Size limit of a cached answer; larger answers are not cached.
-        lease_seconds: How long answers are served while Redis does not say which documents were deleted, and so how
-            long a deletion is pending; 0 for no limit: a process that cannot reach Redis then serves its own copies.
         backend: A further tier, of a plug-in: ``name`` or ``name:parameter=value``; None for none.
     """
 
@@ -141,7 +139,6 @@ class CacheSettings(CheckedSettings):
     redis_timeout_seconds: float = Field(default=0.02, gt=0, le=5)
     ttl_seconds: float = Field(default=24 * 3600.0, gt=0)
     max_entry_bytes: int = Field(default=1024**2, ge=1)
-    lease_seconds: float = Field(default=2.0, ge=0, le=60)
     backend: str | None = Field(default=None, min_length=1, repr=False)
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.deletions import after_eviction, after_failover, cost
+from benchmarks.faults.deletions import after_eviction, after_failover
 from benchmarks.faults.fuzz import fuzz, growth
 from benchmarks.faults.scenarios import (
     FAILOVERS,
@@ -68,7 +68,6 @@ def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[s
         "memory": lambda: growth(host, chosen.long),
         "deleted, evicted": lambda: after_eviction(chosen.deleted),
         "deleted, failover": lambda: after_failover(chosen.deleted),
-        "deletions, cost": lambda: cost(chosen.deleted),
     }
 
 

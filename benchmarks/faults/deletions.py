@@ -1,4 +1,4 @@
-"""Answers of deleted documents: how many three processes serve after the deletion, and what the comparison costs.
+"""Answers of deleted documents: how many three processes serve after the deletion.
 
 Each process has an answer cache with memory and Redis. All have every answer when the documents are deleted. Then a
 process that was started after the deletion reads them as well.
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from statistics import median
 from typing import Any
 
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
@@ -77,51 +76,6 @@ def after_failover(n: int) -> dict[str, Any]:
         row = _served(url, n, start_to_kill)
         thread.join()
         return row
-
-
-def cost(n: int) -> dict[str, Any]:
-    """Return what comparing with 10,000 deletions adds to the processor time of a hit in memory.
-
-    ``get`` reads an answer from ten passages in the cache; ``question`` is a whole question that is answered from it,
-    with the tokenizer of the tests, which costs less than that of a model. Each block of calls with the comparison is
-    divided by those without it before and after; the ratio is the median.
-    """
-    from langchain_core.documents import Document  # the processes import this file, and need none of these
-
-    from rag_posfix.contracts.answer import Question
-    from tests.support.serving import make_pipeline
-
-    documents = [
-        Document(f"Paris is the capital of France. Passage {number}.", id=f"{number}") for number in range(10)
-    ]
-    with RedisServer() as server, closing(_open(server.url)) as cache:
-        pipeline = make_pipeline(cache=cache)
-        question = Question("What is the capital of France?", documents, min_relevance="off")
-        pipeline.ask(question)
-        cache.put("key", _ANSWER, [str(document.id) for document in documents])
-        cache.drop_documents([f"deleted-{number}" for number in range(10_000)])
-        cache.flush_deletions(_FLUSH_SECONDS)
-        calls = {"get": lambda: cache.get("key"), "question": lambda: pipeline.ask(question)}
-        if not pipeline.ask(question).cached:
-            raise RuntimeError("the question is not answered from the cache")
-        return {name: _compared(cache, call, n // 100) for name, call in calls.items()}
-
-
-def _compared(cache: TieredAnswerCache, call: Callable[[], object], block: int) -> dict[str, float]:
-    log = cache._deletions_log
-    compare, nothing = (log.surviving, log.is_current), (dict, lambda **_: True)
-
-    def microseconds(chosen: tuple[Any, Any]) -> float:
-        log.surviving, log.is_current = chosen  # type: ignore[method-assign]
-        started = time.thread_time()
-        for _ in range(block):
-            call()
-        return (time.thread_time() - started) / block * 1e6
-
-    call()
-    times = [microseconds(compare if number % 2 else nothing) for number in range(101)]
-    ratios = [2 * times[i] / (times[i - 1] + times[i + 1]) for i in range(1, len(times), 2)]
-    return {"microseconds": round(median(times[::2]), 2), "added": round(median(ratios) - 1, 4)}
 
 
 def _served(url: str, n: int, fault: Callable[[], None]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rag_posfix.caching.redis_client import RedisDeletions, RedisServers
+from rag_posfix.caching.redis_client import RedisDeletedTags, RedisServers
 from rag_posfix.caching.tier import CircuitBreaker, Codec, Counters, Guard, TierStats, V, map_in
 from rag_posfix.errors import CacheError
 
@@ -28,7 +28,7 @@ _HEADROOM = 32  # 1/32 of the limit: after writing so much the entries are measu
 _WRITE_SECONDS = 60.0  # an indexed key without an entry may still be written for so long
 _CLOCK_SKEW_SECONDS = 60.0
 _DELETE_SECONDS = 10.0
-_LOG_SECONDS = 1.0
+_INFO_SECONDS = 1.0
 _DELETE_ATTEMPTS = 3
 _T = TypeVar("_T")
 _Value = TypeVar("_Value")
@@ -88,10 +88,10 @@ class RedisTier(Generic[V]):
         self._ttl = ttl_seconds
         self._clock = clock
         self._counters = Counters()
-        self._log_guard = Guard(codec.cache)
+        self._deletions_guard = Guard(codec.cache)
         probe_key = codec.redis_prefix + "probe"
         self._servers = RedisServers(codec.cache, url, probe_key, timeout_seconds, self._counters, breaker)
-        self.deletions = RedisDeletions(codec.redis_deletions, self)
+        self.deleted_tags = RedisDeletedTags(codec.redis_deleted_tags, self, ttl_seconds)
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="rag-posfix-redis-reader")
         self._unmeasured: int | None = None  # bytes written since the entries were measured; None: never measured
         self._closed = False
@@ -146,13 +146,15 @@ class RedisTier(Generic[V]):
 
         def delete(client: Any) -> int:
             count = 0
-            for tag in tags:
-                name = self._codec.redis_tag_prefix + tag
-                keys = client.zrange(name, 0, -1)
-                count += self._delete_entries(client, keys)
-                # ZREM of these keys and not DEL of the tag: an entry that was added meanwhile keeps its tag.
-                for batch in _slices(keys):
-                    client.zrem(name, *batch)
+            for names in _slices([self._codec.redis_tag_prefix + tag for tag in tags]):
+                pipeline = client.pipeline(transaction=False)
+                for name in names:
+                    pipeline.zrange(name, 0, -1)
+                for name, keys in zip(names, pipeline.execute(), strict=True):
+                    count += self._delete_entries(client, keys)
+                    # ZREM of these keys and not DEL of the tag: an entry that was added meanwhile keeps its tag.
+                    for batch in _slices(keys):
+                        client.zrem(name, *batch)
             return count
 
         return self._delete(delete)
@@ -179,7 +181,7 @@ class RedisTier(Generic[V]):
         if self._codec.redis_index is not None and not self._closed and self._servers.available:
             # Not as a look-up: a large index takes longer than its deadline, and would open the circuit breaker.
             with suppress(Exception):
-                stored = [size for _, _, size in self._servers.root.run(self._sizes, _LOG_SECONDS) if size]
+                stored = [size for _, _, size in self._servers.root.run(self._sizes, _INFO_SECONDS) if size]
                 entries, n_bytes = len(stored), sum(stored)
         return TierStats.counted(
             self.name, self._counters, entries=entries, n_bytes=n_bytes, available=self._servers.available
@@ -200,12 +202,12 @@ class RedisTier(Generic[V]):
         """How long to wait for Redis, by its measured latency."""
         return self._servers.root.wait_seconds
 
-    def call_log(self, operation: Callable[[Any], _T]) -> _T | None:
-        """Call Redis for the log of deletions, in a second at most, also while the circuit breaker is open."""
+    def call_deletions(self, operation: Callable[[Any], _T]) -> _T | None:
+        """Call Redis for the deleted tags, in a second at most, also while the circuit breaker is open."""
         if self._closed:
             return None
-        use = f"the log of deletions in {self._servers.label}"
-        return self._log_guard.call(use, lambda: self._servers.root.run(operation, _LOG_SECONDS), None)
+        use = f"the set of deletions in {self._servers.label}"
+        return self._deletions_guard.call(use, lambda: self._servers.root.run(operation, _INFO_SECONDS), None)
 
     def _fetch(self, client: Any, keys: Sequence[str], used: Iterable[str]) -> list[object]:
         """Return the reply for each key, in one round trip, and record that the keys ``used`` were used."""
@@ -249,7 +251,7 @@ class RedisTier(Generic[V]):
             pipeline.execute()
 
         # Tags and index go first. An entry that is not in the index would not count; one without tags could not be
-        # deleted early. Some tags are enough while a server of a cluster is away: deletions are in the log too.
+        # deleted early. Some tags are enough while a server of a cluster is away: deleted tags are compared too.
         needed = [*tagged, *([] if index is None else [index])]
         written = self._servers.call_each("writing", needed, add_tags, round_trips=2)
         if needed and (not written or (index is not None and index not in written)):

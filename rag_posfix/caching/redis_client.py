@@ -2,7 +2,7 @@
 
 One server: ``redis://``, ``rediss://`` (TLS), ``unix://``. Several: ``redis-cluster://``, ``redis-sentinel://``, and
 with TLS ``rediss-cluster://``, ``rediss-sentinel://``. Options in the URL cannot change the timeouts. The protocol is
-RESP 2, which Redis 5 understands and which needs no HELLO command. The log of deletions is one stream without a time
+RESP 2, which Redis 5 understands and which needs no HELLO command. The deleted tags are one sorted set without a time
 to live, so that no ``volatile-`` policy evicts it.
 
 The servers of one Redis: one, or those of a cluster, each with a deadline and a circuit breaker of its own.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from rag_posfix.caching.deletions import Deletion, DeletionStore, position_of, position_parts
+from rag_posfix.caching.deletions import MAX_TAGS, PAGE_TAGS, SharedTags
 from rag_posfix.caching.tier import AdaptiveDeadline, CircuitBreaker, Counters, DeadlineRunner, Guard
 from rag_posfix.errors import CacheError, missing_extra
 
@@ -212,13 +212,21 @@ def connection_pools(client: Any) -> list[Any]:
     return [connection.connection_pool for connection in connections if connection is not None]
 
 
-_PAGE: Final = 1000
 _T = TypeVar("_T")
-_TRIMMED: Final = 100  # entries per call
+# Redis tells the time: the clocks of processes do not matter. Each tag has a time of its own, so that a reading may
+# end between any two.
+_ADD: Final = """
+local time, last = redis.call('TIME'), redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+local first = math.max(time[1] * 1000000 + time[2], (last or 0) + 1)
+for i = 3, #ARGV do redis.call('ZADD', KEYS[1], string.format('%.0f', first + i - 3), ARGV[i]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('(%.0f', first - ARGV[1]))
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[2])
+return first
+"""
 
 
-class LogCaller(Protocol):
-    """The Redis tier, as far as the log of deletions uses it."""
+class TagsCaller(Protocol):
+    """The Redis tier, as far as the deleted tags use it."""
 
     @property
     def is_closed(self) -> bool: ...
@@ -226,18 +234,18 @@ class LogCaller(Protocol):
     @property
     def wait_seconds(self) -> float: ...
 
-    def call_log(self, operation: Callable[[Any], _T]) -> _T | None:
+    def call_deletions(self, operation: Callable[[Any], _T]) -> _T | None:
         """Run an operation on a client within a time limit; return None if Redis fails."""
         ...
 
 
-class RedisDeletions(DeletionStore):
-    """A stream of deleted tags in Redis 5 or later. Redis numbers its entries in the order in which it took them."""
+class RedisDeletedTags(SharedTags):
+    """A sorted set of deleted tags in Redis 5 or later, by the time of the deletion, for the lifetime of entries."""
 
-    def __init__(self, key: str, tier: LogCaller) -> None:
+    def __init__(self, key: str, tier: TagsCaller, lifetime_seconds: float) -> None:
         self._key = key
         self._tier = tier
-        self._offsets: dict[int, int] = {}  # position: of the replication stream after the entry was written
+        self._lifetime = lifetime_seconds
 
     @property
     def is_closed(self) -> bool:
@@ -247,83 +255,24 @@ class RedisDeletions(DeletionStore):
     def wait_seconds(self) -> float:
         return self._tier.wait_seconds
 
-    def read(self, start: int) -> Sequence[Deletion] | None:
-        def read(client: Any) -> list[Deletion]:
-            deletions: list[Deletion] = []
-            first = _identifier(start)
-            while True:
-                page = client.xrange(self._key, first, "+", count=_PAGE)
-                deletions += [_deletion(identifier, fields) for identifier, fields in page]
-                if len(page) < _PAGE:
-                    return deletions
-                milliseconds, sequence = position_parts(deletions[-1].position)
-                first = f"{milliseconds}-{sequence + 1}"
+    def add(self, tags: Sequence[str]) -> int | None:
+        lifetime = int(self._lifetime * 1e6)
+        return self._tier.call_deletions(
+            lambda client: int(client.eval(_ADD, 1, self._key, lifetime, MAX_TAGS, *tags))
+        )
 
-        return self._tier.call_log(read)
+    def read(self, last: tuple[str, int]) -> tuple[dict[str, int], bool] | None:
+        tag, read_until = last
 
-    def append(self, tags: Sequence[str], above: int, *, starts_log: bool = False) -> int | None:
-        fields = {b"tags": " ".join(tags).encode()} | ({b"first": b"1"} if starts_log else {})
+        def read(client: Any) -> tuple[dict[str, int], bool]:
+            is_lost = bool(tag) and (client.zscore(self._key, tag) or 0) < read_until
+            # What is older than the lifetime was removed.
+            is_lost = is_lost and read_until / 1e6 > time.time() - self._lifetime
+            first = 0 if is_lost else f"({read_until}"
+            page = client.zrangebyscore(self._key, first, "+inf", start=0, num=PAGE_TAGS, withscores=True)
+            return {member.decode("utf-8", "replace"): int(score) for member, score in page}, is_lost
 
-        def append(client: Any) -> int:
-            position = _position(client.xadd(self._key, fields))
-            if position <= above:  # the clock of a new master is behind
-                position = _position(client.xadd(self._key, fields, id=_identifier(above + 1)))
-            if (replication := _replication(client)) is not None:
-                self._offsets[position] = replication[0]
-            return position
-
-        return self._tier.call_log(append)
-
-    def holds(self, position: int) -> bool | None:
-        def holds(client: Any) -> bool:
-            identifier = _identifier(position)
-            if not client.xrange(self._key, identifier, identifier):
-                return False
-            offset, replication = self._offsets.get(position), _replication(client)
-            return offset is None or not replication or not replication[1] or max(replication[1]) >= offset
-
-        result = self._tier.call_log(holds)
-        if result is not None:
-            self._offsets.pop(position, None)
-        return result
-
-    def trim(self, before: int) -> None:
-        def trim(client: Any) -> int:
-            # The last of the old entries stays: other processes may have read the log up to it and no further.
-            old = client.xrange(self._key, "-", _identifier(max(0, before - 1)), count=_TRIMMED)[:-1]
-            return int(client.xdel(self._key, *(identifier for identifier, _ in old))) if old else 0
-
-        self._tier.call_log(trim)
-
-
-def _replication(client: Any) -> tuple[int, list[int]] | None:
-    """Return how far the master and its replicas are; None where that cannot be asked, as in a cluster."""
-    if not hasattr(client, "connection_pool"):
-        return None
-    try:
-        role = client.execute_command("ROLE")
-    except Exception as error:
-        if not is_rejection(error):
-            raise
-        return None  # not every hosted Redis has the command
-    if not isinstance(role, list) or role[0] != b"master":
-        return None
-    return int(role[1]), [int(replica[2]) for replica in role[2]]
-
-
-def _deletion(identifier: bytes, fields: dict[bytes, bytes]) -> Deletion:
-    tags = tuple(fields.get(b"tags", b"").decode("utf-8", "replace").split())
-    return Deletion(_position(identifier), tags, b"first" in fields)
-
-
-def _position(identifier: bytes) -> int:
-    milliseconds, _, sequence = identifier.partition(b"-")
-    return position_of(int(milliseconds), int(sequence))
-
-
-def _identifier(position: int) -> str:
-    milliseconds, sequence = position_parts(position)
-    return f"{milliseconds}-{sequence}"
+        return self._tier.call_deletions(read)
 
 
 _SLOWER = 10

@@ -22,10 +22,9 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from rag_posfix.caching.deletions import DeletionLog, DeletionStore
+from rag_posfix.caching.deletions import EVERYTHING, Computation, DeletedTags, SharedTags
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import CacheError
 from rag_posfix.registry import Registry
@@ -198,11 +197,6 @@ class Entry(Protocol):
         """Seconds since 1970; infinity for no limit."""
         ...
 
-    @property
-    def position(self) -> int:
-        """How far the log of deletions was read before the entry was computed."""
-        ...
-
     def fits(self, expected: Any) -> bool:
         """Whether the entry has the ``expected`` shape and type."""
         ...
@@ -222,8 +216,8 @@ class Codec(Protocol[V]):
     redis_tag_prefix: str
     redis_index: str | None
     """Sorted set of the keys in Redis by their last use, for a size limit; None for no limit of our own."""
-    redis_deletions: str
-    """Stream of the deleted tags in Redis."""
+    redis_deleted_tags: str
+    """Sorted set of the deleted tags in Redis."""
 
     def encode(self, key: str, entry: V) -> Sequence[bytes | memoryview]:
         """Return the serialised entry in parts, one after the other."""
@@ -356,49 +350,46 @@ class TieredCache(Generic[V]):
         tiers: Sequence[Tier[V]],
         cache: str,
         *,
-        lease_seconds: float = 0.0,
         lifetime_seconds: float | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         if not tiers:
             raise CacheError(f"{cache}: needs at least one tier; pass None in place of the cache to have none")
         self._tiers = tuple(tiers)
         self._guard = Guard(cache)
-        logs = {tier.name: self._call(tier, lambda tier: getattr(tier, "deletions", None), None) for tier in tiers}
-        stores = {name: log for name, log in logs.items() if isinstance(log, DeletionStore)}
-        self._shared = frozenset(stores)
-        self._deletions_log = DeletionLog(
+        self._first_is_immediate = self._call(tiers[0], lambda tier: tier.immediate, False)
+        found = {tier.name: self._call(tier, lambda tier: getattr(tier, "deleted_tags", None), None) for tier in tiers}
+        shared = {name: tags for name, tags in found.items() if isinstance(tags, SharedTags)}
+        self._shared = frozenset(shared)
+        self._deletions = DeletedTags(
             cache,
-            next(iter(stores.values()), None),
-            lease_seconds=lease_seconds,
+            self._erase,
+            next(iter(shared.values()), None),
             lifetime_seconds=lifetime_seconds,
-            drop=self._drop_copies,
+            clock=clock,
         )
-        self._delete_lock = threading.Lock()
-        self._copy_lock = threading.Lock()
-        self._deletions = 0  # increased at the start and at the end of each deletion, so odd during one
 
     def tier_stats(self) -> list[dict[str, Any]]:
         """Return the statistics of each tier as plain data, or only its name if it raises."""
         stats = [(tier.name, self._call(tier, lambda tier: tier.stats(), None)) for tier in self._tiers]
         return [{"name": name} if counts is None else asdict(counts) for name, counts in stats]
 
-    @property
-    def position(self) -> int:
-        """How far the log of deletions was read. An entry gets the position from before it was computed."""
-        return self._deletions_log.position
+    def begin(self) -> Computation:
+        """Open a computation: entries of tags that are deleted from now on are not stored while it is referred to."""
+        return self._deletions.begin()
 
     @property
     def pending_deletions(self) -> int:
-        """Deleted tags that other processes may still serve, because the shared tier fails or had them just now."""
-        return self._deletions_log.pending
+        """Deleted tags of which other processes may have copies: Redis fails, or had them for less than a second."""
+        return self._deletions.pending
 
     def flush_deletions(self, timeout_seconds: float) -> bool:
-        """Wait until no process serves what was deleted; return False after the timeout."""
-        return self._deletions_log.flush(timeout_seconds)
+        """Wait until no deletion is pending; return False after the timeout."""
+        return self._deletions.flush(timeout_seconds)
 
     def close(self) -> None:
         """Close every tier; later calls are misses."""
-        self._deletions_log.close()
+        self._deletions.close()
         for tier in self._tiers:
             self._call(tier, lambda tier: tier.close(), None)
 
@@ -416,67 +407,58 @@ class TieredCache(Generic[V]):
         With ``immediate`` only immediate tiers are searched.
         """
         hits: dict[str, V] = {}
-        deletions = self._deletions
+        searches: list[Computation] = []  # what is deleted during the search is neither copied nor returned
         missing = dict(keys)
-        log = self._deletions_log
-        is_current = log.is_current()
         for index, tier in enumerate(self._tiers):
             if not missing:
                 break
             if immediate and not tier.immediate:
                 continue
-            if not is_current and tier.name not in self._shared:  # the shared tier may have the entry too
-                continue
+            may_be_late = index or not self._first_is_immediate
+            if may_be_late:
+                self._deletions.wait_for_reading()
+                searches.append(self.begin())
             entries = accept(self._get(tier, missing))
-            if entries and not is_current and not log.is_current(wait=True):
-                continue
-            entries = log.surviving(entries)  # after the log was read
-            if entries and index:
-                self._copy_hits(deletions, partial(self._put, entries, index))
+            if entries and may_be_late:
+                entries = self._deletions.surviving(entries)
+                self._put(entries, index)
             hits.update(entries)
             missing = {key: expected for key, expected in missing.items() if key not in entries}
-        if not is_current:
-            log.start()
         return hits
 
-    def _put(self, entries: Mapping[str, V], n_tiers: int) -> None:
+    def _put(self, entries: dict[str, V], n_tiers: int) -> None:
         """Write ``entries`` to the first ``n_tiers`` tiers."""
-        for tier in self._tiers[:n_tiers]:
-            self._call(tier, lambda tier: tier.put_many(entries), None)
+        self._write_tiers(entries, self._tiers[:n_tiers])
 
-    def _copy_hits(self, deletions: int, write: Callable[[], None]) -> None:
-        """Write, unless an entry was deleted since a search read ``deletions``: it could be one of these."""
-        with self._copy_lock:
-            if deletions == self._deletions and deletions % 2 == 0:
-                write()
+    def _write_tiers(self, entries: dict[str, V], tiers: Sequence[Tier[V]]) -> None:
+        """Write ``entries`` that were not deleted, and erase those that are deleted during that."""
+        with self.begin():
+            entries = self._deletions.surviving(entries)
+            for tier in tiers:
+                self._call(tier, lambda tier: tier.put_many(self._accepted(tier.name, entries)), None)
+            if deleted := self._deletions.of(entries):
+                self._erase_from(tiers, list({tag for tags in deleted.values() for tag in tags}))
 
-    def _delete_tags(self, tags: Sequence[str], prepare: Callable[[], object] = lambda: None) -> int:
-        def prepare_and_log() -> None:
-            prepare()
-            self._deletions_log.delete(tags)
+    def _accepted(self, tier: str, entries: dict[str, V]) -> dict[str, V]:
+        """Return the entries that a tier gets."""
+        return entries
 
-        return self._delete(lambda tier: tier.delete_tags(tags), prepare_and_log)
+    def _delete_tags(self, tags: Sequence[str]) -> int:
+        """Delete the entries of ``tags`` here and in other processes; return the largest count of a tier."""
+        return self._deletions.delete(tags)
 
-    def _drop_copies(self, tags: Sequence[str], late: bool) -> None:
-        """Delete the entries of ``tags`` from memory; from every tier if the shared one failed before."""
-        for tier in self._tiers:
-            if late or tier.immediate:
-                self._call(tier, lambda tier: tier.delete_tags(tags), 0)
+    def _erase(self, tags: Sequence[str], from_shared: bool = True) -> int:
+        """Erase the entries of ``tags`` here; from the tiers that processes share as well if ``from_shared``."""
+        tiers = [tier for tier in self._tiers if from_shared or tier.name not in self._shared]
+        return self._erase_from(tiers, tags)
 
-    def _delete(self, operation: Callable[[Tier[V]], int], prepare: Callable[[], object] = lambda: None) -> int:
-        """Delete entries from every tier, the slowest first; return the largest count of a tier.
+    def _erase_from(self, tiers: Sequence[Tier[V]], tags: Sequence[str]) -> int:
+        """Erase the entries of ``tags`` from tiers, the slowest first; return the largest count of a tier."""
 
-        ``prepare`` is called before, when hits are no longer copied.
-        """
-        with self._delete_lock:
-            with self._copy_lock:
-                self._deletions += 1
-            try:
-                prepare()
-                return max(self._call(tier, operation, 0) for tier in reversed(self._tiers))
-            finally:
-                with self._copy_lock:
-                    self._deletions += 1
+        def erase(tier: Tier[V]) -> int:
+            return tier.clear() if EVERYTHING in tags else tier.delete_tags(tags)
+
+        return max((self._call(tier, erase, 0) for tier in reversed(tiers)), default=0)
 
 
 def map_in(pool: ThreadPoolExecutor, function: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:

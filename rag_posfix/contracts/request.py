@@ -182,8 +182,6 @@ class GenerationRequest:
         traced: Whether the answer has the shares of the passages in each token.
         prompt_scored: Whether the tokens of the prompt come back with their log-probabilities, with
             ``sampling.top_logprobs`` alternatives each. For prompts without passages.
-        kv_position: The position of the passage KV store before the documents were retrieved: keys and values of those
-            that are deleted later are not kept. None: nothing was deleted since.
         cues: ``PromptTemplate.cues``. They end the answer as stop strings do; ``Generation.stop_string`` names none.
     """
 
@@ -193,7 +191,6 @@ class GenerationRequest:
     salt: str = ""
     traced: bool = False
     prompt_scored: bool = False
-    kv_position: int | None = None
     cues: tuple[str, ...] = ()
 
 

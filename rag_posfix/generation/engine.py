@@ -111,9 +111,8 @@ class Engine:
         mitigation: MitigationChoice | None = None,
         max_tokens: int = 1,
         salt: str = "",
-        kv_position: int | None = None,
     ) -> Session:
-        """Read a prompt and return the session that continues it; ``salt``, ``kv_position`` as in the request.
+        """Read a prompt and return the session that continues it; ``salt`` as in the request.
 
         Raises:
             ConfigError: unknown mitigation or parameter.
@@ -121,11 +120,9 @@ class Engine:
             PromptTooLongError: prompt and ``max_tokens`` exceed the context window; raised before any work.
         """
         choice = mitigation or MitigationChoice()
-        return self.prefill(layout, self.plan(layout, choice, max_tokens), choice, salt, kv_position)
+        return self.prefill(layout, self.plan(layout, choice, max_tokens), choice, salt)
 
-    def precompute(
-        self, layout: Layout, mitigation: MitigationChoice, salt: str = "", kv_position: int | None = None
-    ) -> int:
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
         """Read prefix and passages of a prompt into the passage KV store; return how many tokens had to be read.
 
         The suffix is not read: any question may follow.
@@ -135,7 +132,7 @@ class Engine:
             UnsupportedModelError: the model cannot be served by the mitigation.
         """
         method = create(mitigation.name, mitigation.parameters)
-        kv_lookup = self._lookup(self.loaded, salt, self.describe(mitigation).fingerprint, kv_position)
+        kv_lookup = self._lookup(self.loaded, salt, self.describe(mitigation).fingerprint)
         if kv_lookup is None:
             raise ConfigError("precomputing needs a passage store; give the engine one, or turn it on in the settings")
         rows = self._independent_rows(layout, method)
@@ -291,14 +288,12 @@ class Engine:
         self._check_prompt(longest)
         return self.loaded.reading(longest)
 
-    def _lookup(
-        self, loaded: LoadedModel, salt: str, method: str = "", position: int | None = None
-    ) -> KVLookup | None:
+    def _lookup(self, loaded: LoadedModel, salt: str, method: str = "") -> KVLookup | None:
         """Return the store as a method sees it; without its identity, as prompts see it that are read unmodified."""
         if self.passages is None:
             return None
         frequencies = "" if loaded is self.loaded else "+extended"  # keys have other angles
-        return KVLookup.begin(self.passages, self.fingerprint + frequencies, method, salt, position)
+        return KVLookup(self.passages, self.fingerprint + frequencies, method, salt)
 
     def _check_prompt(self, n_tokens: int) -> None:
         if self.loaded.spec.ranks.count > 1:
@@ -338,7 +333,7 @@ class Engine:
         if request.prompt_scored:
             session, prompt = open_scored(self.open, request, self.encoder.token_bytes)
         else:
-            session = self.prefill(request.layout, plan, request.mitigation, request.salt, request.kv_position)
+            session = self.prefill(request.layout, plan, request.mitigation, request.salt)
         yield from self.resume(session, request, prompt=prompt)
 
     def resume(
@@ -369,18 +364,17 @@ class Engine:
         plan: Plan,
         choice: MitigationChoice | None = None,
         salt: str = "",
-        kv_position: int | None = None,
     ) -> Session:
         """Read a prompt under a plan that was made for it by ``plan``, and return the session that continues it.
 
         Args:
             choice: What the plan was made by; without it the passage KV store is neither read nor written.
-            salt, kv_position: As in ``GenerationRequest``.
+            salt: As in ``GenerationRequest``.
         """
         kv_lookup, loaded = None, self._loaded_by(layout, plan)
         # Ranks of a split model store no passages: they would have to find the same, and each has its own heads.
         if choice is not None and self.loaded.spec.ranks.count == 1:
-            kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint, kv_position)
+            kv_lookup = self._lookup(loaded, salt, self.describe(choice).fingerprint)
         text = AnswerText(self.encoder.eos_ids, self.encoder.decode_answer)
         return Session(loaded, layout, plan, text, kv_lookup)
 

@@ -211,7 +211,7 @@ class Pipeline(AskedInBatches):
 
     @property
     def pending_deletions(self) -> int:
-        """Deleted documents whose cached answers other processes may still serve; 0 once they cannot."""
+        """Deleted documents whose cached answers other processes may still have; 0 once they were told."""
         return int(getattr(self.cache, "pending_deletions", 0))
 
     def invalidate(self, documents: Sequence[Document], tenant: str = "") -> None:
@@ -399,11 +399,10 @@ class Pipeline(AskedInBatches):
         if tools is not None:
             assembler = assembler.with_encoder(tools.encoder)
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
-        position = 0 if self.cache is None else self.cache.position
-        kv_position = None if self.passages is None else self.passages.position
+        computations = [cache.begin() for cache in (self.cache, self.passages) if cache is not None]
         read_as = with_names(question.text, question.history) if self.defaults.is_small_reader else question.text
         run = QuestionRun(
-            question, salt, metadata_filter, query, trace, watched_by(trace, watcher), position, read_as=read_as
+            question, salt, metadata_filter, query, trace, watched_by(trace, watcher), computations, read_as=read_as
         )
         with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
@@ -414,9 +413,8 @@ class Pipeline(AskedInBatches):
         prompt.assembled.log_omissions()
         cues = assembler.template.cues if prompt.assembled.documents and sampling.json_schema is None else ()
         request = GenerationRequest(
-            prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, kv_position=kv_position,
-            cues=cues,
-        )  # fmt: skip
+            prompt.assembled.layout, mitigation, sampling, salt, self.defaults.attribution, cues=cues
+        )
         if prompt.assembled.silenced:
             warnings.append(silenced_warning(prompt.assembled))
         if not prompt.assembled.documents and (refusal := run.refusal()):
@@ -584,7 +582,7 @@ class Pipeline(AskedInBatches):
         run, ids = prepared.run, prepared.prompt.assembled.ids
         if is_cached and self.cache is not None and prepared.prompt.key is not None:
             with run.timed("cache"):
-                self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(run.salt, ids)), run.position)
+                self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(run.salt, ids)))
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:

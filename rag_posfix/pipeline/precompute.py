@@ -28,17 +28,14 @@ class AnswerCache(Protocol):
         """Return the stored answer (JSON types only), or None."""
         ...
 
-    @property
-    def position(self) -> int:
-        """How many deletions the cache knows, as a number that grows with each."""
+    def begin(self) -> object:
+        """Open a computation, before its documents are found; it is open as long as something refers to the object."""
         ...
 
-    def put(
-        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
-    ) -> None:
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
         """Store an answer; ``document_ids`` are the documents it was made from.
 
-        It is never served if one of them was deleted after ``position``; None: none of them was deleted since.
+        Not if one of them was deleted since an open computation began.
         """
         ...
 
@@ -69,9 +66,8 @@ class PassageKVStore(Protocol):
         """Size limit of the write queue in bytes; entries beyond it are lost."""
         ...
 
-    @property
-    def position(self) -> int:
-        """How many deletions the store knows, as a number that grows with each."""
+    def begin(self) -> AbstractContextManager[object]:
+        """Open a computation: what is deleted from now on is not stored as long as something refers to the object."""
         ...
 
     def flush(self, timeout_seconds: float = 30.0) -> bool:
@@ -145,13 +141,8 @@ class PassagePrecomputer(Protocol):
         """Bytes of the keys and values of one token, in all layers."""
         ...
 
-    def precompute(
-        self, layout: Layout, mitigation: MitigationChoice, salt: str = "", kv_position: int | None = None
-    ) -> int:
-        """Compute prefix and passages of a prompt into the store; return the number of computed tokens.
-
-        Keys and values of documents that were deleted after ``kv_position`` are not kept; None: none was.
-        """
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+        """Compute prefix and passages of a prompt into the store; return the number of computed tokens."""
         ...
 
 
@@ -163,19 +154,18 @@ def precompute(
     template: PromptTemplate | None = None,
     salt: str = "",
     progress: Callable[[int, int], None] | None = None,
-    kv_position: int | None = None,
 ) -> int:
     """Compute each document's keys and values as in a prompt without history; return the number of computed tokens.
 
     A document whose entry is stored already costs one lookup. The order of the documents does not matter. If the store
-    is too small for all documents, it holds the last ones, and a warning is logged.
+    is too small for all documents, it holds the last ones, and a warning is logged. Open a computation of the store
+    (``begin``) before the documents are read, so that nothing is stored of those that are deleted meanwhile.
 
     Args:
         documents: The documents. Skipped are documents without text, duplicates, and documents that exceed the context
             window, because a prompt contains them truncated.
         template: The prompt template; the default template if None.
         salt: As in ``GenerationRequest``.
-        kv_position: The position of the store before the documents were read; by default when this is called.
 
     Raises:
         ConfigError: the method's passages are not independent, or the engine has no store, or the store stores
@@ -183,8 +173,6 @@ def precompute(
         UnsupportedModelError: the method does not support the model.
     """
     chosen_template, store = template or PromptTemplate(), engine.passages
-    if kv_position is None and store is not None:
-        kv_position = store.position
     prompt = tokenize_prompt(engine.encoder, chosen_template, "?")
     tokenized = (
         tokenize_passage(engine.encoder, chosen_template, document.text, title=document.title)
@@ -196,7 +184,7 @@ def precompute(
     old_stats = _tier_stats(store)
     tokens = done = 0
     for batch in _batches(passages, max_tokens):
-        computed = engine.precompute(prompt.with_passages(batch), mitigation, salt, kv_position)
+        computed = engine.precompute(prompt.with_passages(batch), mitigation, salt)
         if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
             raise ConfigError(
                 f"the passage KV store did not write the computed entries within {WRITE_TIMEOUT_SECONDS:g} seconds; "

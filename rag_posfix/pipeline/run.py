@@ -140,7 +140,7 @@ class QuestionRun:
     ``best_left_out`` describes the best of them, by the test that left it out.
 
     ``filter`` is that of the question and of the defaults together, ``query`` what retriever and reranker get,
-    ``position`` that of the answer cache before they were asked, ``read_as`` the question in the prompt.
+    ``computations`` those of the caches, open since before they were asked, ``read_as`` the question in the prompt.
     ``odds`` are the judge's log-odds that a passage has the answer, by content key.
     """
 
@@ -150,7 +150,7 @@ class QuestionRun:
     query: SearchQuery
     trace: QuestionTrace
     watcher: StageWatcher
-    position: int = 0
+    computations: Sequence[object] = ()
     read_as: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     left_out: list[tuple[str, str]] = field(default_factory=list)

@@ -80,14 +80,14 @@ def test_a_lost_shard_rests_alone_and_the_living_ones_serve_and_take_entries(fau
 
 
 def test_answers_are_served_and_deleted_for_good_while_a_shard_is_lost():
-    log = shard_of("rag_posfix:answer-deletions", prefix="")
+    deleted = shard_of("rag_posfix:answer-deleted", prefix="")
     with cluster_of_three() as nodes:
         tier = RedisTier(url_of(nodes), BlobCodec(), timeout_seconds=1)
-        with closing(TieredAnswerCache([tier], lease_seconds=1.0)) as answers:
+        with closing(TieredAnswerCache([tier])) as answers:
             for key in KEYS:
                 assert answers.get(key) is None
                 answers.put(key, {"text": key}, [f"document-{key}"])
-            lost = (log + 1) % 3
+            lost = (deleted + 1) % 3
             nodes[lost].kill()
             living = [key for key in KEYS if shard_of(key) != lost]
             answers.get(KEYS[0])

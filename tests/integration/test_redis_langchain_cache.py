@@ -13,7 +13,7 @@ from rag_posfix.integrations.langchain.cache import RagPosfixCache
 @pytest.fixture
 def cache(redis_server):
     tier = RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)
-    with closing(TieredAnswerCache([tier], lease_seconds=0)) as tiers:  # a busy machine reads the log late
+    with closing(TieredAnswerCache([tier])) as tiers:
         yield RagPosfixCache(tiers)
 
 

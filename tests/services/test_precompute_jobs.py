@@ -148,7 +148,7 @@ class Counting:
     def __init__(self, admission: Admission) -> None:
         self.admission, self.working = admission, []
 
-    def precompute(self, layout, mitigation, salt="", kv_position=None):
+    def precompute(self, layout, mitigation, salt=""):
         self.working.append(self.admission.working)
         return 7
 

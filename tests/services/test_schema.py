@@ -82,7 +82,7 @@ class PrecomputingGenerator(OrderBiasedGenerator):
     passages = PassageStore([MemoryTier(1 << 20)])
     kv_bytes_per_token = 1
 
-    def precompute(self, layout: Any, mitigation: Any, salt: str = "", kv_position: int | None = None) -> int:
+    def precompute(self, layout: Any, mitigation: Any, salt: str = "") -> int:
         return sum(len(span) for span in layout.passages)
 
 

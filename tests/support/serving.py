@@ -170,14 +170,14 @@ class DictCache:
 
     def __init__(self) -> None:
         self.entries: dict[str, Mapping[str, Any]] = {}
-        self.position = 0
+
+    def begin(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def get(self, key: str) -> Mapping[str, Any] | None:
         return self.entries.get(key)
 
-    def put(
-        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
-    ) -> None:
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
         self.entries[key] = value
 
     def single_flight(self, key: str) -> AbstractContextManager[None]:

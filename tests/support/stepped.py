@@ -77,7 +77,7 @@ class RecordingEngine:
 
     stream = generate
 
-    def open(self, layout, mitigation=None, max_tokens=1, salt="", kv_position=None):
+    def open(self, layout, mitigation=None, max_tokens=1, salt=""):
         self._turn("open", mitigation.name)
         self.salts.append(salt)
         return RecordingSession(self, mitigation.name)

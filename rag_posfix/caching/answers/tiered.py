@@ -40,14 +40,12 @@ SEAL_BYTES = len(_MAGIC) + _DIGEST_BYTES
 class Blob:
     """Bytes that can be deleted by each of ``tags`` and expire at ``expires_at`` (seconds since 1970).
 
-    ``position`` is how far the log of deletions was read before they were computed. A tier may return the bytes alone,
-    without tags, expiry and position.
+    A tier may return the bytes alone, without tags and expiry.
     """
 
     data: bytes
     tags: tuple[str, ...] = ()
     expires_at: float = math.inf
-    position: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -65,7 +63,7 @@ class BlobCodec:
     redis_prefix = "rag_posfix:answer:"
     redis_tag_prefix = "rag_posfix:tag:"
     redis_index: str | None = None
-    redis_deletions = "rag_posfix:answer-deletions"
+    redis_deleted_tags = "rag_posfix:answer-deleted"
 
     def encode(self, key: str, entry: Blob) -> list[bytes | memoryview]:
         return [seal(key, entry.data)]
@@ -141,24 +139,20 @@ def build_answer_cache(settings: CacheSettings, cache_dir: Path) -> TieredAnswer
         tiers,
         ttl_seconds=settings.ttl_seconds,
         max_entry_bytes=settings.max_entry_bytes,
-        lease_seconds=settings.lease_seconds,
     )
 
 
 class TieredAnswerCache(TieredCache[Blob]):
     """Keeps answers in every tier and returns them from the first that has them.
 
-    An entry contains its key, when it expires, the hashes of its documents, and how far the log of deletions was read
-    before it was computed. So a copy in a faster tier expires with the original, and no process that shares a tier
-    serves it after a deletion (``rag_posfix.caching.deletions``).
+    An entry contains its key, when it expires, and the hashes of its documents. So a copy in a faster tier expires
+    with the original and is erased with it, in every process that shares a tier (``rag_posfix.caching.deletions``).
 
     Args:
         tiers: The tiers, fastest first, at least one.
         ttl_seconds: How long an answer is kept, > 0.
         max_entry_bytes: Larger answers (as JSON) are not kept.
         max_wait_seconds: Longest wait in ``single_flight``.
-        lease_seconds: How long answers are served while the shared tier does not say what was deleted, and so how long
-            a deletion is pending; 0 for no limit.
         clock: Seconds since 1970, the same for every process that shares a tier.
 
     Raises:
@@ -172,12 +166,11 @@ class TieredAnswerCache(TieredCache[Blob]):
         ttl_seconds: float = 24 * 3600.0,
         max_entry_bytes: int = 1024**2,
         max_wait_seconds: float = 60.0,
-        lease_seconds: float = 2.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not (ttl_seconds > 0 and math.isfinite(ttl_seconds)):
             raise CacheError(f"answer cache: ttl_seconds={ttl_seconds} must be above 0 and finite")
-        super().__init__(tiers, BlobCodec.cache, lease_seconds=lease_seconds, lifetime_seconds=ttl_seconds)
+        super().__init__(tiers, BlobCodec.cache, lifetime_seconds=ttl_seconds, clock=clock)
         self._ttl = ttl_seconds
         self._max_entry_bytes = max_entry_bytes
         self._clock = clock
@@ -189,7 +182,7 @@ class TieredAnswerCache(TieredCache[Blob]):
         answer: dict[str, Any] | None = None
 
         def accept(blobs: dict[str, Blob]) -> dict[str, Blob]:
-            """Return the blob with the tags, expiry and position that are in it, unless it is damaged or expired."""
+            """Return the blob with the tags and the expiry that are in it, unless it is damaged or expired."""
             nonlocal answer
             envelope = _parse(key, blobs[key].data) if blobs else None
             if envelope is None:
@@ -199,21 +192,17 @@ class TieredAnswerCache(TieredCache[Blob]):
             if not 0 < envelope["expires_at"] - self._clock() <= self._ttl + _CLOCK_SKEW_SECONDS:
                 return {}
             answer = envelope["value"]
-            position = envelope.get("position", 0)
-            return {key: Blob(blobs[key].data, tuple(envelope["tags"]), envelope["expires_at"], position)}
+            return {key: Blob(blobs[key].data, tuple(envelope["tags"]), envelope["expires_at"])}
 
         if not self._search({key: None}, accept):
             answer = None
         self._counters.add("misses" if answer is None else "hits")
         return answer
 
-    def put(
-        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
-    ) -> None:
-        """Keep an answer made from ``document_ids``, unless it is too large or not JSON, or one of them was deleted.
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        """Keep an answer made from ``document_ids``, unless it is too large or not JSON.
 
-        Args:
-            position: ``position`` before the documents were found; None: none of them was deleted since.
+        Nor if one of them was deleted while a computation is open (``begin``): it may be what this one found.
         """
         try:
             answer = orjson.dumps(dict(value))
@@ -222,19 +211,15 @@ class TieredAnswerCache(TieredCache[Blob]):
         if answer is None or len(answer) > self._max_entry_bytes:
             self._counters.add("rejected")
             return
-        self._deletions_log.start()
-        position = self._deletions_log.position if position is None else position
         tags, expires_at = _tags(document_ids), self._clock() + self._ttl
         envelope = {
             "version": _ENVELOPE_VERSION,
             "key": key,
             "expires_at": expires_at,
             "tags": tags,
-            "position": position,
             "value": orjson.Fragment(answer),
         }
-        blobs = {key: Blob(orjson.dumps(envelope), tuple(tags), expires_at, position)}
-        self._put(self._deletions_log.surviving(blobs), len(self._tiers))
+        self._put({key: Blob(orjson.dumps(envelope), tuple(tags), expires_at)}, len(self._tiers))
 
     def single_flight(self, key: str) -> AbstractContextManager[bool]:
         """Hold while computing ``key``; requests for the same key wait. True if one may have stored the answer now."""
@@ -246,7 +231,7 @@ class TieredAnswerCache(TieredCache[Blob]):
 
     def clear(self) -> int:
         """Drop every answer; return the most that one tier held."""
-        return self._delete(lambda tier: tier.clear(), lambda: self._deletions_log.delete([EVERYTHING]))
+        return self._delete_tags([EVERYTHING])
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the cache and, under ``tiers``, those of each tier."""
@@ -337,12 +322,10 @@ def _parse(key: str, data: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(envelope, dict) or envelope.get("version") != _ENVELOPE_VERSION or envelope.get("key") != key:
         return None
-    tags, position = envelope.get("tags"), envelope.get("position", 0)
+    tags = envelope.get("tags")
     well_formed = (
         isinstance(envelope.get("value"), dict)
         and isinstance(envelope.get("expires_at"), float)
-        and type(position) is int
-        and position >= 0
         and isinstance(tags, list)
         and all(isinstance(tag, str) for tag in tags)
     )

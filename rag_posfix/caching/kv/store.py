@@ -49,7 +49,6 @@ _MAX_HEADER_BYTES = 1024**2
 _TENSOR = "kv"
 _MAX_SNAPSHOT_BYTES = 2**31
 _TAGS = "tags"
-_POSITION = "position"
 _COMPRESSED_MAGIC = b"RPKZ"
 _COMPRESSION_LEVEL = 1
 _DTYPES = {
@@ -95,8 +94,8 @@ class EntryShape:
         """Return the shape of an entry of ``n_bytes`` that is as expected here, None if there is none."""
         return self if n_bytes == self.n_bytes else None
 
-    def entry(self, kv: Tensor, tags: tuple[str, ...], position: int) -> PassageKV:
-        return PassageKV(kv, tags, position)
+    def entry(self, kv: Tensor, tags: tuple[str, ...]) -> PassageKV:
+        return PassageKV(kv, tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +121,8 @@ class SnapshotShape:
     def of_bytes(self, n_bytes: int) -> SnapshotShape | None:
         return SnapshotShape(n_bytes)
 
-    def entry(self, kv: Tensor, tags: tuple[str, ...], position: int) -> PassageKV:
-        return CacheSnapshot(kv, tags, position)
+    def entry(self, kv: Tensor, tags: tuple[str, ...]) -> PassageKV:
+        return CacheSnapshot(kv, tags)
 
 
 ExpectedShape: TypeAlias = EntryShape | SnapshotShape
@@ -136,7 +135,6 @@ class PassageKV:
     Attributes:
         kv: (2, L, Hkv, T, D), keys first, contiguous, on any device.
         tags: Content keys of the documents that it was made from; it can be deleted by each.
-        position: How far the log of deletions was read before it was stored.
 
     Raises:
         CacheError: ``kv`` has another number of dimensions or is not contiguous.
@@ -144,7 +142,6 @@ class PassageKV:
 
     kv: Tensor
     tags: tuple[str, ...] = ()
-    position: int = 0
     expires_at: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
@@ -185,11 +182,10 @@ class PassageKV:
             kv = kv.clone()
         return self if kv is self.kv else replace(self, kv=kv)
 
-    def tagged(self, tags: Sequence[str], position: int = 0) -> PassageKV:
-        """Return the entry with ``tags`` added to its own, and at ``position``."""
+    def tagged(self, tags: Sequence[str]) -> PassageKV:
+        """Return the entry with ``tags`` added to its own."""
         merged = tuple(sorted({*self.tags, *tags}))
-        is_unchanged = (merged, position) == (self.tags, self.position)
-        return self if is_unchanged else replace(self, tags=merged, position=position)
+        return self if merged == self.tags else replace(self, tags=merged)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +218,7 @@ class KVCodec:
     redis_prefix = "rag_posfix:passage:"
     redis_tag_prefix = "rag_posfix:passage-tag:"
     redis_index: str | None = "rag_posfix:passage-index"
-    redis_deletions = "rag_posfix:passage-deletions"
+    redis_deleted_tags = "rag_posfix:passage-deleted"
 
     def __init__(self, compress: bool = False) -> None:
         self._compress = compress
@@ -295,7 +291,7 @@ def deserialize(key: str, data: object, expected: ExpectedShape) -> PassageKV | 
         copy = allocate(len(content))
         copy[:] = content
         content = copy
-    return expected.entry(_tensor(content, shape), tags, _position(header))
+    return expected.entry(_tensor(content, shape), tags)
 
 
 def _header_end(start: memoryview) -> int | None:
@@ -307,8 +303,7 @@ def _header_end(start: memoryview) -> int | None:
 
 
 def _serialized_header(entry: PassageKV) -> bytes:
-    metadata = {_TAGS: json.dumps(entry.tags)} | ({_POSITION: str(entry.position)} if entry.position else {})
-    header = {"__metadata__": metadata, _TENSOR: _description(entry.shape)}
+    header = {"__metadata__": {_TAGS: json.dumps(entry.tags)}, _TENSOR: _description(entry.shape)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # aligns the tensor
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -336,12 +331,6 @@ def _tags(header: dict[str, Any]) -> tuple[str, ...] | None:
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         return None
     return tuple(tags)
-
-
-def _position(header: dict[str, Any]) -> int:
-    """Return the position of an entry; 0, before every deletion, for an entry of an earlier release."""
-    text = str(header["__metadata__"].get(_POSITION, "0"))
-    return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 def _tensor(content: memoryview, shape: ExpectedShape) -> Tensor:
@@ -610,8 +599,7 @@ class PassageStore(TieredCache[PassageKV]):
     Tiers that are not immediate are written in the background, after the answer. A hit is copied to the tiers before
     it, with its tags, so that a copy can be dropped with the original. A tier is searched only for entries that
     earlier tiers lack, so an entry that memory serves is not marked as used on disk. ``drop`` and ``clear`` reach the
-    tiers of this process, and within half a second the memory of processes that share a Redis. There is no lease: keys
-    and values are read only for a passage that is in the prompt, and go on being used while Redis is away.
+    tiers of this process, and within a second those of processes that share a Redis.
 
     Args:
         tiers: The tiers, fastest first, at least one.
@@ -655,21 +643,19 @@ class PassageStore(TieredCache[PassageKV]):
         tags: Mapping[str, Sequence[str]] | None = None,
         *,
         memory_only: bool = False,
-        position: int | None = None,
     ) -> None:
         """Keep ``entries``: in memory at once, in slower tiers in the background.
+
+        Not those of documents that were deleted while a computation is open (``begin``): it may have read them before.
 
         Args:
             entries: The entries by key. Their tensors must not be written to from now on.
             tags: For each key the content keys of the documents it was made from. A key that is put again loses
                 its earlier tags; a hit keeps them.
             memory_only: Whether slower tiers do not get them.
-            position: ``self.position`` before the documents were read: entries of those that were deleted since are
-                not kept. None: none was deleted since.
         """
-        self._deletions_log.start()
-        tags_of, position = tags or {}, self.position if position is None else position
-        tagged = {key: entry.tagged(tags_of.get(key, ()), position) for key, entry in entries.items()}
+        tags_of = tags or {}
+        tagged = {key: entry.tagged(tags_of.get(key, ())) for key, entry in entries.items()}
         if memory_only:
             self._write(self._on_device(tagged), len(self._tiers), immediate=True)
         else:
@@ -681,16 +667,11 @@ class PassageStore(TieredCache[PassageKV]):
 
     def drop(self, tags: Sequence[str]) -> int:
         """Drop every entry that has one of ``tags``; return the most that one tier held."""
-        return self._delete_tags(tags, lambda: self._behind.cancel(tags))
+        return self._delete_tags(tags)
 
     def clear(self) -> int:
         """Drop every entry; return the most that one tier held."""
-
-        def prepare() -> None:
-            self._behind.cancel()
-            self._deletions_log.delete([EVERYTHING])
-
-        return self._delete(lambda tier: tier.clear(), prepare)
+        return self._delete_tags([EVERYTHING])
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the store and, under ``tiers``, those of each tier.
@@ -734,25 +715,24 @@ class PassageStore(TieredCache[PassageKV]):
             self._guard.worked(use)
         return copies
 
-    def _put(self, entries: Mapping[str, PassageKV], n_tiers: int) -> None:
+    def _erase(self, tags: Sequence[str], from_shared: bool = True) -> int:
+        self._behind.cancel(None if EVERYTHING in tags else tags)
+        return super()._erase(tags, from_shared)
+
+    def _put(self, entries: dict[str, PassageKV], n_tiers: int) -> None:
         self._write(entries, n_tiers, immediate=True)
         if not all(tier.immediate for tier in self._tiers[:n_tiers]):
             self._counters.add("dropped_writes", self._behind.add(entries, n_tiers))
 
     def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, immediate: bool) -> None:
-        """Write ``entries``, without deleted ones, to the immediate, or the other, of the first ``n_tiers`` tiers."""
-        entries = self._deletions_log.surviving(dict(entries))
-        for tier in self._tiers[:n_tiers]:
-            if tier.immediate == immediate:
-                self._call(tier, lambda tier: tier.put_many(_accepted(tier.name, entries)), None)
+        """Write ``entries`` to the immediate, or the other, of the first ``n_tiers`` tiers."""
+        self._write_tiers(dict(entries), [tier for tier in self._tiers[:n_tiers] if tier.immediate == immediate])
 
-
-def _accepted(tier: str, entries: Mapping[str, PassageKV]) -> Mapping[str, PassageKV]:
-    """Return the entries that a tier gets."""
-    if tier != "redis":
-        return entries
-    return {
-        key: entry
-        for key, entry in entries.items()
-        if not isinstance(entry, CacheSnapshot) or entry.n_bytes <= _MAX_REDIS_SNAPSHOT_BYTES
-    }
+    def _accepted(self, tier: str, entries: dict[str, PassageKV]) -> dict[str, PassageKV]:
+        if tier != "redis":
+            return entries
+        return {
+            key: entry
+            for key, entry in entries.items()
+            if not isinstance(entry, CacheSnapshot) or entry.n_bytes <= _MAX_REDIS_SNAPSHOT_BYTES
+        }

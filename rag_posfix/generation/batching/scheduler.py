@@ -243,9 +243,7 @@ class RunningRequest:
         if request.prompt_scored:
             self.session, prompt = open_scored(engine.open, request, engine.encoder.token_bytes)
         else:
-            self.session = engine.open(
-                request.layout, request.mitigation, request.sampling.max_tokens, request.salt, request.kv_position
-            )
+            self.session = engine.open(request.layout, request.mitigation, request.sampling.max_tokens, request.salt)
         self.writer = AnswerWriter(engine.encoder, self.session, request, prompt, handle.json_text)
 
     def accept(self, token: int, log_probs: Tensor) -> bool:

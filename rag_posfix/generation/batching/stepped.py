@@ -27,7 +27,6 @@ class SteppedGenerator(Generator, Protocol):
         mitigation: MitigationChoice | None = None,
         max_tokens: int = 1,
         salt: str = "",
-        kv_position: int | None = None,
     ) -> Session:
         """Read a prompt and return the session that continues it."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,19 +234,17 @@ class KVLookup:
         model: Identity of weights and dtype.
         method: Identity of the method and its parameters.
         salt: Entries of another salt are not seen: one per tenant.
-        position: That of the store before the prompt is read.
+        computation: What is deleted while it is open is not stored.
     """
 
     store: PassageStore
     model: str
     method: str
     salt: str = ""
-    position: int | None = None
+    computation: object = field(init=False)
 
-    @classmethod
-    def begin(cls, store: PassageStore, model: str, method: str, salt: str, position: int | None = None) -> KVLookup:
-        """Return the store for a prompt whose documents were read at a ``position`` of its log; None: now."""
-        return cls(store, model, method, salt, store.position if position is None else position)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "computation", self.store.begin())
 
     def independent_encoding(self, overrides: Overrides) -> EncodingKey:
         """Return what changes segments that are encoded independently, besides their tokens; part of their keys.
@@ -301,7 +299,7 @@ class KVLookup:
                     entries[key] = PassageKV(kv) if kv.ndim > 1 else CacheSnapshot(kv)
                     tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
             if entries:
-                self.store.put_many(entries, tags, memory_only=is_history, position=self.position)
+                self.store.put_many(entries, tags, memory_only=is_history)
 
     def _key(self, dtype: torch.dtype, encoding: EncodingKey, request: KVRequest) -> str:
         before = tuple(token for segment in request.before for token in segment.token_ids)

@@ -12,6 +12,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -89,15 +90,12 @@ class ByteCache(Protocol):
         """Return the stored object, or None."""
         ...
 
-    @property
-    def position(self) -> int:
-        """How many deletions the cache knows."""
+    def begin(self) -> AbstractContextManager[object]:
+        """Open a computation, until the end of the block."""
         ...
 
-    def put(
-        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
-    ) -> None:
-        """Store an object made from ``document_ids``, unless one of them was deleted after ``position``."""
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        """Store an object made from ``document_ids``, unless one was deleted since an open computation began."""
         ...
 
 
@@ -146,17 +144,17 @@ class ServerJudge:
         server = self._connection.servers.urls[0]
         names = [content_hash("judgement-1", server, self._model, salt, repr((prompt, spellings)))
                  for prompt in prompts]  # fmt: skip
-        position = 0 if self._cache is None else self._cache.position
         odds = {name: self._stored(name) for name in names}
         missing = [index for index in self._first_seen_first(keys) if odds[names[index]] is None]
         if missing:
-            self.form(prompts[missing[0]], check)
-            servers = [keys[index] or names[index] for index in missing]
-            values = self._ask([prompts[index] for index in missing], servers, spellings, check)
-            for index, value in zip(missing, values, strict=True):
-                odds[names[index]] = value
-                if self._cache is not None:
-                    self._cache.put(names[index], {"log_odds": value}, _tags(keys[index], salt), position)
+            with nullcontext() if self._cache is None else self._cache.begin():
+                self.form(prompts[missing[0]], check)
+                servers = [keys[index] or names[index] for index in missing]
+                values = self._ask([prompts[index] for index in missing], servers, spellings, check)
+                for index, value in zip(missing, values, strict=True):
+                    odds[names[index]] = value
+                    if self._cache is not None:
+                        self._cache.put(names[index], {"log_odds": value}, _tags(keys[index], salt))
         return [odds[name] or 0.0 for name in names]
 
     def form(self, prompt: Sequence[ChatMessage], check: Callable[[], None] = lambda: None) -> Form:

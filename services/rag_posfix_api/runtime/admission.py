@@ -415,14 +415,11 @@ class AdmittedCache:
     def get(self, key: str) -> Mapping[str, Any] | None:
         return self._cache.get(key)
 
-    @property
-    def position(self) -> int:
-        return self._cache.position
+    def begin(self) -> object:
+        return self._cache.begin()
 
-    def put(
-        self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = (), position: int | None = None
-    ) -> None:
-        self._cache.put(key, value, document_ids, position)
+    def put(self, key: str, value: Mapping[str, Any], document_ids: Sequence[str] = ()) -> None:
+        self._cache.put(key, value, document_ids)
 
     @contextmanager
     def single_flight(self, key: str) -> Iterator[bool | None]:

@@ -460,9 +460,7 @@ class AdmittedPrecomputer:
     def kv_bytes_per_token(self) -> int:
         return self._engine.kv_bytes_per_token
 
-    def precompute(
-        self, layout: Layout, mitigation: MitigationChoice, salt: str = "", kv_position: int | None = None
-    ) -> int:
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
         """Compute one batch; while the service is full, try again.
 
         Raises:
@@ -473,7 +471,7 @@ class AdmittedPrecomputer:
                 with self._admission.admit(_BATCH_SECONDS) as ticket:
                     ticket.tenant = self._tenant
                     self._admission.acquire(ticket)
-                    return self._engine.precompute(layout, mitigation, salt, kv_position)
+                    return self._engine.precompute(layout, mitigation, salt)
             except OverloadedError:
                 time.sleep(PAUSE_SECONDS)
         raise GenerationCancelled("the job was cancelled")

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
@@ -416,16 +416,15 @@ class Service:
 
         def work(progress: Progress, cancelled: threading.Event) -> int:
             admitted = AdmittedPrecomputer(engine, self.chat.admission, cancelled, caller.tenant)
-            position = None if admitted.passages is None else admitted.passages.position
-            return precompute(
-                admitted,
-                collection.documents(),
-                mitigation or pipeline.defaults.mitigation,
-                template=pipeline.assembler.template,
-                salt=salt,
-                progress=progress,
-                kv_position=position,
-            )
+            with nullcontext() if admitted.passages is None else admitted.passages.begin():
+                return precompute(
+                    admitted,
+                    collection.documents(),
+                    mitigation or pipeline.defaults.mitigation,
+                    template=pipeline.assembler.template,
+                    salt=salt,
+                    progress=progress,
+                )
 
         return self.precomputing.start((caller.tenant, name), work)
 

@@ -181,12 +181,13 @@ class TestCache:
     )
     def test_a_stored_object_that_is_no_answer_is_a_miss(self, stored):
         class Garbage:
-            position = 0
+            def begin(self):
+                return None
 
             def get(self, key):
                 return stored
 
-            def put(self, key, value, document_ids=(), position=None):
+            def put(self, key, value, document_ids=()):
                 self.kept = value
 
             def single_flight(self, key):
@@ -201,12 +202,13 @@ class TestCache:
         kept = {}
 
         class Dictionary:
-            position = 0
+            def begin(self):
+                return None
 
             def get(self, key):
                 return kept.get(key)
 
-            def put(self, key, value, document_ids=(), position=None):
+            def put(self, key, value, document_ids=()):
                 kept[key] = orjson.loads(orjson.dumps(value))
 
             def single_flight(self, key):

@@ -323,9 +323,10 @@ def test_documents_can_be_dropped_afterwards(loaded):
 
 def test_what_is_deleted_after_the_documents_were_read_is_not_kept(loaded, tmp_path):
     engine = engine_of(loaded, MemoryTier(), DiskTier(tmp_path, KVCodec()))
-    position, gone = engine.passages.position, content_key(DOCUMENTS[1])
-    engine.passages.drop([gone])
-    precompute(engine, DOCUMENTS, MitigationChoice("context_experts"), kv_position=position)
+    gone = content_key(DOCUMENTS[1])
+    with engine.passages.begin():
+        engine.passages.drop([gone])
+        precompute(engine, DOCUMENTS, MitigationChoice("context_experts"))
     assert engine.passages.flush()
     assert gone not in engine.passages.memory_tags()
     assert content_key(DOCUMENTS[0]) in engine.passages.memory_tags()
