@@ -7,6 +7,7 @@ written down before anybody looks. A new claim is one entry in the file of its t
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +16,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from rag_posfix.encodings import Decoder, load_decoder
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, png_of
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record, write_whole
+from rag_posfix.laboratory.experiment import RunConfig, RunFiles, train
 from rag_posfix.probing.base import Probe, draw_estimates, html_figure, html_page, html_table, shown
 from rag_posfix.probing.subject import Subject
 
@@ -130,6 +135,13 @@ def by_probe(
         return Evidence(numbers(record), partial(chosen.draw, record.head))
 
     return measure
+
+
+def trained_decoder(config: RunConfig, progress: Progress) -> Decoder:
+    """Return a decoder that was trained on the CPU."""
+    with tempfile.TemporaryDirectory() as folder, progress(f"training {config.encoding.label}") as report:
+        train(config, torch.device("cpu"), RunFiles(Path(folder)), report)
+        return load_decoder(Path(folder)).eval()
 
 
 def exact(value: float) -> dict[str, Any]:
@@ -261,9 +273,14 @@ def _section(claim: Claim, outcomes: Sequence[Outcome], full: bool) -> list[str]
 
 
 def draw_numbers(numbers: Numbers, title: str, x: str, scale: str = "linear") -> Figure:
-    """Return the figure of estimates with their intervals, one below the other."""
+    """Return the figure of estimates with their intervals, one below the other; on a log scale none is below 1e-8."""
+    least = 1e-8 if scale == "log" else float("-inf")
+    shown_numbers = [
+        {"value": max(entry["value"], least), "ci95": [max(end, least) for end in entry["ci95"]]}
+        for entry in numbers.values()
+    ]
     figure, (axes,) = new_column(1, 1.3 + 0.42 * len(numbers))
-    draw_estimates(axes, range(len(numbers)), numbers.values(), across=True, color=OTHER_COLORS[1])
+    draw_estimates(axes, range(len(numbers)), shown_numbers, across=True, color=OTHER_COLORS[1])
     axes.set_yticks(range(len(numbers)), [fill(name, 26) for name in numbers], fontsize=8)
     axes.set_ylim(len(numbers) - 0.5, -0.5)
     axes.set_xscale(scale)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rag_posfix.claims.base import Claim, Condition, Evidence, draw_curves, draw_numbers
+from rag_posfix.claims.base import Claim, Condition, Evidence, draw_curves, draw_numbers, trained_decoder
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.encodings import create_encoding, load_decoder
+from rag_posfix.encodings import create_encoding
 from rag_posfix.encodings.sinusoidal import sinusoids
 from rag_posfix.evaluation.record import Progress
-from rag_posfix.laboratory.experiment import RunConfig, RunFiles, TrainingSettings, new_decoder, train
+from rag_posfix.laboratory.experiment import RunConfig, TrainingSettings, new_decoder
 from rag_posfix.laboratory.tasks import TASKS
 from rag_posfix.probing.base import estimate
 from rag_posfix.probing.norm_by_position import PAPER_DEVIATION, norm_curves, random_decoder, resolution
@@ -31,10 +29,16 @@ from rag_posfix.probing.subject import (
     random_strings,
 )
 
+CHANGED = "relative change of the output"
 NOTHING = 1e-3
 """Relative change below which two float32 results count as equal."""
 FREE, FREE_ONE = "no positions, all tokens seen", "no positions, all tokens seen, after one layer"
 MASKED, MASKED_ONE = "no positions, causal mask", "no positions, causal mask, after one layer"
+DECODED = (
+    "R2 of the norm of one head", "R2 of the norms of a layer", "R2 of the norms of all layers",
+    "R2 of the direction of one head", "R2 of the direction, mean value removed",
+)  # fmt: skip
+LATER = "new positions told apart in the second half, over the first"
 PLACED_FREE, PLACED = "positions, all tokens seen", "positions, causal mask"
 
 
@@ -74,15 +78,6 @@ def _relative(before: Tensor, after: Tensor) -> float:
     return float((after - before).norm() / before.norm())
 
 
-def draw_order(numbers: Mapping[str, Any], strings: str) -> Any:
-    """Return the figure of ``order_effects``."""
-    floored = {
-        name: {**entry, "value": max(entry["value"], 1e-8), "ci95": [max(end, 1e-8) for end in entry["ci95"]]}
-        for name, entry in numbers.items()
-    }
-    return draw_numbers(floored, strings, "relative change of the output", "log")
-
-
 def permutation(subject: Subject, progress: Progress, *, strings: int, tokens: int) -> Evidence:
     """Permute all tokens but the last, with and without positions and causal mask."""
     model = language_model(subject, "permutation")
@@ -95,7 +90,7 @@ def permutation(subject: Subject, progress: Progress, *, strings: int, tokens: i
                 yield ids, ids[:, order]
 
         numbers = order_effects(model, pairs())
-    return Evidence(numbers, partial(draw_order, numbers, f"{strings} strings, tokens permuted"))
+    return Evidence(numbers, partial(draw_numbers, numbers, f"{strings} strings, tokens permuted", CHANGED, "log"))
 
 
 def head_outputs(decoder: SmallDecoder, ids: Tensor) -> Tensor:
@@ -127,54 +122,33 @@ def decoding_share(features: Tensor, penalty: float = 1e-3) -> float:
     return 1 - float((unknown @ weights - truth).square().sum() / truth.square().sum())
 
 
-def _nope_heads(
-    seeds: int, strings: int, tokens: int, progress: Progress, change: Callable[[SmallDecoder, Tensor], Tensor]
-) -> Tensor:
-    """Return a row per untrained decoder without positions: what ``change`` makes of it and its head outputs."""
-    rows = []
+def norms_and_directions(
+    _: None, progress: Progress, *, seeds: int, strings: int, tokens: int, curve: bool = False
+) -> Evidence:
+    """Decode the position from norms of one head, a layer and all layers, and from the direction of one head."""
+    rows, curves = [], []
     for seed in range(seeds):
         with progress(f"untrained decoder without positions, {seed + 1} of {seeds}"):
             decoder = random_decoder("nope", {}, seed, PAPER_DEVIATION)
-            ids = torch.cat(list(random_strings(decoder, strings, tokens, seed)))
-            rows.append(change(decoder, head_outputs(decoder, ids)))
-    return torch.stack(rows)
-
-
-def norm_and_direction(_: None, progress: Progress, *, seeds: int, strings: int, tokens: int) -> Evidence:
-    """Decode the position from the norm of one head's output, and from its direction."""
-    names = ("R2 of the norm", "R2 of the direction", "R2 of the direction, mean value removed")
-    curves = []
-
-    def shares(decoder: SmallDecoder, outputs: Tensor) -> Tensor:
-        every = head_outputs(decoder, torch.arange(decoder.vocabulary)[:, None])[0, 0]  # a token alone: its value
-        head = outputs[0, 0]
-        norm, centred = head.norm(dim=-1, keepdim=True), head - every.mean(dim=(0, 1))
-        curves.append(norm[..., 0].mean(dim=0))
-        unit = centred / centred.norm(dim=-1, keepdim=True)
-        return torch.tensor([decoding_share(features) for features in (norm.log(), head / norm, unit)])
-
-    rows = _nope_heads(seeds, strings, tokens, progress, shares)
-    numbers = {name: estimate(rows[:, index]) for index, name in enumerate(names)}
+            outputs = head_outputs(decoder, torch.cat(list(random_strings(decoder, strings, tokens, seed))))
+            values = head_outputs(decoder, torch.arange(decoder.vocabulary)[:, None])[0, 0]  # of each token alone
+        head, norms = outputs[0, 0], outputs.norm(dim=-1)
+        centred = head - values.mean(dim=(0, 1))
+        curves.append(norms[0, 0].mean(dim=0))
+        groups = norms[0, :1], norms[0], norms.flatten(0, 1)
+        features = [group.log().permute(1, 2, 0) for group in groups]
+        features += [vectors / vectors.norm(dim=-1, keepdim=True) for vectors in (head, centred)]
+        rows.append(torch.tensor([decoding_share(each) for each in features]))
+    shares = torch.stack(rows)
+    numbers = {name: estimate(values) for name, values in zip(DECODED, shares.unbind(dim=1), strict=True)}
+    numbers["all heads less one head"] = estimate(shares[:, 1] - shares[:, 0])
+    numbers["all layers less one layer"] = estimate(shares[:, 2] - shares[:, 1])
     mean = torch.stack(curves).mean(dim=0)
     law = (mean[0] / torch.arange(1, tokens + 1).sqrt()).tolist()
-    panel = ({"one head": mean.tolist(), "1 / sqrt(n)": law}, "position n, from 0", "norm of the output")
-    return Evidence(numbers, lambda: draw_curves({f"{seeds} untrained decoders, {strings} strings": panel}))
-
-
-def decoded_position(_: None, progress: Progress, *, seeds: int, strings: int, tokens: int) -> Evidence:
-    """Decode the position from the norms of one head, of all heads of the first layer, and of all layers."""
-
-    def shares(_: SmallDecoder, outputs: Tensor) -> Tensor:
-        norms = outputs.norm(dim=-1).log()  # (L, H, B, T)
-        groups = norms[0, :1], norms[0], norms.flatten(0, 1)
-        return torch.tensor([decoding_share(group.permute(1, 2, 0)) for group in groups])
-
-    rows = _nope_heads(seeds, strings, tokens, progress, shares)
-    names = ("R2 of one head", "R2 of all heads of a layer", "R2 of all layers")
-    numbers = {name: estimate(rows[:, index]) for index, name in enumerate(names)}
-    numbers["all heads less one head"] = estimate(rows[:, 1] - rows[:, 0])
-    numbers["all layers less one layer"] = estimate(rows[:, 2] - rows[:, 1])
-    return Evidence(numbers, partial(draw_numbers, numbers, f"{seeds} untrained decoders", "R2 of log position"))
+    panel = ({"one head": mean.tolist(), "1 / sqrt(n)": law}, "position, from 0", "norm of the output")
+    title = f"{seeds} untrained decoders, {strings} strings"
+    drawn = partial(draw_curves, {title: panel}) if curve else partial(draw_numbers, numbers, title, "R2")
+    return Evidence(numbers, drawn)
 
 
 def dispersion(_: None, progress: Progress, *, seeds: int, strings: int, tokens: int) -> Evidence:
@@ -194,9 +168,7 @@ def dispersion(_: None, progress: Progress, *, seeds: int, strings: int, tokens:
     half = tokens // 2
     numbers = {
         "entropy per log n": estimate(slopes),
-        "new positions told apart in the second half, over the first": estimate(
-            (apart[:, -1] - apart[:, half - 1]) / apart[:, half - 1]
-        ),
+        LATER: estimate((apart[:, -1] - apart[:, half - 1]) / apart[:, half - 1]),
         "positions told apart": estimate(apart[:, -1]),
     }
     panels = {
@@ -213,11 +185,8 @@ def neighbours(_: None, progress: Progress, *, words: int, steps: int, batch: in
     task = TASKS.create(MethodSpec("language", {"length": words}))
     settings = TrainingSettings(steps, batch, evaluate_every=steps, examples=2, layers=1, width=width)
     config = RunConfig(task, create_encoding("learned", {"max_positions": 8 * words}), settings, seed=0)
-    cpu = torch.device("cpu")
-    with tempfile.TemporaryDirectory() as folder, progress(f"training learned positions, {steps} steps") as report:
-        train(config, cpu, RunFiles(Path(folder)), report)
-        trained: Any = load_decoder(Path(folder)).positions
-    start: Any = new_decoder(config, cpu).positions
+    trained: Any = trained_decoder(config, progress).positions
+    start: Any = new_decoder(config, torch.device("cpu")).positions
     vectors = {
         "sinusoidal": sinusoids(torch.arange(words), width, 10000.0),
         "learned, after training": trained.table[:words].detach(),
@@ -239,9 +208,7 @@ WITHOUT_POSITIONS = (
     Claim(
         2, "permutation",
         "Without positions, bidirectional attention of a query does not change with the order of the tokens; causal "
-        "attention does.",
-        permutation,
-        (Condition(FREE, below=NOTHING), Condition(MASKED, above=0.01)),
+        "attention does.", permutation, (Condition(FREE, below=NOTHING), Condition(MASKED, above=0.01)),
         {"strings": 8, "tokens": 32}, {"strings": 64, "tokens": 256},
         see="How much the output of the last token changes with the order of the tokens before it.",
         beware="The model was trained with positions, so that its outputs without them are not good ones; and a "
@@ -249,46 +216,36 @@ WITHOUT_POSITIONS = (
     ),
     Claim(
         2, "norm-and-direction",
-        "Causal attention without positions gives y_n = p(n) z_n: the norm tells the position and the direction not.",
-        norm_and_direction,
-        (Condition("R2 of the norm", above=0.5), Condition("R2 of the direction, mean value removed", below=0.1)),
-        {"seeds": 8, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 512},
-        reads_model=False,
+        "Causal attention without positions gives y_n = p(n) z_n: the norm tells the position and the direction "
+        "not.", partial(norms_and_directions, curve=True),
+        (Condition(DECODED[0], above=0.5), Condition(DECODED[4], below=0.1)),
+        {"seeds": 8, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 512}, reads_model=False,
         see="The mean norm of one head's output by position, and the law 1 / sqrt(n).",
         beware="It holds for values with the mean 0: if the values have a mean, directions turn to it as n grows.",
     ),
     Claim(
-        2, "neighbours",
-        "Positions that are near have similar vectors, and distant ones have not.",
-        neighbours,
+        2, "neighbours", "Positions that are near have similar vectors, and distant ones have not.", neighbours,
         (Condition("sinusoidal", above=0.1), Condition("learned, after training", above=0.1)),
         {"words": 48, "steps": 200, "batch": 16, "width": 64},
-        {"words": 128, "steps": 4000, "batch": 32, "width": 64},
-        reads_model=False,
+        {"words": 128, "steps": 4000, "batch": 32, "width": 64}, reads_model=False,
         see="The mean cosine of two position vectors by their distance.",
         beware="Learned vectors start at random; a short training leaves most of that.",
     ),
     Claim(
         2, "decoded-position",
         "One head of a decoder without positions carries the position as one number; several heads and layers "
-        "together carry it as a vector, which tells it better.",
-        decoded_position,
+        "together carry it as a vector, which tells it better.", norms_and_directions,
         (Condition("all heads less one head", above=0), Condition("all layers less one layer", above=0)),
-        {"seeds": 8, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 512},
-        reads_model=False,
-        see="The share of log position that is decoded from the norms of one head, of a layer and of all layers.",
+        {"seeds": 8, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 512}, reads_model=False,
+        see="The share R2 of log position that is decoded on other strings, by what is read.",
         beware="More noisy copies of one number average out too; it is no evidence of another kind of information.",
     ),
     Claim(
         2, "dispersion",
         "Without positions attention spreads as texts grow, and later positions are told apart ever less.",
         dispersion,
-        (
-            Condition("entropy per log n", above=0.5),
-            Condition("new positions told apart in the second half, over the first", below=0.5),
-        ),
-        {"seeds": 6, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 1024},
-        reads_model=False,
+        (Condition("entropy per log n", above=0.5), Condition(LATER, below=0.5)),
+        {"seeds": 6, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 1024}, reads_model=False,
         see="The entropy of attention by position, and how many positions the norm tells apart by length.",
         beware="The decoders are untrained: training may sharpen attention.",
     ),

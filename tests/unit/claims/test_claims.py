@@ -10,6 +10,7 @@ import torch
 
 from rag_posfix.claims import CLAIMS, Claim, Condition, Evidence, reproduce
 from rag_posfix.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, draw_numbers, exact, judge
+from rag_posfix.claims.position_bias import doubled_score, relative_positions, variance_shares, without_chance
 from rag_posfix.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.record import read_head, silent
@@ -18,7 +19,27 @@ from tests.support.command_line import command_line
 from tests.unit.probing.probed import small_decoder, tiny_model
 
 MEASURED = [claim for claim in CLAIMS if claim.measure is not None]
+TRAINED = {"seeds": 1, "steps": 1, "examples": 2, "width": 8, "layers": 1}
 TINY = {
+    "u-curve": {"pairs": 4, "rounds": 1},
+    "lost-in-the-middle": {"pairs": 4, "rounds": 2},
+    "causal-mask": {"strings": 2, "tokens": 32, "seeds": 1},
+    "cat-and-mouse": {"sentences": 2},
+    "relative-positions": {"strings": 2, "tokens": 16, "shift": 7},
+    "trough": {"strings": 2, "tokens": 64},
+    "additive": {"pairs": 3, "sets": 2},
+    "hidden-channel": {"strings": 2, "held_out": 2, "tokens": 64},
+    "doubled-score": {"strings": 2, "tokens": 16, "position": 3, "factor": 2.0},
+    "geometry": {"contexts": 4, "tokens": 24},
+    "position-heads": {"strings": 4, "tokens": 16, "skip": 4},
+    "position-vectors": {"strings": 4, "tokens": 24},
+    "stable-mask": {**TRAINED, "length": 8},
+    "word-counting": {"limit": 2},
+    "bound": {"strings": 2, "farthest": 4},
+    "flip-flop": {**TRAINED, "pairs": 2, "ignored": 0.4},
+    "selective-copy": {**TRAINED, "tokens": 2, "blanks": 2},
+    "language": {**TRAINED, "length": 8},
+    "gates": {"steps": 1, "p_max": 4, "length": 32, "texts": 2},
     "permutation": {"strings": 2, "tokens": 8},
     "norm-and-direction": {"seeds": 2, "strings": 4, "tokens": 16},
     "neighbours": {"words": 8, "steps": 1, "batch": 1, "width": 8},
@@ -141,6 +162,31 @@ def test_only_bidirectional_attention_without_positions_keeps_the_output_of_a_pe
     assert len(rest) == 3
     assert min(rest) > 1e-4
     assert MASKED in numbers
+
+
+def test_a_score_times_one_leaves_attention_as_it_is():
+    numbers = doubled_score(tiny_model(), silent, strings=2, tokens=16, position=3, factor=1.0).numbers
+    assert [entry["value"] for entry in numbers.values()] == pytest.approx([1, 1])
+
+
+def test_rope_keeps_attention_if_all_positions_are_shifted_and_not_if_distances_double():
+    numbers = relative_positions(tiny_model(), silent, strings=2, tokens=16, shift=7).numbers
+    assert numbers["all positions shifted"]["value"] < 1e-5 < 1e-4 < numbers["all distances doubled"]["value"]
+
+
+def test_a_table_of_pairs_plus_slots_has_no_interaction_and_a_product_has_one():
+    pair, slot = torch.tensor([[3.0], [0.0], [0.0]]).double(), torch.tensor([[2.0, 0.0, 1.0]]).double()
+    # Rows deviate by 2, -1, -1 from their mean: 6 x 3 cells; columns by 1, -1, 0: 2 x 3 cells; so 18 and 6 of 24.
+    assert variance_shares(pair + slot, pair + slot).tolist() == pytest.approx([0.75, 0.25, 0, 0])
+    # Both means are 1. The rest of a product is the product of the deviations: 6 x 2 = 12, beside 18 and 6 as above.
+    assert variance_shares(pair * slot, pair * slot).tolist() == pytest.approx([18 / 36, 6 / 36, 12 / 36, 12 / 36])
+    rest = pair * slot - 2 * (pair - 1) * (slot - 1)  # the same, with the rest turned around
+    assert variance_shares(pair * slot, rest)[3] == pytest.approx(-12 / 36)
+
+
+def test_the_share_that_the_mean_of_strings_without_positions_has_by_chance_is_taken_off():
+    assert without_chance(1 / 8, 8) == pytest.approx(0)  # the mean of 8 independent strings has 1 / 8 of the variance
+    assert without_chance(1.0, 8) == 1
 
 
 def test_log_position_is_decoded_from_itself_and_not_from_noise():
