@@ -334,7 +334,9 @@ def position_heads(subject: Subject, progress: Progress, *, strings: int, tokens
     parts = sums_by_group(outputs(), skip)
 
     def shares(sums: StateSums) -> Tensor:
-        return torch.stack([torch.as_tensor(without_chance(share, sums.count)) for share in decompose(sums).shares[0]])
+        every = decompose(sums).shares[0]
+        net: Tensor = every - (1 - every) / (sums.count - 1)  # see without_chance
+        return net
 
     best = int(shares(StateSums.merged(parts[::2])).argmax())
 
