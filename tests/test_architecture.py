@@ -91,6 +91,7 @@ PLANTED = [
     ("rag_posfix/telemetry/spans.py", "from rag_posfix.pipeline.pipeline import x", "rag_posfix.pipeline.pipeline"),
     ("rag_posfix/probing/base.py", "from rag_posfix.mitigations.base import x", "rag_posfix.mitigations.base"),
     ("rag_posfix/laboratory/experiment.py", "import numpy", "numpy"),
+    ("rag_posfix/claims/base.py", "from rag_posfix.pipeline.build import x", "rag_posfix.pipeline.build"),
     ("rag_posfix/training/loop.py", "import ray.data, peft", "ray"),
     ("rag_posfix/evaluation/statistics.py", "import pytrec_eval, pickle", "pytrec_eval"),
     ("rag_posfix/evaluation/statistics.py", "from peft import LoraConfig", "peft"),

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say_files, table
+from rag_posfix.checkpoints import WEIGHTS, is_here
+from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say_files, settings_from, table
 from rag_posfix.contracts.method_spec import parse_method, split_outside
+from rag_posfix.errors import ConfigError
 
 if TYPE_CHECKING:
     from rag_posfix.encodings import Encoding
@@ -174,3 +176,65 @@ def _show_maps(summary: dict[str, Any]) -> None:
         rows.add_row(name, str(head["layer"]), str(head["head"]), head["query"], *numbers)
     out().print(rows)
     say_files(summary, "record", "svg")
+
+
+@app.command("reproduce")
+def reproduce(
+    output: Annotated[Path, out_option("Write the pages and the records here.")],
+    texts: Annotated[
+        list[int] | None, typer.Argument(help="Test these texts, 1 to 3.", min=1, max=3, show_default="all")
+    ] = None,
+    claims: Annotated[
+        str | None, typer.Option("--claim", help="Test these claims, comma-separated.", show_default="all of a text")
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="Read with these, comma-separated.", show_default="the two smallest packaged ones here"
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Use the published sizes: hours.")] = False,
+    device: Annotated[str, typer.Option("--device", help="Run on cpu, cuda, ...; auto prefers a GPU.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Test the claims of three texts, one HTML page per text.
+
+    1: positional bias in auto-regressive transformers. 2: why decoder-only models need position encodings.
+    3: contextual position encoding.
+    """
+    from rag_posfix.claims import CLAIMS
+    from rag_posfix.claims import reproduce as reproduce_claims
+    from rag_posfix.probing import open_subject
+
+    numbers = texts or sorted({claim.text for claim in CLAIMS})
+    chosen = [claim for claim in CLAIMS if claim.text in numbers]
+    if claims is not None:
+        names = [name.strip() for name in claims.split(",")]
+        if unknown := sorted(set(names) - {claim.name for claim in chosen}):
+            known = ", ".join(claim.name for claim in chosen)
+            raise ConfigError(f"--claim {unknown[0]!r} is not a claim of these texts; choose from: {known}")
+        chosen = [claim for claim in chosen if claim.name in names]
+    records = reproduce_claims(
+        chosen, _models(models),
+        lambda name: open_subject(settings_from(model=name, device=device, dtype="float32")),
+        full=full, out=output, progress=experiment_step,
+    )  # fmt: skip
+    emit({str(text): record.to_json() for text, record in records.items()}, as_json, _show_reproduced)
+
+
+def _models(text: str | None) -> list[str]:
+    """Return the models of a list, or the two smallest packaged language models that are on this machine."""
+    if text is not None:
+        return [name.strip() for name in text.split(",")]
+    folder = settings_from().cache_dir
+    here = [name for name, weights in WEIGHTS.items() if weights.context_window and is_here(name, folder)]
+    return sorted(here, key=lambda name: WEIGHTS[name].megabytes)[:2]
+
+
+def _show_reproduced(records: dict[str, Any]) -> None:
+    for text, record in records.items():
+        rows = table("claim", "model", "verdict", "reason", title=f"text {text}")
+        for outcome in record["claims"]:
+            rows.add_row(*(outcome[key] for key in ("claim", "model", "verdict", "reason")))
+        out().print(rows)
+        say_files(record, "page", "record")

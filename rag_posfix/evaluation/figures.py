@@ -54,6 +54,11 @@ def svg_of(figure: Figure) -> str:
     return _render(figure, "svg").decode()
 
 
+def png_of(figure: Figure) -> bytes:
+    """Return a figure as PNG."""
+    return _render(figure, "png")
+
+
 def _render(figure: Figure, kind: str) -> bytes:
     from matplotlib import rc_context
 

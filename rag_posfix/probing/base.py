@@ -337,29 +337,49 @@ def run_probes(
     return summary, path
 
 
+def html_page(title: str, body: Sequence[str]) -> str:
+    """Return an HTML page that loads nothing from elsewhere; ``title`` is escaped, ``body`` is HTML."""
+    head = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">",
+        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>',
+        f"<style>{STYLE}</style></head><body>",
+    ]
+    return "\n".join([*head, *body, "</body></html>", ""])
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as an HTML table, the headings first."""
+    kinds = ["th", *["td"] * (len(rows) - 1)]
+    cells = (
+        "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row) for kind, row in zip(kinds, rows, strict=True)
+    )
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def html_figure(png: bytes, text: str) -> str:
+    """Return a figure inside of a page; ``text`` says what it shows."""
+    return f'<img alt="{escape(text)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
 def probe_page(summary: ProbeSummary, probes: Sequence[Probe]) -> str:
-    """Return an HTML page about a model that loads nothing from elsewhere: style and figures are inside.
+    """Return the page about a model: style and figures are inside.
 
     Args:
         probes: The probes that ran, for their texts and tables.
     """
-    name = escape(str(summary.facts["model"]))
+    title = f"Probes of {summary.facts['model']}"
     facts = "".join(
         f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>" for key, value in summary.facts.items()
     )
-    html = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">",
-        f'<meta name="viewport" content="width=device-width"><title>Probes of {name}</title>',
-        f"<style>{STYLE}</style></head><body><h1>Probes of {name}</h1><table>{facts}</table>",
-    ]
+    html = [f"<h1>{escape(title)}</h1><table>{facts}</table>"]
     for probe in probes:
         if probe.name in summary.records:
             html += _section(probe, summary.records[probe.name])
         else:
             html.append(f"<h2>{escape(probe.name)}</h2><p>Not measured: {escape(summary.refused[probe.name])}</p>")
-    return "\n".join([*html, "</body></html>", ""])
+    return html_page(title, html)
 
 
 def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
@@ -372,13 +392,10 @@ def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
     if formula.strip():
         html.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
     if "png" in record.files:
-        encoded = base64.b64encode(record.files["png"].read_bytes()).decode()
-        html.append(f'<img alt="{escape(probe.name)}" src="data:image/png;base64,{encoded}">')
+        html.append(html_figure(record.files["png"].read_bytes(), probe.name))
     rows = probe.table(record.head)
     if rows:
-        cells = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in rows[0])}</tr>"]
-        cells += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:]]
-        html.append(f"<table>{''.join(cells)}</table>")
+        html.append(html_table(rows))
     names = {str(path): path.name for path in record.files.values()}
     for line in probe.lines(record):
         for path, name in names.items():

@@ -176,6 +176,7 @@ class HiddenGeometry(MeasuredProbe):
             {
                 "layers": layers,
                 "contexts": self.contexts,
+                "width": subject.width,
                 "cosine_of_random_vectors": math.sqrt(2 / (math.pi * subject.width)),
                 "spiral_layer": subject.n_layers // 2,
                 "spiral": spiral.tolist(),

@@ -494,8 +494,8 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
     prompts = []
     for number in range(count):
         if number % pairs == 0:
-            records = _pairs(generator, pairs)
-        prompts.append(_prompt(model, records, number % pairs))
+            records = key_value_pairs(generator, pairs)
+        prompts.append(key_value_prompt(model, records, number % pairs))
         needed = len(prompts[-1].ids) + len(prompts[-1].answer)
         if needed > model.longest:
             raise ConfigError(
@@ -505,14 +505,16 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
     return prompts
 
 
-def _pairs(generator: random.Random, count: int) -> list[tuple[str, str]]:
+def key_value_pairs(generator: random.Random, count: int) -> list[tuple[str, str]]:
+    """Return different keys with values."""
     keys: dict[str, str] = {}
     while len(keys) < count:
         keys["".join(generator.choices(LETTERS, k=5))] = "".join(generator.choices("0123456789", k=4))
     return list(keys.items())
 
 
-def _prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:
+def key_value_prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:
+    """Return the prompt with these pairs in their order that asks for the key of one."""
     encode = model.engine.encoder.encode_text
     ids = list(model.engine.encoder.encode_prompt(TASK))
     spans, keys, values = [], [], []
