@@ -50,7 +50,7 @@ help: ## Show this list
 demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped corpus
 	@$(BIN)/rag-posfix demo $(ARGS)
 
-# A file's tests stay together: what they share is built once. Long files come first by name, so the last are short.
+# A file's tests stay together: what they share is built once. Those with slow tests come first (tests/conftest.py).
 PYTEST = pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 test: $(BROWSER_STAMP) ## Set up what is needed and run the first tier of tests: all but those marked slow
