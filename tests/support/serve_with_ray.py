@@ -180,7 +180,7 @@ def plain_answers(questions: Sequence[tuple[str, Sequence[str]]]) -> list[dict[s
         return [said(ask(url, *one)) for one in questions]
 
 
-def killed_under_load(url: str, folder: Path, most: int = 40) -> dict[str, Any]:
+def killed_under_load(url: str, folder: Path, most: int = 24) -> dict[str, Any]:
     """Kill a replica that is answering while six clients ask; return the failures, and how many asked again."""
     (folder / SLOWLY).touch()
     before = sum(map(len, by_process(folder).values()))

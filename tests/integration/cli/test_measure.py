@@ -144,15 +144,15 @@ def test_a_service_answers_by_its_profile_and_refuses_that_of_another_model(run,
 @pytest.mark.weights
 def test_questions_are_written_from_the_index_by_the_packaged_model_and_measured(run, index, tmp_path):
     out = tmp_path / "out"
-    few = ("--documents", 4, "--limit", 2, "--max-tokens", 8, "--minutes", 0.1)
+    few = ("--documents", 2, "--limit", 1, "--max-tokens", 4, "--minutes", 0.1)
     result = run("measure", "--index", index, *few, "--out", out, "--json").json
     assert result["labels"] is True
-    assert set(result["positions"]["none"]) == {"0", "1", "3"}
+    assert set(result["positions"]["none"]) == {"0", "1"}
     record = read_record(out / "record.json")
     assert record.head["data"]["name"].startswith("written from the index")
     rows = record.rows
     asked = {row["asked"] for row in rows}
-    assert len(asked) == 2
+    assert len(asked) == 1
     accepted = {row["asked"]: row["accepted"][0] for row in rows if row["table"] == "positions"}
     passages = {passage.id: passage.page_content for passage in load_passages()}
     golds = {row["asked"]: row["passages"][0] for row in rows if row.get("condition") == "gold_only"}
