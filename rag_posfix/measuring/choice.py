@@ -734,7 +734,7 @@ class Budget:
 def estimate_text(
     seconds: float, questions: int, prompts: int, flip_prompts: int, variants: int, budget: Budget
 ) -> str:
-    """Return how long a measurement takes, from the time of one answer, before the others are asked for.
+    """Return how long a measurement takes, from the time of one answer.
 
     Args:
         seconds: Time of one answer.
@@ -752,7 +752,7 @@ def estimate_text(
     tried = int(30 * left / (seconds * reachable * (prompts - flip_prompts) / max(variants - 1, 1)))
     return (
         f"{begins} about {minutes:.0f} min; this run ends after {left:.1f} min, which is enough for about {reachable} "
-        f"questions and {min(tried, variants - 1)} variants beside the unmodified model"
+        f"questions and {min(tried, variants - 1)} other variants"
     )
 
 

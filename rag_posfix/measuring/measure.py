@@ -144,20 +144,21 @@ class Measurement:
         )  # fmt: skip
 
     def time_alone(self, questions: Sequence[AskedQuestion], arrangement: Arrangement) -> tuple[float, float]:
-        """Ask the first questions, each alone, one at least and others while there is time.
+        """Ask the first questions, each alone: one at least, and others while that takes a tenth of the time.
 
-        Returns the median time to the first token, and the mean time of an answer, which is near 0 for answers of the
-        journal.
+        Returns the median time to the first token, and that of an answer, without the first one, which may load what
+        others use; it is near 0 for answers of the journal.
         """
-        times, since = list[float](), self.budget.used
+        first_tokens, seconds, begun = list[float](), list[float](), self.budget.used
         for question in questions[:TOGETHER]:
-            times += time_first_tokens(
+            since = self.budget.used
+            first_tokens += time_first_tokens(
                 self.pipeline, [question], arrangement, seed=self.options.seed, journal=self.journal
             )
-            seconds = (self.budget.used - since) / len(times)
-            if self.budget.left() < seconds:
+            seconds.append(self.budget.used - since)
+            if self.budget.left() < seconds[-1] or self.budget.used - begun > 0.1 * self.budget.seconds:
                 break
-        return median(times), seconds
+        return median(first_tokens), median(seconds[1:] or seconds)
 
     def answer(self, examples: Sequence[PositionExample], arrangement: Arrangement) -> list[PositionRow]:
         """Answer labelled questions with the gold passage at each position."""
@@ -228,7 +229,7 @@ def measure(
     )  # fmt: skip
     if not scored:
         report(0, len(questions), f"{tokens_text(pipeline, questions, _prompts(run, examples), options.prices)}\n")
-    _, seconds = run.time_alone(questions[:1], parse_arrangement(BASELINE))
+    _, seconds = run.time_alone(questions, parse_arrangement(BASELINE))
     in_orders, variants = 2 * options.orders - 1, len(supported_candidates(pipeline))
     estimate = estimate_text(seconds, len(questions), _prompts(run, examples), in_orders, variants, run.budget)
     report(0, len(questions), f"{estimate}\n")
@@ -286,8 +287,6 @@ def _measure_flips(
     repeats, total, begun, done = run.options.orders - 1, len(questions), run.budget.used, 0
     fitting = run.budget.left(share) / max(seconds * (2 * run.options.orders - 1), 1e-9)
     size = max(1, min(TOGETHER, int(fitting)))
-    if size == TOGETHER:
-        run.time_alone(questions, parse_arrangement(BASELINE))
     while done < total:
         block = questions[done : done + size]
         rows += run.ask(block, parse_arrangement(BASELINE), repeats=repeats)

@@ -100,10 +100,10 @@ def test_a_model_that_is_far_too_slow_answers_one_question_and_no_variant():
     assert 5 * 8 / 60 < minutes <= 1.2  # three orders and two repetitions, and what was left for variants
 
 
-def test_the_estimate_is_told_after_one_answer_and_before_the_others():
+def test_the_estimate_is_told_after_three_answers_and_before_the_others():
     _, _, told = timed(0.5, labels=False)
     asked, text = next((asked, text) for asked, text in told if text.startswith("an answer takes"))
-    assert asked == 1
+    assert asked == 3
     # 12 questions, each 5 prompts of the unmodified model and 2 of 4 others: 12 * 13 * .5 s = 78 s.
     assert text.startswith("an answer takes about 0.5 s: 12 questions with 5 pipeline variants take about 1 min; ")
 
@@ -115,7 +115,7 @@ def test_the_estimate_says_what_the_time_is_enough_for():
     # prompts; the other half is 2 variants of 2 prompts each for these: 300 s / (2 s * 30 * 2) = 2.5.
     assert estimate_text(2.0, 50, 23, 5, 10, budget) == (
         "an answer takes about 2.0 s: 50 questions with 10 pipeline variants take about 38 min; this run ends after "
-        "10.0 min, which is enough for about 30 questions and 2 variants beside the unmodified model"
+        "10.0 min, which is enough for about 30 questions and 2 other variants"
     )
     assert estimate_text(0.1, 50, 23, 5, 10, budget).endswith("take about 1.9 min")  # 50 * 23 * .1 / 60
 
