@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from rag_posfix.demo_data import DemoQuestion
     from rag_posfix.evaluation.data.questions import PositionExample
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.measuring.choice import AskedQuestion
-    from rag_posfix.measuring.measure import MeasureOptions
+    from rag_posfix.measuring.choice import AskedQuestion, Budget
+    from rag_posfix.measuring.measure import MeasureOptions, WrittenJournal
     from rag_posfix.pipeline.pipeline import Pipeline
     from rag_posfix.retrieval.base import PassageRetriever
 
@@ -116,8 +116,8 @@ def measure(
     rows = None if questions is None else read_questions(questions, None, False)
     from rag_posfix.evaluation.data.collection import load_labels
     from rag_posfix.evaluation.record import file_digest
-    from rag_posfix.measuring.choice import find_questions, from_examples
-    from rag_posfix.measuring.measure import WRITTEN_JOURNAL, MeasureOptions, measure, same_by
+    from rag_posfix.measuring.choice import Budget, find_questions, from_examples
+    from rag_posfix.measuring.measure import WRITTEN_JOURNAL, MeasureOptions, WrittenJournal, measure, same_by
     from rag_posfix.pipeline.build import build_pipeline
 
     examples = [] if data is None else load_labels(data, passages, limit)
@@ -125,6 +125,7 @@ def measure(
     asks_itself = settings.model_copy(update={"mitigation": "none", "profile": None})
     with status("loading the model and the index"):
         pipeline = build_pipeline(asks_itself, index=index)
+    budget = Budget(minutes)
     asked: list[AskedQuestion] = []
     dropped: Counter[str] = Counter()
     refusals: list[str] = []
@@ -134,11 +135,13 @@ def measure(
                 pipeline, [(row.id, row.question) for row in rows][:limit], refusals.append
             )
         elif data is None:
-            examples, dropped = _written(pipeline, Path(index or ""), output / WRITTEN_JOURNAL, limit, options, report)
+            journal = WrittenJournal(output / WRITTEN_JOURNAL, fresh=fresh)
+            examples, dropped = _written(pipeline, Path(index or ""), journal, limit, options, budget, report)
         _show_left_out(dropped, refusals)
         asked, source = asked or from_examples(examples, documents), questions or data
         record = measure(
             pipeline, asked, examples=examples, options=options, dropped=dropped, out=output, report=report,
+            budget=budget.remaining(),
             judge=same_by(pipeline.writer or pipeline.generator) if judge else None,
             command=_shell_command(context.obj, settings.retriever),
             data={"name": source.name if source else _written_name(examples),
@@ -185,23 +188,24 @@ def _shell_command(words: list[str] | None, retriever: str) -> str | None:
 def _written(
     pipeline: Pipeline,
     index: Path,
-    journal: Path,
+    journal: WrittenJournal,
     limit: int | None,
     options: MeasureOptions,
+    budget: Budget,
     report: Callable[[int, int, str], None],
 ) -> tuple[list[PositionExample], Counter[str]]:
-    """Return questions that were written from the passages of an index, in at most a third of the time.
+    """Return questions that were written from the passages of an index, in at most a third of the budget.
 
     Where the writer wrote less than half of them, sentences with a gap fill up.
     """
-    from rag_posfix.measuring.measure import WrittenJournal, gap_questions, write_questions
+    from rag_posfix.measuring.measure import gap_questions, write_questions
     from rag_posfix.retrieval.index.storage import read_entries
 
-    until, count = time.monotonic() + 20 * options.minutes, limit or _DEFAULT_QUESTIONS
+    count = limit or _DEFAULT_QUESTIONS
     index_passages = [entry.document for entry in read_entries(index).values()]
     examples, dropped = write_questions(
         pipeline, index_passages, count, documents=options.documents, seed=options.seed,
-        journal=WrittenJournal(journal, fresh=options.fresh), in_time=lambda: time.monotonic() < until, report=report,
+        journal=journal, in_time=lambda: budget.left(1 / 3) > 0, report=report,
     )  # fmt: skip
     if len(examples) < count / 2:
         examples += gap_questions(

@@ -40,6 +40,17 @@ def mean_if_known(values: Sequence[float | None]) -> float | None:
     return mean(measured) if len(measured) == len(values) else None
 
 
+def overconfidence(confidences: Sequence[float | None], accuracies: Sequence[float]) -> float | None:
+    """Return mean confidence minus mean accuracy; None if a confidence was not measured.
+
+    Above 0 a model is surer of its answers than it is right. Source: Guo et al. (2017), On Calibration of Modern
+    Neural Networks, section 2, https://arxiv.org/abs/1706.04599: the gap between confidence and accuracy, here of all
+    answers in one bin. The confidence of a text is the geometric mean of the probabilities of its tokens.
+    """
+    confidence = mean_if_known(confidences)
+    return None if confidence is None else confidence - mean(accuracies)
+
+
 def bootstrap_interval(
     rows: Sequence[Sequence[float]],
     statistic: Callable[[Sequence[float]], float],

@@ -46,6 +46,7 @@ from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.record import LineJournal
 from rag_posfix.evaluation.statistics import difference_interval, mean, normalize, randomisation_p, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
+from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking.deadline import UNRANKED
 from rag_posfix.text import content_hash
@@ -396,22 +397,42 @@ def order_matters(flips: dict[str, Any]) -> bool | None:
 
 CANDIDATES = (
     "none",
-    "/relevance/none",
-    "/reverse/none",
-    "embedding:top_n=3/reverse/none",
-    "embedding:top_n=1/reverse/none",
-    "/relevance/repeated_passages:repeat=best",
-    "/relevance/repeated_passages:repeat=all",
     "yes_no:top_n=3/reverse/none",
     "default",
+    "committee:contrast=0.3",
+    "passage_answers",
+    "embedding:top_n=3/reverse/none",
+    "canonical_rotations:rows=3",
+    "/reverse/none",
+    "embedding:top_n=1/reverse/none",
+    "inter_document",
+    "/relevance/repeated_passages:repeat=best",
     "sorted_inter_document",
+    "/relevance/none",
+    "multi_base",
+    "stable_mask",
+    "/relevance/repeated_passages:repeat=all",
+    "layer_scaling",
+    "parallel_encoding",
+    "shifted_rotary",
+    "head_scaling",
+    "set_prompting",
+    "parallel_windows",
+    "calibrated_attention",
 )
-"""Arrangements that are tried after the default, the cheapest first; the first is the model as it is."""
+"""Arrangements that are tried after the default; the first is the model as it is.
+
+In the order of what they gained on other models: accuracy at the worst position minus that of ``none``, mean over the
+questions of the records benchmarks/results/positions-*.json with 20 questions or more, from +.16 to -.17
+(docs/results.md, docs/results-tables.md). Parameters are those of the records that gained most.
+"""
 
 REFUSALS = (ConfigError, PromptTooLongError, RerankingError, UnsupportedModelError)
 """What an arrangement raises that the model, the prompt or the reranker cannot serve; the others are still tried."""
 
 RESAMPLES = 2000
+
+OUT_OF_TIME = "out of time"
 
 STABLE_MARGIN = 0.1
 """How far the default's share of stable answers may be below the best: batching changes some in bfloat16."""
@@ -479,12 +500,14 @@ def default_arrangement(pipeline: Pipeline) -> Arrangement:
 
 
 def supported_candidates(pipeline: Pipeline) -> list[Arrangement]:
-    """Return what is tried: ``none``, the default, then the other ``CANDIDATES``.
+    """Return what is tried: ``none``, the default, the other ``CANDIDATES``, then every other method by its name.
 
     Without those that the generator does not support: a remote one supports plain prompts.
     """
     generator, supported = unbatched(pipeline.generator), []
     baseline, *others = map(parse_arrangement, CANDIDATES)
+    tried = {MITIGATIONS.resolve(each.mitigation.name) for each in (baseline, *others)}
+    others += [parse_arrangement(name) for name in MITIGATIONS.names() if name not in tried]
     arrangements = {
         arrangement.label: arrangement for arrangement in (baseline, default_arrangement(pipeline), *others)
     }
@@ -670,7 +693,7 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
         reason = "" if choice["is_better"] else f"{nothing}, and its answers change with the order. "
         return f"{reason}Use {name}: {difference} against the model as it is.{hint}"
     if len(summary["measured"]) == 1:
-        if "out of time" in summary["not_measured"].values():
+        if OUT_OF_TIME in summary["not_measured"].values():
             return "No time was left for other arrangements: give more --minutes, and the same command goes on."
         return "Keep your model as it is; nothing else was measured."
     free = summary["order_free"]
@@ -694,6 +717,10 @@ class Budget:
         """Return the seconds until a share of the time is used."""
         return share * self.seconds - self.used
 
+    def remaining(self) -> Budget:
+        """Return a budget of the time that is left, from now on."""
+        return Budget(self.minutes_left, self._clock)
+
     def fitting(self, done: int, since: float, share: float = 1.0) -> float:
         """Return how many questions fit into a share of the time, at the pace of ``done`` since ``since`` seconds."""
         return self.left(share) * done / max(self.used - since, 1e-9)
@@ -702,6 +729,31 @@ class Budget:
     def minutes_left(self) -> float:
         """Minutes until the whole time is used, for people."""
         return max(self.left(), 0.0) / 60
+
+
+def estimate_text(
+    seconds: float, questions: int, prompts: int, flip_prompts: int, variants: int, budget: Budget
+) -> str:
+    """Return how long a measurement takes, from the time of one answer.
+
+    Args:
+        seconds: Time of one answer.
+        questions: Number of questions.
+        prompts: Maximum number of prompts per question.
+        flip_prompts: Of these, prompts of the unmodified model that show whether the order matters.
+        variants: Number of pipeline variants.
+        budget: What is left of the time.
+    """
+    minutes, left = questions * prompts * seconds / 60, budget.minutes_left
+    begins = f"an answer takes about {seconds:.1f} s: {questions} questions with {variants} pipeline variants take"
+    if minutes <= left:
+        return f"{begins} about {minutes:.1f} min"
+    reachable = min(questions, max(1, int(30 * left / (flip_prompts * seconds))))
+    tried = int(30 * left / (seconds * reachable * (prompts - flip_prompts) / max(variants - 1, 1)))
+    return (
+        f"{begins} about {minutes:.0f} min; this run ends after {left:.1f} min, which is enough for about {reachable} "
+        f"questions and {min(tried, variants - 1)} other variants"
+    )
 
 
 def plan_text(reachable: int, total: int, minutes: float) -> str:

@@ -51,11 +51,12 @@ from rag_posfix.evaluation.record import (
     save_record,
     write_whole,
 )
-from rag_posfix.evaluation.statistics import best_subspan_em, mean, normalize, wilson_interval
+from rag_posfix.evaluation.statistics import best_subspan_em, mean, normalize, overconfidence, wilson_interval
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.generation.engine import Engine
 from rag_posfix.measuring.choice import (
     JOURNAL,
+    OUT_OF_TIME,
     REFUSALS,
     AskedQuestion,
     Budget,
@@ -67,6 +68,7 @@ from rag_posfix.measuring.choice import (
     ask_in_orders,
     choose,
     default_arrangement,
+    estimate_text,
     measured,
     order_matters,
     plan_text,
@@ -92,6 +94,8 @@ BLOCK = 8
 """Labelled questions that are answered at the same time."""
 FLIPS_SHARE, FLIPS_SHARE_WITH_LABELS, POSITIONS_SHARE = 0.5, 0.25, 0.55
 """Until which share of the time the unmodified model is measured; the candidates get what is left."""
+FITTING = 0.8
+"""Share of a candidate's questions that must fit into the time: a run ends at most a fifth later than its limit."""
 
 Row = TypeVar("Row", FlipRow, PositionRow)
 Report = Callable[[int, int, str], None]
@@ -103,7 +107,7 @@ class MeasureOptions:
     """How much is measured.
 
     Attributes:
-        minutes: Time limit, without loading the model.
+        minutes: Time limit, without loading the model; a run may take a fifth longer.
         orders: Random orders of the passages of a question, the first included.
         documents: Passages of a labelled question.
         seed: Seed of the orders.
@@ -139,12 +143,22 @@ class Measurement:
             seed=self.options.seed, journal=self.journal, judge=self.judge if repeats else None,
         )  # fmt: skip
 
-    def first_token_seconds(self, questions: Sequence[AskedQuestion], arrangement: Arrangement) -> float:
-        """Return the median time to the first token of the first questions, each asked alone."""
-        times = time_first_tokens(
-            self.pipeline, questions[:TOGETHER], arrangement, seed=self.options.seed, journal=self.journal
-        )
-        return median(times)
+    def time_alone(self, questions: Sequence[AskedQuestion], arrangement: Arrangement) -> tuple[float, float]:
+        """Ask the first questions, each alone: one at least, and others while that takes a tenth of the time.
+
+        Returns the median time to the first token, and that of an answer, without the first one, which may load what
+        others use; it is near 0 for answers of the journal.
+        """
+        first_tokens, seconds, begun = list[float](), list[float](), self.budget.used
+        for question in questions[:TOGETHER]:
+            since = self.budget.used
+            first_tokens += time_first_tokens(
+                self.pipeline, [question], arrangement, seed=self.options.seed, journal=self.journal
+            )
+            seconds.append(self.budget.used - since)
+            if self.budget.left() < seconds[-1] or self.budget.used - begun > 0.1 * self.budget.seconds:
+                break
+        return median(first_tokens), median(seconds[1:] or seconds)
 
     def answer(self, examples: Sequence[PositionExample], arrangement: Arrangement) -> list[PositionRow]:
         """Answer labelled questions with the gold passage at each position."""
@@ -184,6 +198,7 @@ def measure(
     command: str | None = None,
     out: Path | None = None,
     report: Report = lambda done, total, text: None,
+    budget: Budget | None = None,
 ) -> ExperimentRecord:
     """Measure whether answers depend on the order of the passages, where the model reads best, and what to use.
 
@@ -198,6 +213,7 @@ def measure(
         judge: Whether two answers say the same.
         command: The shell command that measures, for the record.
         out: Folder of journal, record, profile and report; None writes nothing.
+        budget: The time that is left, where some was used before; None is that of ``options``.
 
     Raises:
         EvaluationError: no question is left.
@@ -207,21 +223,26 @@ def measure(
         raise EvaluationError(f"no question is left to ask (dropped: {dict(dropped or {})}); give other questions")
     scored = isinstance(unbatched(pipeline.generator), Engine)
     run = Measurement(
-        pipeline, options, Budget(options.minutes), StackJournal(out and out / JOURNAL, fresh=options.fresh),
+        pipeline, options, budget or Budget(options.minutes), StackJournal(out and out / JOURNAL, fresh=options.fresh),
         AnswerJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh, scored=scored),
         RankJournal(out and out / POSITIONS_JOURNAL, fresh=options.fresh), report, judge,
     )  # fmt: skip
     if not scored:
         report(0, len(questions), f"{tokens_text(pipeline, questions, _prompts(run, examples), options.prices)}\n")
-    rows = _measure_flips(run, questions, FLIPS_SHARE_WITH_LABELS if examples else FLIPS_SHARE)
+    _, seconds = run.time_alone(questions, parse_arrangement(BASELINE))
+    in_orders, variants = 2 * options.orders - 1, len(supported_candidates(pipeline))
+    estimate = estimate_text(seconds, len(questions), _prompts(run, examples), in_orders, variants, run.budget)
+    report(0, len(questions), f"{estimate}\n")
+    rows = _measure_flips(run, questions, seconds, FLIPS_SHARE_WITH_LABELS if examples else FLIPS_SHARE)
     flips = summarize_flips(rows)
     position_rows: list[PositionRow] = []
     skipped: dict[str, str] = {}
     if examples:
-        table, position_rows = _by_positions(run, questions, examples, skipped)
+        table, position_rows = _by_positions(run, questions, examples, seconds, skipped)
     else:
         asked = {row.question for row in rows}
-        table = _by_flips(run, [question for question in questions if question.id in asked], rows, flips, skipped)
+        usable = [question for question in questions if question.id in asked]
+        table = _by_flips(run, usable, rows, flips, seconds, skipped)
     choice = choose(
         table, default=default_arrangement(pipeline).label, labels=bool(examples), order_matters=order_matters(flips)
     )
@@ -254,25 +275,33 @@ def _prompts(run: Measurement, examples: Sequence[PositionExample]) -> int:
     return in_orders + 2 + candidates * len(gold_positions(run.options.documents, len(examples[0].gold)))
 
 
-def _measure_flips(run: Measurement, questions: Sequence[AskedQuestion], share: float) -> list[FlipRow]:
-    """Ask questions of the unmodified model in random orders, and in one order again, until the time is used."""
+def _measure_flips(
+    run: Measurement, questions: Sequence[AskedQuestion], seconds: float, share: float
+) -> list[FlipRow]:
+    """Ask questions of the unmodified model in random orders, and in one order again, until the time is used.
+
+    Args:
+        seconds: Time of an answer, which says how many questions are asked at first.
+    """
     rows: list[FlipRow] = []
-    repeats, total, begun = run.options.orders - 1, len(questions), run.budget.used
-    run.first_token_seconds(questions, parse_arrangement(BASELINE))
-    for start in range(0, total, TOGETHER):
-        rows += run.ask(questions[start : start + TOGETHER], parse_arrangement(BASELINE), repeats=repeats)
-        done = min(start + TOGETHER, total)
-        chunk_seconds, begun = run.budget.used - begun, run.budget.used
-        if start == 0:
-            reachable = min(total, max(TOGETHER, int(run.budget.left(share) / max(chunk_seconds, 1e-3)) * TOGETHER))
+    repeats, total, begun, done = run.options.orders - 1, len(questions), run.budget.used, 0
+    fitting = run.budget.left(share) / max(seconds * (2 * run.options.orders - 1), 1e-9)
+    size = max(1, min(TOGETHER, int(fitting)))
+    while done < total:
+        block = questions[done : done + size]
+        rows += run.ask(block, parse_arrangement(BASELINE), repeats=repeats)
+        is_first, done = done == 0, done + len(block)
+        block_seconds, begun = run.budget.used - begun, run.budget.used
+        if is_first:
+            reachable = min(total, size + int(run.budget.left(share) / max(block_seconds, 1e-3)) * size)
             run.report(done, total, f"{plan_text(reachable, total, run.options.minutes)}\n")
         changed = len({row.question for row in rows if row.kind == "order" and row.changed})
         low, high = wilson_interval(changed, done)
-        left = min(run.budget.left(share), (total - done) / TOGETHER * chunk_seconds)
+        left = min(run.budget.left(share), (total - done) / size * block_seconds)
         run.report(
             done, total, f"{changed} of {done} change, {low:.0%} to {high:.0%}, {max(left, 0) / 60:.1f} min left"
         )
-        if run.budget.left(share) < chunk_seconds:
+        if run.budget.left(share) < block_seconds:
             break
     return rows
 
@@ -282,12 +311,17 @@ def _by_flips(
     questions: Sequence[AskedQuestion],
     rows: Sequence[FlipRow],
     flips: dict[str, Any],
+    seconds: float,
     skipped: dict[str, str],
 ) -> dict[str, Scores]:
-    """Return the scores of arrangements without labels: stable answers, and agreement with the unmodified model."""
+    """Return the scores of arrangements without labels: stable answers, and agreement with the unmodified model.
+
+    Args:
+        seconds: Time of an answer of the unmodified model; a candidate is tried if there is as much time.
+    """
     usual = usual_answers(_answers([row for row in rows if row.kind == "order"]))
     baseline = parse_arrangement(BASELINE)
-    seconds = run.first_token_seconds(questions, baseline)
+    first_token, _ = run.time_alone(questions, baseline)
     table = {BASELINE: _flip_scores(run.ask(questions, baseline, repeats=0), usual, 1.0)}
     candidates = supported_candidates(run.pipeline)[1:]
     if order_matters(flips) is False:
@@ -295,15 +329,16 @@ def _by_flips(
         return table
     for candidate in candidates:
         candidate_rows: list[FlipRow] = []
-        if run.budget.left() < 0:
-            skipped[candidate.label] = "out of time"
+        if run.budget.left() < seconds:
+            skipped[candidate.label] = OUT_OF_TIME
             continue
         try:
-            cost = run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
-            since = run.budget.used
+            own_first_token, own_seconds = run.time_alone(questions, candidate)
+            cost, since = own_first_token / max(first_token, 1e-9), run.budget.used
             for start in range(0, len(questions), TOGETHER):
-                if start and run.budget.fitting(start, since) < (len(questions) - start) / 2:
-                    skipped[candidate.label] = "out of time"
+                fits = run.budget.fitting(start, since) >= FITTING * (len(questions) - start)
+                if not (fits if start else run.budget.left() >= own_seconds * min(TOGETHER, len(questions))):
+                    skipped[candidate.label] = OUT_OF_TIME
                     break
                 candidate_rows += run.ask(questions[start : start + TOGETHER], candidate, repeats=0)
                 done = min(start + TOGETHER, len(questions))
@@ -336,26 +371,28 @@ def _by_positions(
     run: Measurement,
     questions: Sequence[AskedQuestion],
     examples: Sequence[PositionExample],
+    seconds: float,
     skipped: dict[str, str],
 ) -> tuple[dict[str, Scores], list[PositionRow]]:
-    """Return the scores of arrangements with labels, accuracy by position, and every row."""
+    """Return the scores of arrangements with labels, accuracy by position, and every row (see ``_by_flips``)."""
     rows, table, taken = list[PositionRow](), dict[str, Scores](), 0
-    seconds = run.first_token_seconds(questions, parse_arrangement(BASELINE))
+    first_token, _ = run.time_alone(questions, parse_arrangement(BASELINE))
     for candidate in supported_candidates(run.pipeline):
         is_first = candidate.label == BASELINE
-        if not is_first and run.budget.left() < 0:
-            skipped[candidate.label] = "out of time"
+        if not is_first and run.budget.left() < seconds:
+            skipped[candidate.label] = OUT_OF_TIME
             continue
         try:
-            cost = 1.0 if is_first else run.first_token_seconds(questions, candidate) / max(seconds, 1e-9)
-            candidate_rows, stop = _answer_in_blocks(run, candidate, examples, None if is_first else taken)
+            own = (first_token, seconds) if is_first else run.time_alone(questions, candidate)
+            cost = own[0] / max(first_token, 1e-9)
+            candidate_rows, stop = _answer_in_blocks(run, candidate, examples, own[1], None if is_first else taken)
         except REFUSALS as error:
             if is_first:  # every arrangement needs these scores
                 raise
             skipped[candidate.label] = str(error)
             continue
         if stop < taken:
-            skipped[candidate.label] = "out of time"
+            skipped[candidate.label] = OUT_OF_TIME
             continue
         taken = stop
         answered = [row for row in candidate_rows if row.gold_position is not None]
@@ -365,20 +402,28 @@ def _by_positions(
 
 
 def _answer_in_blocks(
-    run: Measurement, candidate: Arrangement, examples: Sequence[PositionExample], taken: int | None
+    run: Measurement, candidate: Arrangement, examples: Sequence[PositionExample], seconds: float, taken: int | None
 ) -> tuple[list[PositionRow], int]:
     """Return the rows of as many questions as there is time for, and their number.
 
     ``taken`` is how many questions the unmodified model has answered, None for that model itself. A candidate that
-    will not be done with them leaves its time to the next.
+    will not be done with them leaves its time to the next. ``seconds`` is the time of an answer.
     """
     rows: list[PositionRow] = []
     stop, total, since = 0, len(examples) if taken is None else taken, run.budget.used
+    share = POSITIONS_SHARE if taken is None else 1.0
+    prompts = 1 if candidate.order_free else len(gold_positions(run.options.documents))
+    fitting = run.budget.left(share) / max(seconds * (prompts + (2 if taken is None else 0)), 1e-9)
     while stop < total:
-        fitting = run.budget.fitting(stop, since, POSITIONS_SHARE if taken is None else 1.0) if stop else total
-        if fitting < (1 if taken is None else (total - stop) / 2):
+        if stop:
+            fitting = run.budget.fitting(stop, since, share)
+        if taken is None:
+            needed = 1.0 if stop else fitting  # some questions are always answered
+        else:
+            needed = FITTING * (total - stop) if stop else min(TOGETHER, total)
+        if fitting < needed:
             break
-        block = examples[stop:total][: min(BLOCK if stop else TOGETHER, max(int(fitting), TOGETHER))]
+        block = examples[stop:total][: min(BLOCK if stop else TOGETHER, max(int(fitting), 1))]
         rows += run.answer(block, candidate)
         stop += len(block)
         run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
@@ -423,6 +468,10 @@ def _summary(
         for name, scores in positions["mitigations"].items():
             reports[name]["flip_rate"] = scores["answers_that_change"]
             reports[name]["recall_at_1"] = scores["recall_at_1"]
+            answered = [row for row in rows if row.condition == name and row.gold_position is not None]
+            reports[name]["overconfidence"] = overconfidence(
+                [row.confidence for row in answered], [row.accuracy for row in answered]
+            )
         summary["ceiling"], summary["floor"] = positions[GOLD_ONLY], positions[CLOSED_BOOK]
         summary["n"] = positions["n"]
     return {"verdict": verdict_of(summary), **summary}

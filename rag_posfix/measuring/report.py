@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import inspect
 import io
 import json
 import logging
@@ -18,10 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.errors import missing_extra
+from rag_posfix.assembly.orders import ORDERS
+from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.measuring.comparison import compare_records
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.registry import Registry
+from rag_posfix.reranking import RERANKERS
 
 if TYPE_CHECKING:
     import altair
@@ -218,6 +224,7 @@ _TITLES = {
 """Columns of a measurement's page, with labels and without; CSV and LaTeX have every number by its name."""
 _MORE_TITLES = {
     "well_formed": "well-formed answers",
+    "overconfidence": "confidence minus accuracy",
     "recall_at_1": "gold passage ranked first",
     "ttft_ratio": "first token, times none",
 }
@@ -363,6 +370,8 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
         "table": [[_number(value) for value in row] for row in table],
         "dropped": summary.get("dropped", {}),
         "skipped": _by_reason(summary.get("not_measured", {})) if is_measure else {},
+        "names": _meanings([row[0] for row in table]) if is_measure else {},
+        "overconfidence": _overconfidence(summary) if is_measure else "",
         "facts": [(name, head[name]) for name in _FACTS if head.get(name)],
         "data": head.get("data"),
         "command": head.get("command"),
@@ -378,6 +387,41 @@ def _by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
     for name, reason in skipped.items():
         reasons.setdefault(reason, []).append(name)
     return reasons
+
+
+def _meanings(labels: Sequence[str]) -> dict[str, str]:
+    """Return what each reranker, order and method of the arrangements does, by its name."""
+    meanings: dict[str, str] = {}
+    for label in labels:
+        try:
+            arrangement = parse_arrangement(label)
+        except ConfigError:
+            continue
+        named: list[tuple[Registry[Any], str]] = [(MITIGATIONS, arrangement.mitigation.name)]
+        if arrangement.label != arrangement.mitigation.label:
+            named.append((ORDERS, arrangement.order.partition(":")[0]))
+        if arrangement.reranker is not None:
+            named.append((RERANKERS, arrangement.reranker.name))
+        for registry, name in named:
+            if name in registry:
+                first, *_ = (inspect.getdoc(registry.get(name)) or "").split("\n")
+                meanings.setdefault(f"{name} ({'method' if registry is MITIGATIONS else registry.kind})", first)
+    return meanings
+
+
+def _overconfidence(summary: Mapping[str, Any]) -> str:
+    """Return by how much the unmodified model is surer than right, or why that is not known; empty in old records."""
+    scores = summary.get("measured", {}).get("none", {})
+    if not summary.get("labels"):
+        return "not measured: it needs the accuracy, so questions with labels"
+    if "overconfidence" not in scores:
+        return ""
+    if scores["overconfidence"] is None:
+        return "not measured: the server of the model sends no log-probabilities of its answers"
+    return (
+        f"{scores['overconfidence']:+.2f}: mean probability of an answer's tokens minus accuracy (Guo et al. 2017, "
+        "arXiv 1706.04599); above 0 the model is surer than right"
+    )
 
 
 def measured_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:

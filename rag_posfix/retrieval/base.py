@@ -7,6 +7,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -18,9 +19,9 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field
 
 from rag_posfix.checked import Checked
-from rag_posfix.contracts.retrieval import Retriever, SimilarityRange, first_matching, parse_filter
+from rag_posfix.contracts.retrieval import Retriever, SimilarityRange, first_matching, matches, parse_filter
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.retrieval.index.documents import MetadataFilter, both_filters, deep_copy, stored_id
+from rag_posfix.retrieval.index.documents import DocumentTable, MetadataFilter, both_filters, deep_copy, stored_id
 from rag_posfix.text import checked_question
 
 PACKAGED_SIMILARITY = SimilarityRange(low=0.2, clear=0.6)
@@ -147,6 +148,21 @@ def passage_by_id(retriever: object, passage_id: str) -> Document | None:
             return None
     inner = (passage_by_id(one, passage_id) for one in getattr(retriever, "retrievers", ()))
     return next((passage for passage in inner if passage is not None), None)
+
+
+def first_passages(retriever: object, metadata_filter: Mapping[str, Any] | None, count: int) -> list[Document]:
+    """Return copies of those of a retriever's first ``count`` passages that match a filter, in the order of the index.
+
+    None of a retriever whose passages cannot be listed, such as a vector store on a server.
+    """
+    table = getattr(retriever, "table", None) or getattr(getattr(retriever, "store", None), "table", None)
+    if not isinstance(table, DocumentTable):
+        lists = (first_passages(one, metadata_filter, count) for one in getattr(retriever, "retrievers", ()))
+        return next(filter(None, lists), [])
+    filters = [each for each in (getattr(retriever, "filter", None), metadata_filter) if each is not None]
+    tests = [each if callable(each) else partial(matches, parse_filter(each)) for each in filters]
+    documents = table.first(count)
+    return [deep_copy(document) for document in documents if all(test(document.metadata) for test in tests)]
 
 
 def takes_filters(runnable: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -43,8 +44,19 @@ def test_the_answer_says_which_passages_support_it(path: str):
 def test_every_format_has_the_fields(path: str):
     response = client_for(make_pipeline()).post(path, json=CHAT_BODIES[path])
     assert response.status_code == 200, response.text
-    extra = response.json() if path == CHAT else response.json()["posfix"]
+    extra = response.json()["posfix"]
     assert (extra["support"], extra["supported_by"], extra["disagreements"]) == ("no", [], [])
+
+
+def test_a_chat_completion_and_its_stream_have_citations_where_the_other_formats_have_them():
+    client = client_for(make_pipeline())
+    whole = client.post(CHAT, json=chat(**sent())).json()
+    assert whole["posfix"]["citations"] == whole["citations"] != []
+    assert set(whole["posfix"]) < set(whole)
+    lines = client.post(CHAT, json=chat(**sent(stream=True))).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    (last,) = [chunk for chunk in chunks if "posfix" in chunk]
+    assert last["posfix"]["citations"] == last["citations"] == whole["citations"]
 
 
 def test_sent_documents_that_do_not_answer_get_the_fixed_text():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -316,6 +317,8 @@ class GradedAnswer:
         log_probability: Mean log-probability per token of the first accepted answer; None from a generator that does
             not score given answers.
         seconds: Time of the prefill, plus an equal share of the time to score and generate its batch.
+        confidence: Geometric mean of the probabilities of the tokens of the answer's first line; None from a generator
+            that does not return them.
     """
 
     answer: str
@@ -323,9 +326,12 @@ class GradedAnswer:
     accuracy_full_text: float
     log_probability: float | None
     seconds: float
+    confidence: float | None = None
 
 
-_FIELDS = {each.name: str if each.name == "answer" else float for each in fields(GradedAnswer)}
+_FIELDS = {
+    each.name: {"answer": str, "confidence": float | None}.get(each.name, float) for each in fields(GradedAnswer)
+}
 
 
 def answer_and_score(
@@ -351,7 +357,8 @@ def answer_all(
     ``QUESTIONS_TOGETHER`` prompts at a time.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
-    requests = ((trial, _request(assembler, trial, max_new_tokens)) for trial in trials)
+    scored = isinstance(engine, Engine)
+    requests = ((trial, _request(assembler, trial, max_new_tokens, scored)) for trial in trials)
     if not isinstance(engine, Engine):
 
         def answer(asked: tuple[Trial, GenerationRequest]) -> GradedAnswer:
@@ -384,7 +391,7 @@ def answer_all(
             yield _grade(generation, example, sum(score) / len(score), session.prefill_seconds + share), log_probs
 
 
-def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> GenerationRequest:
+def _request(assembler: Assembler, trial: Trial, max_new_tokens: int, scored: bool) -> GenerationRequest:
     count = len(trial.documents)
     assembled = assembler.with_template(trial.template).assemble(
         trial.example.question,
@@ -398,13 +405,23 @@ def _request(assembler: Assembler, trial: Trial, max_new_tokens: int) -> Generat
             f"question {trial.example.id}: {count - len(assembled.documents)} of {count} passages do "
             "not fit or repeat; use fewer documents"
         )
-    return GenerationRequest(assembled.layout, trial.choice, Sampling(max_tokens=max_new_tokens))
+    sampling = Sampling(max_tokens=max_new_tokens, top_logprobs=0 if scored else None)
+    return GenerationRequest(assembled.layout, trial.choice, sampling)
 
 
 def _grade(
     generation: Generation, example: PositionExample, log_probability: float | None, seconds: float
 ) -> GradedAnswer:
-    return graded_again(GradedAnswer(generation.text, 0.0, 0.0, log_probability, seconds), example)
+    confidence = _confidence(generation)
+    return graded_again(GradedAnswer(generation.text, 0.0, 0.0, log_probability, seconds, confidence), example)
+
+
+def _confidence(generation: Generation) -> float | None:
+    """Return the geometric mean of the probabilities of the tokens of the first line, the line that is graded."""
+    end = len(generation.text.split("\n", 1)[0])
+    scored = [each for each in generation.log_probs if each.start < end] or generation.log_probs
+    scores = [each.token.log_prob for each in scored if each.token.log_prob is not None]
+    return math.exp(mean(scores)) if scores else None
 
 
 def graded_again(answer: GradedAnswer, example: PositionExample) -> GradedAnswer:
@@ -460,8 +477,9 @@ class AnswerJournal(LineJournal[GradedAnswer]):
 
 
 def _read_answer(row: Any) -> GradedAnswer | None:
-    complete = set(row) == set(_FIELDS) and all(isinstance(row[name], kind) for name, kind in _FIELDS.items())
-    return GradedAnswer(**row) if complete else None
+    values = {"confidence": None, **row}  # journals of earlier versions have none
+    complete = set(values) == set(_FIELDS) and all(isinstance(values[name], kind) for name, kind in _FIELDS.items())
+    return GradedAnswer(**values) if complete else None
 
 
 def _read_unscored(row: Any) -> GradedAnswer | None:
@@ -526,6 +544,7 @@ class PositionRow:
         accepted: The accepted answers.
         passages: Ids of the passages, in input order.
         planted: best_subspan_em of the first line with the wrong answer that a hostile passage gives; None without.
+        confidence: As of ``GradedAnswer``.
     """
 
     question: str
@@ -542,6 +561,7 @@ class PositionRow:
     accepted: tuple[str, ...] = ()
     passages: tuple[str, ...] = ()
     planted: float | None = None
+    confidence: float | None = None
 
 
 Table = Mapping[GoldPosition, Sequence[PositionRow]]

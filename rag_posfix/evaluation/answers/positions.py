@@ -332,6 +332,7 @@ class PermutationRow:
         asked: The text of the question.
         accepted: The accepted answers.
         passages: Ids of the passages in this order.
+        confidence: As of ``GradedAnswer``.
     """
 
     question: str
@@ -348,6 +349,7 @@ class PermutationRow:
     asked: str = ""
     accepted: tuple[str, ...] = ()
     passages: tuple[str, ...] = ()
+    confidence: float | None = None
 
 
 def evaluate_permutations(

@@ -8,6 +8,7 @@ Documents in one SQLite file: a row with a checksum per document, and facts abou
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -199,6 +200,11 @@ class DocumentTable:
     def ids(self) -> list[str]:
         """Return all ids, in the order in which the documents were added."""
         return list(self._key_by_id())
+
+    def first(self, count: int) -> list[Document]:
+        """Return up to ``count`` documents, in the order in which they were added."""
+        with self._lock:
+            return [entry.document for entry in itertools.islice(self.entries.values(), count)]
 
     def snapshot(self) -> tuple[int, list[int], list[str]]:
         """Return the revision, the keys, and the searchable texts in the order of the keys."""

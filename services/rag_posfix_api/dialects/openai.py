@@ -190,6 +190,7 @@ class ChatCompletion(Provenance):
     choices: list[Choice]
     usage: UsageOutput
     system_fingerprint: str
+    posfix: Provenance = Field(description="The sources again, where the other formats have them.")
 
 
 class ModelObject(BaseModel):
@@ -294,6 +295,7 @@ class Completion(AnswerRenderer):
         }
 
     def whole(self, answer: Answer) -> dict[str, Any]:
+        sources = provenance(answer)
         completion = ChatCompletion.model_construct(
             **self._shared,
             choices=[
@@ -304,7 +306,8 @@ class Completion(AnswerRenderer):
                 )
             ],
             usage=usage_output(answer.usage),
-            **dict(provenance(answer)),
+            posfix=sources,
+            **dict(sources),
         )
         return completion.model_dump()
 
@@ -321,7 +324,7 @@ class Completion(AnswerRenderer):
             calls = enumerate(map(tool_call_output, chunk.answer.tool_calls))
             yield event(self._chunk({"tool_calls": [{"index": index} | call.model_dump() for index, call in calls]}))
         sources = provenance(chunk.answer).model_dump()
-        yield event(self._chunk({}, _finish_reason(chunk.answer)) | sources)
+        yield event(self._chunk({}, _finish_reason(chunk.answer)) | sources | {"posfix": sources})
         if self._include_usage:
             yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
 

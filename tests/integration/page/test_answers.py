@@ -100,6 +100,25 @@ def test_the_mouse_drags_a_passage(page):
     assert page.locator(".sortable-fallback").count() == 0
 
 
+def test_a_dragged_card_keeps_its_height_its_text_and_its_number(page):
+    ask(page)
+    card = page.locator(".card").nth(1)
+    card.scroll_into_view_if_needed()
+    handle = card.locator(".handle").bounding_box()
+    page.mouse.move(handle["x"] + 8, handle["y"] + 8)
+    page.mouse.down()
+    page.mouse.move(handle["x"] + 12, handle["y"] + 20, steps=4)
+    copy = page.locator(".sortable-fallback")
+    copy.wait_for()
+    held = page.locator(".card.held")
+    assert copy.bounding_box()["height"] == held.bounding_box()["height"]
+    heights = [each.locator(".passage-text").bounding_box()["height"] for each in (copy, held)]
+    assert heights[0] == heights[1]
+    number = "(element) => getComputedStyle(element, '::after').content"
+    assert copy.locator(".handle").evaluate(number) == '"2"'
+    page.mouse.up()
+
+
 def test_buttons_move_and_shuffle(page):
     ask(page)
     page.get_by_role("button", name="Move passage A down").click()

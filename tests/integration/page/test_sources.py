@@ -109,8 +109,9 @@ class Cached(OrderBiasedGenerator):
 
 
 def send(page, question):
-    page.get_by_label("Question of the conversation").fill(question)
-    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Conversation", exact=True).click()
+    page.get_by_label("Question", exact=True).fill(question)
+    page.click("button.primary")
     wait_for(page, "[...document.querySelectorAll('.turn')].at(-1)?.ariaBusy === 'false'")
 
 
@@ -119,7 +120,6 @@ def test_a_conversation_shows_query_cache_and_sources_of_every_turn(browser):
     retriever = RunnableLambda(lambda question: [bridge])
     with serving(make_pipeline(Cached(), retriever=as_retriever(retriever))) as url, checked_page(browser) as page:
         open_page(page, url)
-        page.get_by_label("Passages from").select_option(label="the served index")
         send(page, "When was the bridge built?")
         send(page, "Who <b>designed</b> it?")
         turns = page.locator(".turn")
@@ -190,7 +190,7 @@ def test_with_an_index_the_page_opens_with_it_and_shows_what_was_retrieved(brows
         page.get_by_label("Question", exact=True).fill("And the harbour?")
         ask(page)
         assert "documents" not in [body for body in bodies if "messages" in body][-1]
-        assert page.locator("select").last.input_value() == "index"
+        assert page.get_by_label("Passages from").input_value() == "index"
         page.get_by_role("button", name="Example").click()
         wait_for(page, "document.querySelectorAll('.card').length === 6")
         page.get_by_role("button", name="Index").click()

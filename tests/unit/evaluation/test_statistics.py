@@ -15,6 +15,7 @@ from rag_posfix.evaluation.statistics import (
     holm,
     mcnemar_p,
     mean,
+    overconfidence,
     randomisation_p,
     t_test_p,
 )
@@ -27,6 +28,13 @@ def test_p_is_the_share_of_sign_patterns_that_are_as_far_from_zero():
     assert randomisation_p([3.0, -1.0]) == 1.0
     # 0.3 + 0.2 - 0.1 = 0.4: 0.6, 0.4 and their mirrors are at least as far; 0.2 and 0 (and mirrors) are not.
     assert randomisation_p([0.3, 0.2, -0.1]) == 0.5
+
+
+def test_overconfidence_is_mean_confidence_minus_accuracy():
+    # (.9 + .7 + .8) / 3 = .8, and one of three is right: .8 - 1/3.
+    assert overconfidence([0.9, 0.7, 0.8], [1.0, 0.0, 0.0]) == pytest.approx(0.8 - 1 / 3)
+    assert overconfidence([0.5], [1.0]) == -0.5
+    assert overconfidence([0.9, None], [1.0, 0.0]) is None
 
 
 def test_up_to_sixteen_differences_every_pattern_is_counted_and_more_are_drawn():

@@ -7,7 +7,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from rag_posfix.evaluation.statistics import mean
-from rag_posfix.measuring.choice import Scores, choose, verdict_of
+from rag_posfix.measuring.choice import CANDIDATES, Scores, choose, supported_candidates, verdict_of
+from rag_posfix.mitigations import MITIGATIONS
+from tests.support.measured import pipeline_of
+from tests.support.order_biased import OrderBiasedGenerator
 
 RUNS = 200
 QUESTIONS = 60
@@ -202,3 +205,12 @@ def test_an_undecided_verdict_says_how_many_questions_would_do(n, difference, en
     summary = summary_of(flips=flips, order_matters=None)
     assert verdict_of(summary).startswith(f"Not enough questions ({n}) to decide whether the order of the passages")
     assert f"; {enough} would do" in verdict_of(summary)
+
+
+def test_every_method_is_tried_once_the_default_first_and_those_without_a_record_last():
+    tried = supported_candidates(pipeline_of(OrderBiasedGenerator()))
+    labels = [arrangement.label for arrangement in tried]
+    assert labels[:2] == ["none", "default"]
+    assert len(set(labels)) == len(labels)
+    assert {MITIGATIONS.resolve(arrangement.mitigation.name) for arrangement in tried} == set(MITIGATIONS.names())
+    assert labels[len(CANDIDATES) :] == ["blended", "hidden_scaling", "stack"]

@@ -22,7 +22,6 @@ from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.measuring.choice import (
     BELOW_MINIMUM,
-    CANDIDATES,
     JOURNAL,
     FlipRow,
     StackJournal,
@@ -49,6 +48,21 @@ from tests.support.serving import make_pipeline
 from tests.support.toy_encoder import ToyEncoder
 
 COUNT = 12
+VARIANTS = (
+    "none",
+    "default",
+    "/relevance/none",
+    "embedding:top_n=3/reverse/none",
+    "/relevance/repeated_passages:repeat=best",
+    "sorted_inter_document",
+)
+
+
+@pytest.fixture(autouse=True)
+def few_variants(monkeypatch):
+    """Some variants in place of all, so that a measurement takes a second."""
+    tried = [parse_arrangement(name) for name in VARIANTS]
+    monkeypatch.setattr("rag_posfix.measuring.measure.supported_candidates", lambda _: tried)
 
 
 @pytest.fixture
@@ -217,7 +231,7 @@ def test_tokens_and_cost_are_told_before_a_question_is_asked():
         report=lambda done, total, text: told.append((len(generator.asked), text)),
     )  # fmt: skip
     tokens = pipeline.preview(prompt_of(asked[0], range(3), parse_arrangement("none"))).tokens
-    prompts = 4 * (5 + 2 * (len(CANDIDATES) - 1))
+    prompts = 4 * (5 + 2 * (len(VARIANTS) - 1))
     written = prompts * pipeline.defaults.sampling.max_tokens
     cost = (prompts * tokens * 1000 + written * 500) / 1e6
     assert told[0] == (
@@ -420,7 +434,7 @@ def test_an_arrangement_that_the_model_refuses_costs_itself_and_not_the_measurem
     for examples in ((), weights(4)):
         summary = measured(Refusing(), examples)
         assert summary["not_measured"] == {"sorted_inter_document": "sorted_inter_document does not run here"}
-        assert len(summary["measured"]) == len(CANDIDATES) - 1
+        assert len(summary["measured"]) == len(VARIANTS) - 1
         with pytest.raises(error, match="none does not run here"):
             measured(broken, examples)
 

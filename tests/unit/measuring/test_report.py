@@ -54,6 +54,34 @@ def test_columns_have_titles_that_say_what_the_criterion_is():
     assert "worst,mean,best,second" in report_csv(records)
 
 
+def test_overconfidence_is_told_or_why_it_is_not_known():
+    def row(summary):
+        flips = dict.fromkeys(
+            ("rate", "control", "answers", "difference", "p", "least_change", "n", "judged_rate"), 0.5
+        )
+        flips |= {name: [0.0, 1.0] for name in ("interval", "control_interval", "difference_interval")}
+        page = report_page([ExperimentRecord({"kind": "measure", "summary": {"flips": flips, **summary}})])
+        found = re.search(r'<th scope="row">overconfidence</th><td>(.*?)</td>', page)
+        return found and found[1]
+
+    measured = {"measured": {"none": {**NUMBERS, "overconfidence": 0.31}}, "labels": True}
+    assert row(measured).startswith("+0.31: mean probability of an answer")
+    unknown = {"measured": {"none": {**NUMBERS, "overconfidence": None}}, "labels": True}
+    assert row(unknown).startswith("not measured: the server of the model")
+    assert row({"measured": {"none": NUMBERS}, "labels": False}).startswith("not measured: it needs the accuracy")
+    assert row({"measured": {"none": NUMBERS}, "labels": True}) is None  # a record of an earlier version
+
+
+def test_the_page_says_what_reranker_order_and_method_of_each_name_do(monkeypatch):
+    monkeypatch.setattr("rag_posfix.measuring.report.draw_cost", lambda _: None)
+    table = dict.fromkeys(("none", "yes_no:top_n=3/reverse/none", "default", "of another version"), NUMBERS)
+    page = report_page([ExperimentRecord({"kind": "measure", "summary": {"measured": table}})])
+    meanings = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert list(meanings) == ["none (method)", "reverse (order)", "yes_no (reranker)", "default (method)"]
+    assert meanings["default (method)"].startswith("Read the question once per passage")
+    assert all(meanings.values())
+
+
 def test_arrangements_that_were_not_measured_are_on_one_line_for_each_reason():
     skipped = {"default": "out of time", "repeat": "out of time", "sorted": "the model lacks it"}
     page = report_page([ExperimentRecord({"kind": "measure", "summary": {"not_measured": skipped}})])

@@ -42,7 +42,8 @@ function page() {
     lit: [],
     points: [],
     turns: [],
-    followUp: "",
+    converses: false, // or compares two answers
+    sample: "", // a question that the served index answers
     source: PAGE,
     hasIndex: false,
     fromIndex: false, // passages are retrieved from the served index for each question
@@ -89,14 +90,22 @@ function page() {
     get code() {
       if (!this.language) return "";
       const address = new URL(".", window.location.href).href.replace(/\/$/u, "");
-      const body = chatBody(this.question, this.fromIndex ? null : this.passages, "default");
+      const question = this.question || (this.turns.at(-1)?.question ?? "");
+      const body = chatBody(question, this.fromIndex ? null : this.passages, "default");
       return copyText(this.language, address, body, this.needsKey);
     },
     get hidesText() {
       return this.fromIndex && this.passages.some((one) => !one.text);
     },
     get placeholder() {
+      if (this.converses && this.turns.length) return "Ask on";
       return this.fromIndex ? "Ask your documents" : "";
+    },
+    get suggests() {
+      return this.fromIndex && Boolean(this.sample) && !this.question && !(this.converses && this.turns.length);
+    },
+    get readsPassages() {
+      return !this.converses || this.source === PAGE;
     },
     get nothingFound() {
       return this.fromIndex && this.settled && !this.passages.length;
@@ -130,6 +139,7 @@ function page() {
         const models = await this.service.json("v1/models");
         this.served = models.data[0].id;
         this.ready = true;
+        if (facts.index) this.sample = (await this.service.json("v1/posfix/sample")).question ?? "";
         this.collections = (await this.service.json("v1/collections")).data.map((one) => one.name);
         this.collection = this.collections[0] ?? "";
       } catch (error) {
@@ -165,9 +175,14 @@ function page() {
     useIndex() {
       this.question = "";
       this.accepted = "";
-      this.source = INDEX;
       this.replace([]);
+      this.source = INDEX;
       this.fromIndex = true;
+    },
+
+    takeSample() {
+      this.question = this.sample;
+      document.getElementById("question").focus();
     },
 
     usePasted() {
@@ -193,6 +208,7 @@ function page() {
           ? `${documents.length} passages were given; the first ${MOST_PASSAGES} are shown.`
           : "";
       this.fromIndex = false;
+      this.source = PAGE;
       this.retrievedFor = null;
       this.passages = distinct(documents.slice(0, MOST_PASSAGES));
       this.gold = gold ?? this.passages[0]?.id ?? "";
@@ -236,6 +252,10 @@ function page() {
     },
 
     // Answers
+
+    submit() {
+      return this.converses ? this.send() : this.ask();
+    },
 
     async ask() {
       if (!this.ready || !this.question.trim()) return;
@@ -307,6 +327,10 @@ function page() {
 
     // Conversation
 
+    converse(converses) {
+      this.converses = converses;
+    },
+
     get origins() {
       const origins = [{ value: PAGE, name: "the passages above" }];
       if (this.hasIndex) origins.push({ value: INDEX, name: "the served index" });
@@ -314,23 +338,22 @@ function page() {
     },
 
     async send() {
-      const question = this.followUp.trim();
+      const question = this.question.trim();
       if (!this.ready || !question || this.talk) return;
       const body = turnBody(this.turns, question, this.source, this.passages);
       this.turns.push(newTurn(this.turns.length + 1, question, this.source));
       const turn = this.turns.at(-1);
-      this.followUp = "";
+      this.question = "";
       const run = (this.talk = new AbortController());
       try {
         for await (const chunk of this.service.chat(body, run.signal)) takeTurn(turn, chunk);
         this.say(`Answer ${turn.number}: ${turn.text}`);
       } catch (error) {
-        if (run.signal.aborted) return;
-        this.refused(error);
-        turn.error = error.message;
+        if (!run.signal.aborted) this.refused(error);
+        if (!run.signal.aborted || !turn.text) turn.error = run.signal.aborted ? "Stopped." : error.message;
       }
       turn.busy = false;
-      this.talk = null;
+      if (this.talk === run) this.talk = null;
     },
 
     forget() {
@@ -340,9 +363,10 @@ function page() {
       this.say("A new conversation.");
     },
 
-    /** Stop both answers; what was written stays. */
+    /** Stop what is being written; what was written stays. */
     cease() {
       this.stop();
+      this.talk?.abort();
       this.columns.forEach((column) => column.busy && (column.text ? finish(column) : fail(column, new Error("Stopped."))));
       this.say("Stopped.");
     },
@@ -506,6 +530,11 @@ function sortableList(list, passages, move) {
     fallbackOnBody: true,
     animation: calm() ? 0 : 120,
     ghostClass: "held",
+    onStart(event) {
+      // The copy is not under the pointer; it shows as much text as its card, whose height it has.
+      const [card, copy] = [event.item, window.Sortable.ghost].map((one) => one.querySelector(".passage-text"));
+      window.Sortable.ghost.classList.toggle("open", card.clientHeight > copy.clientHeight);
+    },
     onEnd(event) {
       const cards = new Map([...list.querySelectorAll(".card")].map((card) => [card.dataset.id, card]));
       list.append(...passages().map((one) => cards.get(one.id)));

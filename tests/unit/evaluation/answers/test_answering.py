@@ -1,6 +1,7 @@
 """Answers are graded, batched, kept in a journal, and their form is judged."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from rag_posfix.evaluation.statistics import best_subspan_em, first_line, normal
 from rag_posfix.generation.engine import Engine
 from tests.support.tiny_evaluation import EXAMPLES, CountedForwards, tiny_engine
 
-ANSWER = GradedAnswer("é\nx", 1.0, 0.0, -2.5, 0.25)
+ANSWER = GradedAnswer("é\nx", 1.0, 0.0, -2.5, 0.25, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,16 @@ def test_questions_together_are_scored_and_answered_in_one_pass_each(engine):
         assert torch.equal(first, engine.next_log_probs(layout))
 
 
+def test_the_confidence_of_an_answer_is_the_geometric_mean_of_the_probabilities_of_its_tokens(engine):
+    trial = Trial(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
+    layout = layout_of(engine, trial.example, trial.documents)
+    ((answer, _),) = answer_all(engine, [trial], 2)
+    generation = engine.generate(GenerationRequest(layout, trial.choice, Sampling(max_tokens=2, top_logprobs=0)))
+    assert "\n" not in generation.text
+    # The exponential of a mean of logarithms is the geometric mean.
+    assert answer.confidence == pytest.approx(math.exp(engine.score(layout, generation.token_ids)), abs=1e-5)
+
+
 def test_an_answer_is_right_by_its_first_line_and_by_its_whole_text(engine, monkeypatch):
     monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.TextStream.text", "no\nbut so", raising=False)
     monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.TextStream.push", lambda self, token: "")
@@ -165,6 +176,14 @@ def test_what_is_added_is_found_now_and_by_the_next_run(path):
     assert AnswerJournal(path).get("a") == ANSWER
     (line,) = path.read_text("utf-8").splitlines()
     assert set(json.loads(line)) == {"key", "answer", "at", "version", "commit"}
+
+
+def test_a_journal_of_a_version_without_confidence_is_read(path):
+    AnswerJournal(path).add("a", ANSWER)
+    line = json.loads(path.read_text("utf-8"))
+    del line["answer"]["confidence"]
+    path.write_text(json.dumps(line), "utf-8")
+    assert AnswerJournal(path).get("a") == replace(ANSWER, confidence=None)
 
 
 def test_without_a_path_answers_stay_in_memory(tmp_path, monkeypatch):
