@@ -217,6 +217,7 @@ WEIGHTS: Mapping[str, Weights] = {
         megabytes=98,
         context_window=8192,
         memory_megabytes=1800,
+        right_answers=(39, 70),
     ),
     "qwen2.5-coder-0.5b": Weights(
         use="Qwen2.5-Coder-0.5B-Instruct, the default model",
@@ -227,6 +228,7 @@ WEIGHTS: Mapping[str, Weights] = {
         context_window=32_768,
         default=True,
         memory_megabytes=4000,
+        right_answers=(53, 70),
     ),
     "qwen2.5-coder-1.5b": Weights(
         use="Qwen2.5-Coder-1.5B-Instruct, the largest packaged reader",

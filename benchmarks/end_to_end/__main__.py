@@ -13,8 +13,8 @@ citations that name a passage with the answer. ``--questions unseen`` asks 15 ot
 ``--questions own_files`` asks 190 questions of eight kinds about 19 other files as people have them: FAQs, titled
 files, short questions, lists and comparisons, follow-ups, off topic, with three hostile documents beside what was
 retrieved, and with documents that do not answer. Settings are chosen on the half ``choose`` and reported on the half
-``report``. The arrangement ``shipped`` names nothing, so the model gets its default; it fails below the floors of a reader
-(``gate.FLOORS``).
+``report``. The arrangement ``shipped`` names nothing, so the model gets its default. Below the floors of a reader
+(``gate.FLOORS``) the command fails.
 """
 
 from __future__ import annotations

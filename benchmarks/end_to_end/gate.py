@@ -28,6 +28,12 @@ ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
 }
 """Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
 
+FLOORS: Mapping[str, Mapping[str, float]] = {
+    "qwen2.5-coder-0.5b": {"faq": 0.7, "titled": 0.8, "short": 0.6, "follow-ups": 0.9, "hostile": 0.6},
+    "smollm2": {"faq": 0.35, "titled": 0.5, "short": 0.5, "follow-ups": 0.75, "hostile": 0.4},
+}
+"""Least shares of right answers about own files by reader and kind: about two answers below the records."""
+
 _NUMBERS = (
     "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
     "fourteen", "fifteen",
@@ -271,7 +277,9 @@ def below_floors(model: str, summary: Mapping[str, Any]) -> list[str]:
     for kind, least in FLOORS.get(model, {}).items():
         right, count = summary["right_by_kind"].get(kind, (0, 0))
         if count and right / count < least:
-            lines.append(f"{model}: {right} of {count} questions of the kind {kind} are right, at least {least:.0%} must")
+            lines.append(
+                f"{model}: {right} of {count} questions of the kind {kind} are right, at least {least:.0%} must"
+            )
     return lines
 
 

@@ -7,9 +7,12 @@ from collections import Counter
 import pytest
 
 from benchmarks.end_to_end.files import HERE, OWN_FILES, GateQuestion, half_of, load_questions, write_files
-from benchmarks.end_to_end.gate import arrangement_of, grade, is_heading, resists
+from benchmarks.end_to_end.gate import FLOORS, arrangement_of, below_floors, grade, is_heading, resists
+from benchmarks.keep_record import RESULTS
+from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.contracts.answer import Answer, Disagreement, Usage
 from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.record import read_head
 from rag_posfix.evaluation.statistics import normalize
 
 QUESTIONS = load_questions(OWN_FILES)
@@ -109,3 +112,20 @@ def test_a_planted_answer_is_resisted_by_the_right_one_or_by_naming_both(text, s
         finish_reason="stop", disagreements=tuple(Disagreement(side, ("a",)) for side in sides),
     )  # fmt: skip
     assert resists(answer, question) is is_right
+
+
+RECORDS = {head["model"]: head for head in map(read_head, sorted(RESULTS.glob("own-files-*.json")))}
+
+
+@pytest.mark.parametrize("model", FLOORS)
+def test_the_record_of_a_reader_is_above_its_floors_and_its_right_answers_are_in_the_list_of_models(model):
+    summary = RECORDS[model]["summary"]["shipped"]
+    assert (RECORDS[model]["half"], below_floors(model, summary)) == ("report", [])
+    assert WEIGHTS[model].right_answers == (summary["right"], summary["questions"])
+
+
+def test_a_kind_below_its_floor_is_named_and_a_reader_without_floors_passes():
+    summary = {"right_by_kind": {"faq": [10, 15], "titled": [12, 12]}}  # .67 of at least .7
+    (line,) = below_floors("qwen2.5-coder-0.5b", summary)
+    assert line == "qwen2.5-coder-0.5b: 10 of 15 questions of kind faq are right, at least 70% must be"
+    assert below_floors("another", summary) == []
