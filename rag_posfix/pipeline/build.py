@@ -42,6 +42,9 @@ from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.defaults import (
     AUTO,
     LARGE_HIDDEN_SIZE,
+    LEAST_GAIN,
+    MIDDLE_HIDDEN_SIZE,
+    MIDDLE_LEAST_GAIN,
     Defaults,
     MeasuredProfile,
     RelevanceTest,
@@ -201,7 +204,7 @@ def build_pipeline(
             indexes=extra,
             choose_reranker=chooser(chosen.reranker, reranker, models),
             writer=writer,
-            relevance=RelevanceTest(functools.cache(lambda: _judge(engine, prompt, settings))),
+            relevance=_relevance_test(engine, prompt, settings),
             support=_support_test(engine, settings),
         )  # fmt: skip
     for store in stores:
@@ -295,6 +298,12 @@ def _defaults(
         query=settings.query,
         min_relevance=checked_min_relevance(settings.min_relevance),
     )
+
+
+def _relevance_test(engine: Generator, template: PromptTemplate, settings: Settings) -> RelevanceTest:
+    is_middle = _has_channels(engine, MIDDLE_HIDDEN_SIZE) and not _has_channels(engine, LARGE_HIDDEN_SIZE)
+    judge = functools.cache(lambda: _judge(engine, template, settings))
+    return RelevanceTest(judge, MIDDLE_LEAST_GAIN if is_middle else LEAST_GAIN)
 
 
 def _judge(engine: Generator, template: PromptTemplate, settings: Settings) -> GuardedReranker | None:

@@ -94,3 +94,14 @@ def test_a_model_with_fewer_channels_is_not_asked_about_support(build, monkeypat
     assert "support" not in answer.timings
     assert answer.support in ("unknown", "no")
     assert answer.grounded
+
+
+@pytest.mark.parametrize(
+    ("middle", "large", "least"),
+    [(1, 10_000, 1.2), (1, 1, 0.8), (10_000, 20_000, 0.8)],
+    ids=["middle", "large", "small"],
+)
+def test_a_passage_must_gain_more_with_a_model_between_small_and_large(build, monkeypatch, middle, large, least):
+    monkeypatch.setattr(module, "MIDDLE_HIDDEN_SIZE", middle)
+    with closing(build(large)) as pipeline:
+        assert pipeline.relevance.least_gain == least
