@@ -278,7 +278,7 @@ def below_floors(model: str, summary: Mapping[str, Any]) -> list[str]:
         right, count = summary["right_by_kind"].get(kind, (0, 0))
         if count and right / count < least:
             lines.append(
-                f"{model}: {right} of {count} questions of the kind {kind} are right, at least {least:.0%} must"
+                f"{model}: {right} of {count} questions of kind {kind} are right, at least {least:.0%} must be"
             )
     return lines
 
