@@ -475,11 +475,11 @@ def clear(as_json: AsJson = False) -> None:
 @models.command("list")
 def list_models(
     speed: Annotated[
-        bool, typer.Option("--speed", help="Measure each reader that is here: tokens read and written a second.")
+        bool, typer.Option("--speed", help="Measure tokens a second of each reader that is here.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the packaged models: use, size, memory, right answers and place.
+    """List the packaged models.
 
     Right answers are those of the end-to-end gate about own files. With --speed, each reader that is here is loaded
     and reads 1,000 tokens.

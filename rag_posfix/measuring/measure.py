@@ -293,7 +293,8 @@ def _measure_flips(
         is_first, done = done == 0, done + len(block)
         block_seconds, begun = run.budget.used - begun, run.budget.used
         if is_first:
-            reachable = min(total, size + int(run.budget.left(share) / max(block_seconds, 1e-3)) * size)
+            further = max(0, int(run.budget.left(share) / max(block_seconds, 1e-3)))
+            reachable = min(total, size + further * size)
             run.report(done, total, f"{plan_text(reachable, total, run.options.minutes)}\n")
         changed = len({row.question for row in rows if row.kind == "order" and row.changed})
         low, high = wilson_interval(changed, done)

@@ -19,15 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rag_posfix.assembly.orders import ORDERS
 from rag_posfix.errors import ConfigError, missing_extra
-from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.measuring.comparison import compare_records
-from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.registry import Registry
-from rag_posfix.reranking import RERANKERS
 
 if TYPE_CHECKING:
     import altair
@@ -390,7 +386,14 @@ def _by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _meanings(labels: Sequence[str]) -> dict[str, str]:
-    """Return what each reranker, order and method of the arrangements does, by its name."""
+    """Return what each reranker, order and method of the arrangements does, by its name; nothing without torch."""
+    try:
+        from rag_posfix.assembly.orders import ORDERS
+        from rag_posfix.evaluation.answers.experiment import parse_arrangement
+        from rag_posfix.mitigations import MITIGATIONS
+        from rag_posfix.reranking import RERANKERS
+    except ImportError:
+        return {}
     meanings: dict[str, str] = {}
     for label in labels:
         try:

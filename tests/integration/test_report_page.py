@@ -45,7 +45,7 @@ def test_both_answers_to_a_question_open_with_the_keyboard(browser, page_file):
     with checked_page(browser) as page:
         page.goto(page_file.as_uri())
         assert "changes" in page.locator(".verdict").first.inner_text()
-        first = page.locator("details").first
+        first = page.locator("details", has=page.locator("blockquote")).first
         assert not first.locator("blockquote").first.is_visible()
         first.locator("summary").focus()
         page.keyboard.press("Enter")

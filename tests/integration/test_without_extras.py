@@ -38,6 +38,7 @@ ARGUMENTS = {
     "report": "record.json --out page.html",
     "data check": "rows.jsonl",
     "lab run": "counting --encoding rope --out out",
+    "lab reproduce": "--out out",
     "train in2": "--data in2 --out out",
     "keys create": "tenant",
     "models path": "smollm2",

@@ -271,9 +271,9 @@ class TestTwins:
         reading = asyncio.create_task(read())
         await asyncio.wait({reading, asyncio.create_task(word_read.wait())}, return_when=asyncio.FIRST_COMPLETED)
         reading.cancel()
+        was_cancelled.set()  # a word that is under way is written to its end
         with pytest.raises(asyncio.CancelledError):
             await reading
-        was_cancelled.set()
         await asyncio.to_thread(wait_until, lambda: generator.closed)
         assert generator.given <= 2, "the second word was under way"
 
