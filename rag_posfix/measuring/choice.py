@@ -213,28 +213,20 @@ def ask_in_orders(
     return rows
 
 
-def time_first_tokens(
-    pipeline: Pipeline,
-    questions: Sequence[AskedQuestion],
-    arrangement: Arrangement,
-    *,
-    seed: int,
-    journal: StackJournal,
-) -> list[float]:
-    """Ask each question alone, in its first order, and return the seconds until its first text.
+def time_first_token(
+    pipeline: Pipeline, question: AskedQuestion, arrangement: Arrangement, *, seed: int, journal: StackJournal
+) -> float:
+    """Ask a question alone, in its first order, and return the seconds until its first text.
 
-    The answers go to the journal, where ``ask_in_orders`` finds them.
+    The answer goes to the journal, where ``ask_in_orders`` finds it.
     """
-    seconds = []
-    for question in questions:
-        order = draw_orders(question, 1, seed)[0]
-        key = _key(pipeline, arrangement, question, order, 0)
-        answer = journal.get(key)
-        if answer is None or answer.first_token_seconds is None:
-            answer = _ask_alone(pipeline, question, order, arrangement)
-            journal.add(key, answer)
-        seconds.append(answer.first_token_seconds or 0.0)
-    return seconds
+    order = draw_orders(question, 1, seed)[0]
+    key = _key(pipeline, arrangement, question, order, 0)
+    answer = journal.get(key)
+    if answer is None or answer.first_token_seconds is None:
+        answer = _ask_alone(pipeline, question, order, arrangement)
+        journal.add(key, answer)
+    return answer.first_token_seconds or 0.0
 
 
 def _ask_alone(
@@ -423,8 +415,8 @@ CANDIDATES = (
 """Arrangements that are tried after the default; the first is the model as it is.
 
 In the order of what they gained on other models: accuracy at the worst position minus that of ``none``, mean over the
-questions of the records benchmarks/results/positions-*.json with 20 questions or more, from +.16 to -.17
-(docs/results.md, docs/results-tables.md). Parameters are those of the records that gained most.
+questions of the records benchmarks/results/positions-*.json with 20 questions or more. Parameters are those of the
+records that gained most.
 """
 
 REFUSALS = (ConfigError, PromptTooLongError, RerankingError, UnsupportedModelError)

@@ -77,7 +77,7 @@ from rag_posfix.measuring.choice import (
     summarize_flips,
     supported_candidates,
     template_of,
-    time_first_tokens,
+    time_first_token,
     tokens_text,
     usual_answers,
     verdict_of,
@@ -152,8 +152,8 @@ class Measurement:
         first_tokens, seconds, begun = list[float](), list[float](), self.budget.used
         for question in questions[:TOGETHER]:
             since = self.budget.used
-            first_tokens += time_first_tokens(
-                self.pipeline, [question], arrangement, seed=self.options.seed, journal=self.journal
+            first_tokens.append(
+                time_first_token(self.pipeline, question, arrangement, seed=self.options.seed, journal=self.journal)
             )
             seconds.append(self.budget.used - since)
             if self.budget.left() < seconds[-1] or self.budget.used - begun > 0.1 * self.budget.seconds:

@@ -197,3 +197,13 @@ class TestDemo:
 
     def test_an_unknown_method_is_one_line(self, run):
         assert run("demo", "--mitigation", "pines", "--json").error["type"] == "UnknownNameError"
+
+
+@pytest.mark.weights
+def test_the_speed_of_each_reader_that_is_here_is_measured(run):
+    lines = run("models", "list", "--speed").out.splitlines()
+    (row,) = [
+        [cell.strip() for cell in line.split("\u2502")] for line in lines if "smollm2" in line and "SmolLM2" in line
+    ]
+    read, written = map(int, row[-4:-2])
+    assert read > written > 0

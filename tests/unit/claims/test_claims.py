@@ -202,6 +202,13 @@ def test_a_claim_that_no_text_has_is_told_with_those_that_there_are(tmp_path, ca
     assert "--claim 'nope' is not a claim of these texts; choose from: permutation, " in " ".join(error.split())
 
 
+def test_without_a_packaged_model_the_command_says_how_to_name_or_fetch_one(tmp_path, capsysbinary, monkeypatch):
+    monkeypatch.setattr("rag_posfix.cli.lab.is_here", lambda _name, _folder: False)
+    code, _, error = command_line(capsysbinary)("lab", "reproduce", "2", "--claim", "permutation", "--out", tmp_path)
+    assert code == 1
+    assert "no packaged model is here; name one with --model, or run: " in " ".join(error.split())
+
+
 def test_an_exact_number_has_no_width():
     assert exact(0.5)["ci95"] == estimate(torch.tensor([0.5]))["ci95"]
 
