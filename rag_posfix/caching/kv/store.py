@@ -437,6 +437,7 @@ class _Write:
     key: str
     entry: PassageKV
     n_tiers: int
+    computation: object
 
 
 class WriteBehind:
@@ -470,11 +471,12 @@ class WriteBehind:
         with self._changed:
             return len(self._waiting) + self._writing
 
-    def add(self, entries: Mapping[str, PassageKV], n_tiers: int) -> int:
+    def add(self, entries: Mapping[str, PassageKV], n_tiers: int, computation: object = None) -> int:
         """Queue ``entries`` and return at once.
 
         Args:
             n_tiers: Passed on to ``write``.
+            computation: Referred to, and so open, until they are written.
 
         Returns:
             How many did not fit into the queue and will not be written.
@@ -486,7 +488,7 @@ class WriteBehind:
                 if full or self._closed:
                     rejected += 1
                     continue
-                self._waiting.append(_Write(key, entry, n_tiers))
+                self._waiting.append(_Write(key, entry, n_tiers, computation))
                 self._waiting_bytes += entry.n_bytes
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="rag-posfix-passages", daemon=True)
@@ -527,17 +529,18 @@ class WriteBehind:
 
     def _work(self) -> None:
         while (batch := self._next()) is not None:
-            entries, n_tiers = batch
+            entries, n_tiers, computations = batch
             try:
                 self._write(entries, n_tiers)
             finally:
-                del batch, entries  # tensors must not stay in memory until the next write
+                del batch, entries, computations  # tensors must not stay in memory until the next write
                 with self._changed:
                     self._writing = 0
                     self._changed.notify_all()
 
-    def _next(self) -> tuple[dict[str, PassageKV], int] | None:
+    def _next(self) -> tuple[dict[str, PassageKV], int, list[object]] | None:
         """Wait for entries and return the first of them that go to the same tiers, or None once it is closed."""
+        computations: list[object] = []
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
@@ -546,10 +549,11 @@ class WriteBehind:
             while self._waiting and self._waiting[0].n_tiers == n_tiers and taken < _BATCH_BYTES:
                 write = self._waiting.popleft()
                 entries[write.key] = write.entry
+                computations.append(write.computation)
                 taken += write.entry.n_bytes
             self._waiting_bytes -= taken
             self._writing = len(entries)
-            return entries, n_tiers
+            return entries, n_tiers, computations
 
 
 _CLOSE_SECONDS = 10.0
@@ -722,7 +726,9 @@ class PassageStore(TieredCache[PassageKV]):
     def _put(self, entries: dict[str, PassageKV], n_tiers: int) -> None:
         self._write(entries, n_tiers, immediate=True)
         if not all(tier.immediate for tier in self._tiers[:n_tiers]):
-            self._counters.add("dropped_writes", self._behind.add(entries, n_tiers))
+            queued = self.begin()  # the computation of the entries may have ended when they are written
+            rejected = self._behind.add(self._deletions.surviving(entries), n_tiers, queued)
+            self._counters.add("dropped_writes", rejected)
 
     def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, immediate: bool) -> None:
         """Write ``entries`` to the immediate, or the other, of the first ``n_tiers`` tiers."""

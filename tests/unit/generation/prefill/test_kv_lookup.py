@@ -1,6 +1,8 @@
 """Keys and values that are found give the answers that computed ones give."""
 
 import dataclasses
+import gc
+import threading
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_posfix.caching.disk import DiskTier
-from rag_posfix.caching.kv.store import KVCodec, PassageStore
+from rag_posfix.caching.kv.store import KVCodec, PassageKV, PassageStore
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
@@ -293,6 +295,36 @@ def test_a_document_that_is_deleted_while_it_is_read_is_not_kept(loaded_once, tm
     assert layout.keys[0] not in store.memory_tags()
     assert disk.delete_tags([layout.keys[0]]) == 0
     assert name == "none" or layout.keys[1] in store.memory_tags()  # under none it was read after the first
+    store.close()
+
+
+def test_a_document_that_was_deleted_is_not_written_to_disk_after_the_question_ended(loaded_once, tmp_path):
+    begun, question_ended = threading.Event(), threading.Event()
+
+    class Waiting(DiskTier):
+        def put_many(self, entries):
+            begun.set()
+            assert question_ended.wait(60)
+            super().put_many(entries)
+
+    layout, disk = toy_layout(), Waiting(tmp_path, KVCodec())
+    store = PassageStore([MemoryTier(), disk])
+    engine, found = engine_of(loaded_once, store), store.get_many
+
+    def get_many(keys, **options):
+        hits = found(keys, **options)
+        store.drop([layout.keys[0]])
+        store.put_many({"another": PassageKV(torch.ones(2, 1, 1, 1, 2))})  # keeps the thread that writes busy
+        assert begun.wait(60)
+        store.get_many = found
+        return hits
+
+    store.get_many = get_many
+    engine.generate(request(layout, "none"))
+    gc.collect()  # nothing refers to the question any more
+    question_ended.set()
+    assert store.flush()
+    assert disk.delete_tags([layout.keys[0]]) == 0
     store.close()
 
 
