@@ -166,7 +166,7 @@ def test_no_page_installs_a_project_that_only_others_could_publish():
 
 
 def test_programs_that_pages_include_are_there_in_full(site):
-    for page in ("tutorials/rag-app", "measure", "serving"):
+    for page in ("tutorials/rag-app", "serving"):
         text = re.sub(r"<[^>]+>", "", (site / f"{page}.html").read_text("utf-8"))
         assert "def main(" in text, page
 
