@@ -1,4 +1,4 @@
-"""Rankings, answers, first stages and the service on one local Ray cluster of two CPUs, in a process of its own."""
+"""Rankings, answers and the service on one local Ray cluster of two CPUs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
+from rag_posfix.evaluation.ranking.reranking import ray_rankers
 from rag_posfix.process import environment_with
 from rag_posfix.settings import Settings
 
@@ -55,11 +55,6 @@ def answered(results):
 
 
 @pytest.fixture
-def retrieved(results):
-    return results["retrieved"]
-
-
-@pytest.fixture
 def served(results):
     return results["served"]
 
@@ -84,44 +79,8 @@ def test_a_failure_in_an_actor_is_the_same_line_as_here(ranked):
     assert ranking.startswith("by_length failed on query 'q0' (ConfigError: nothing is ranked here)")
 
 
-@pytest.mark.parametrize("first_stage", ["bm25", "dense", "hybrid"])
-def test_the_first_stage_on_the_cluster_finds_what_it_finds_here(retrieved, first_stage):
-    found = retrieved[first_stage]
-    assert found["there"] == found["here"]
-    assert list(found["there"]) == [*(f"q{n}" for n in range(40)), "none"]
-    scores = found["there"]["q0"]["scores"]
-    assert len(scores) == 9
-    assert len(set(scores)) < 9, "without ties their order is not compared"
-    assert found["there"]["none"]["ids"] == found["here"]["none"]["ids"]
-
-
-@pytest.mark.parametrize("first_stage", ["bm25", "hybrid"])
-def test_the_first_stage_has_one_identity_in_both_places(retrieved, first_stage):
-    here, there = retrieved[first_stage]["identities"]
-    assert here == there
-
-
-def test_a_searching_process_that_dies_is_started_again_with_its_questions(retrieved):
-    assert retrieved["died"]
-
-
-def test_vectors_and_rankings_of_the_cluster_are_kept_where_the_command_runs(retrieved):
-    dense = retrieved["dense"]
-    assert dense["steps"][0] == "embedding"
-    assert dense["steps"][-1] == [200, 200]
-    assert dense["steps"].count("embedding") == 1
-    assert dense["reused"] == [30, 41]
-    assert dense["embedded_again"] == 0
-
-
-def test_the_experiment_with_real_weights_finds_the_same(retrieved):
-    here, there = retrieved["real"]
-    assert there == here
-    assert [row["documents"][0] for row in there] == ["d1", "d3", "d2"]
-
-
-def test_a_failure_of_the_first_stage_on_the_cluster_is_one_line(retrieved):
-    assert retrieved["failures"] == ["BM25: k1=-1 must be a number >= 0; 0.9 is usual for passages"]
+def test_an_actor_that_dies_is_started_again_with_its_questions(answered):
+    assert answered["died"]
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch):

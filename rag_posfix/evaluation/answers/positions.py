@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +32,7 @@ from rag_posfix.evaluation.answers.experiment import (
     QUESTIONS_TOGETHER,
     AnswerJournal,
     Arrangement,
+    GradedAnswer,
     PositionRow,
     Trial,
     answer_all,
@@ -49,7 +49,6 @@ from rag_posfix.evaluation.answers.experiment import (
     with_baselines,
     with_passages_kept,
 )
-from rag_posfix.evaluation.answers.ray_backend import ray_answers
 from rag_posfix.evaluation.data.questions import (
     GoldPosition,
     PositionExample,
@@ -60,9 +59,11 @@ from rag_posfix.evaluation.data.questions import (
 )
 from rag_posfix.evaluation.figures import draw_permutations, draw_positions, with_figure
 from rag_posfix.evaluation.ranking.rankings import RankJournal
+from rag_posfix.evaluation.ray_map import connect_ray, ray_map
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
 from rag_posfix.evaluation.statistics import best_subspan_em, bootstrap_interval, first_line, mean, mean_if_known
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.remote.connection import is_remote
 from rag_posfix.settings import Settings
 
 __all__ = ["PermutationRow", "PositionRow", "evaluate_permutations", "evaluate_positions"]
@@ -71,6 +72,8 @@ __all__ = ["PermutationRow", "PositionRow", "evaluate_permutations", "evaluate_p
 JOURNAL = "positions-journal.jsonl"
 REUSE_BYTES = 4 * 1024**3
 """Maximum size of the keys and values of passages that ``reuse`` keeps."""
+
+ModelsOpener = Callable[[Sequence[Arrangement], Settings], tuple[Generator, Reranker, str]]
 
 
 def evaluate_positions(
@@ -135,27 +138,28 @@ def evaluate_positions(
     for example, place in itertools.product(examples, checked_positions(gold_positions)):  # before the model is loaded
         example.documents(documents, place)
     journal_file = out and out / JOURNAL
-    answer = partial(
-        answer_at_positions, choices=arrangements, gold_positions=gold_positions, n_documents=documents,
-        max_new_tokens=max_tokens, check_orders=check_orders,
-    )  # fmt: skip
+    asked: dict[str, Any] = {
+        "gold_positions": gold_positions, "n_documents": documents, "max_new_tokens": max_tokens,
+        "check_orders": check_orders,
+    }  # fmt: skip
     if ray:
         if engine is not None or reranker is not None:
             raise ConfigError("ray=True loads models in other processes; give settings instead of engine and reranker")
         journal = AnswerJournal(journal_file, fresh=fresh)
-        with ray_answers(settings or Settings(), arrangements, ray_actors, REUSE_BYTES if reuse else 0) as workers:
-            facts, relevance = workers.facts()
-            with progress("answering") as report:
-                rows = workers.rows(examples, answer, journal, report)
+        with progress("answering") as report:
+            rows, facts, relevance = answer_on_ray(
+                examples, arrangements, asked, journal, settings or Settings(), ray_actors,
+                kept_bytes=REUSE_BYTES if reuse else 0, progress=report,
+            )  # fmt: skip
     else:
         engine, reranker, relevance = load_models(arrangements, engine, reranker, settings, progress)
         engine = with_passages_kept(engine, REUSE_BYTES) if reuse else engine
         journal = AnswerJournal(journal_file, fresh=fresh, scored=isinstance(engine, Engine))
         with progress("answering") as report:
-            rows = answer(
-                engine, examples, reranker=reranker, journal=journal, progress=report,
+            rows = answer_at_positions(
+                engine, examples, arrangements, reranker=reranker, journal=journal, progress=report,
                 rankings=RankJournal(journal_file, fresh=fresh),
-                rerankers=arrangement_rerankers(arrangements, engine, settings),
+                rerankers=arrangement_rerankers(arrangements, engine, settings), **asked,
             )  # fmt: skip
         facts = engine_facts(engine, arrangements)
     used = {
@@ -309,6 +313,101 @@ def _gives_planted(row: _PlannedRow, answer: str) -> float | None:
     """Return whether an answer is the planted one; None where there is none."""
     planted = row.trial.example.planted
     return best_subspan_em(first_line(answer), [planted]) if planted and row.gold_position is not None else None
+
+
+class CarriedJournal(AnswerJournal):
+    """A journal in memory that begins with known answers, and records which were used and which are new."""
+
+    def __init__(self, answers: Mapping[str, GradedAnswer]) -> None:
+        super().__init__()
+        self._answers = answers
+        self.used: set[str] = set()
+        self.added: dict[str, GradedAnswer] = {}
+
+    def get(self, key: str) -> GradedAnswer | None:
+        """Return the answer with this key, or None."""
+        if key in self._answers:
+            self.used.add(key)
+            return self._answers[key]
+        return self.added.get(key)
+
+    def add(self, key: str, row: GradedAnswer) -> None:
+        """Add an answer."""
+        self.added[key] = row
+
+
+class _Answerer:
+    """A model and rerankers, which answer block after block."""
+
+    def __init__(
+        self, opener: ModelsOpener, arrangements: Sequence[Arrangement], settings: Settings, kept_bytes: int
+    ) -> None:
+        engine, self._reranker, self._relevance = opener(arrangements, settings)
+        self._arrangements = arrangements
+        self._rerankers = arrangement_rerankers(arrangements, engine, settings)
+        self._engine = with_passages_kept(engine, kept_bytes) if kept_bytes else engine
+
+    def facts(self) -> tuple[dict[str, Any], str]:
+        return engine_facts(self._engine, self._arrangements), self._relevance
+
+    def block(
+        self, examples: Sequence[PositionExample], settings: Mapping[str, Any], answers: Mapping[str, GradedAnswer]
+    ) -> tuple[list[PositionRow], set[str], dict[str, GradedAnswer]]:
+        journal = CarriedJournal(answers)
+        rows = answer_at_positions(
+            self._engine, examples, self._arrangements, reranker=self._reranker, rerankers=self._rerankers,
+            journal=journal, **settings,
+        )  # fmt: skip
+        return rows, journal.used, journal.added
+
+
+def answer_on_ray(
+    examples: Sequence[PositionExample],
+    arrangements: Sequence[Arrangement],
+    asked: Mapping[str, Any],
+    journal: AnswerJournal,
+    settings: Settings,
+    actors: int,
+    *,
+    kept_bytes: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    opener: ModelsOpener | None = None,
+) -> tuple[list[PositionRow], dict[str, Any], str]:
+    """Return the rows of ``examples`` in order, ``engine_facts``, and the name of the reranker that scores passages.
+
+    A block is what one process answers together, so rows equal those of ``answer_at_positions`` here.
+
+    Args:
+        asked: More arguments of ``answer_at_positions``.
+        journal: New answers go into it as blocks arrive.
+        actors: Processes that hold a model, each with one CPU.
+        kept_bytes: Maximum size of the keys and values that each keeps of passages; 0 keeps none.
+        opener: Loads the models in an actor; by ``settings`` if None.
+    """
+    if is_remote(settings.model):
+        raise ConfigError(f"model={settings.model!r} is on a server, which answers many at once; leave --ray out")
+    blocks: dict[int, list[PositionRow]] = {}
+    with (
+        connect_ray() as ray,
+        ray_map(ray, actors, _Answerer, opener or _load_models, arrangements, settings, kept_bytes) as calls,
+    ):
+        ((_, (facts, relevance)),) = calls("facts", [()])
+        answers = ray.put(journal.rows())
+        starts = range(0, len(examples), QUESTIONS_TOGETHER)
+        given = [(examples[start : start + QUESTIONS_TOGETHER], asked, answers) for start in starts]
+        for index, (rows, used, added) in calls("block", given):
+            blocks[index] = rows
+            for key in used:
+                journal.get(key)
+            for key, graded in added.items():
+                journal.add(key, graded)
+            if progress is not None:
+                progress(len(blocks), len(given))
+    return [row for _, rows in sorted(blocks.items()) for row in rows], facts, relevance
+
+
+def _load_models(arrangements: Sequence[Arrangement], settings: Settings) -> tuple[Generator, Reranker, str]:
+    return load_models(arrangements, None, None, settings, silent)
 
 
 @dataclass(frozen=True, slots=True)

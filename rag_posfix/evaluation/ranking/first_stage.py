@@ -1,8 +1,4 @@
-"""The first stage, which finds the candidates: a retriever over the collection, or a run of another system.
-
-Vectors and word statistics are made once, in one process, and may be searched in others: a search needs the ids of the
-documents, and not their texts.
-"""
+"""The first stage, which finds the candidates: a retriever over the collection, or a run of another system."""
 
 from __future__ import annotations
 
@@ -35,10 +31,6 @@ from rag_posfix.registry import Registry
 from rag_posfix.text import content_hash
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from rag_posfix.retrieval.bm25 import BM25Index
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
 FIRST_STAGE = "first_stage"
@@ -51,13 +43,10 @@ DOCUMENTS_PER_BATCH = 128
 BATCHES_PER_SAVE = 16
 _BM25_PARAMETERS = ("k1", "b")
 
-EmbedBatches = Callable[[Sequence[list[str]]], "Iterable[tuple[int, NDArray[np.float32]]]"]
-"""Yields (index, one unit vector per text) of batches of texts, in any order."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstStage:
-    """A retriever of candidates, in this process or on a cluster.
+    """A retriever of candidates.
 
     Attributes:
         name: Its name in results.
@@ -149,7 +138,9 @@ def open_first_stage(
         spec: A name in ``FIRST_STAGES`` and parameters, checked.
         folder: Where an index of vectors is kept for later runs; None keeps it in memory.
     """
-    documents = documents_with_text(collection)
+    documents = [document for document in collection.documents.values() if document.page_content.strip()]
+    if not documents:
+        raise EvaluationError("no document of the corpus has text; give another corpus")
     name, identity = FIRST_STAGES.resolve(spec.name), None
     retrievers: list[Retriever] = []
     if name != "bm25":
@@ -158,30 +149,25 @@ def open_first_stage(
 
         model = embeddings()
         identity = embedding_identity(model)
-
-        def embed(batches: Sequence[list[str]]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-            return enumerate(embed_batch(model, texts) for texts in batches)
-
-        store = open_vectors(documents, model, collection.digest, embed, folder, progress)
+        store = _open_vectors(documents, model, collection.digest, folder, progress)
         retrievers.append(PassageRetriever(store=store))
     if name != "dense":
-        counted = count_words(searched_texts(documents), spec.parameters)
-        retrievers.append(words_retriever(stored_ids(documents), counted))
-    retriever = retriever_of(retrievers, spec.parameters)
+        retrievers.append(_words_retriever(documents, spec.parameters))
+    retriever = _retriever_of(retrievers, spec.parameters)
 
     def rank_all(topics: Sequence[Topic], depth: int) -> Iterator[tuple[int, Ranking]]:
-        return enumerate(rank_topic(retriever, name, topic, depth) for topic in topics)
+        return enumerate(_rank_topic(retriever, name, topic, depth) for topic in topics)
 
-    return FirstStage(name, stage_identity(spec, collection, identity), rank_all)
+    return FirstStage(name, _stage_identity(spec, collection, identity), rank_all)
 
 
-def stage_identity(spec: MethodSpec, collection: Collection, model: str | None) -> str:
+def _stage_identity(spec: MethodSpec, collection: Collection, model: str | None) -> str:
     """Return the identity of a first stage that searches; ``model`` identifies the embedding model, if any."""
     identity = [FIRST_STAGES.resolve(spec.name), repr(sorted(spec.parameters.items())), collection.digest]
     return content_hash(*identity, *([] if model is None else [model]))
 
 
-def rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ranking:
+def _rank_topic(retriever: Retriever, name: str, topic: Topic, depth: int) -> Ranking:
     """Return at most ``depth`` documents for a topic; ``name`` is the first stage in messages."""
     started = time.perf_counter()
     documents = retriever.retrieve(topic.question, depth)
@@ -221,47 +207,19 @@ def candidates_of(topics: Sequence[Topic], ranked: RankedTopics, collection: Col
     return result
 
 
-def documents_with_text(collection: Collection) -> list[Document]:
-    """Return the documents that are indexed."""
-    documents = [document for document in collection.documents.values() if document.page_content.strip()]
-    if not documents:
-        raise EvaluationError("no document of the corpus has text; give another corpus")
-    return documents
-
-
-def stored_ids(documents: Iterable[Document]) -> list[str]:
-    """Return the ids that an index has for documents."""
-    from rag_posfix.retrieval.index.documents import stored_id
-
-    return [stored_id(document) for document in documents]
-
-
-def searched_texts(documents: Iterable[Document]) -> list[str]:
+def _searched_texts(documents: Iterable[Document]) -> list[str]:
     """Return the texts (title and text) that are embedded and searched by words."""
     from rag_posfix.retrieval.index.documents import searchable_text, stored_copy
 
     return [searchable_text(stored_copy(document)) for document in documents]
 
 
-def embed_batch(embeddings: Embeddings, texts: Sequence[str]) -> NDArray[np.float32]:
-    """Return a unit vector for each text of a batch; its last digits may depend on the batch."""
-    from rag_posfix.retrieval.faiss_store import FaissVectorStore
-
-    return FaissVectorStore(embeddings, kind="flat").embed_texts(texts)
-
-
-def open_vectors(
-    documents: Sequence[Document],
-    embeddings: Embeddings,
-    digest: str,
-    embed: EmbedBatches,
-    folder: Path | None,
-    progress: Progress,
+def _open_vectors(
+    documents: Sequence[Document], embeddings: Embeddings, digest: str, folder: Path | None, progress: Progress
 ) -> FaissVectorStore:
     """Return a store with the vectors of all documents, which is saved as they are made: an interrupt loses few.
 
     Args:
-        embeddings: The embedding model, or an object with its identity.
         digest: Hash of the collection, which names the saved store together with the model.
         folder: Where the store is kept for later runs; None keeps it in memory.
     """
@@ -282,9 +240,8 @@ def open_vectors(
     )
     batches = [missing[start : start + DOCUMENTS_PER_BATCH] for start in range(0, len(missing), DOCUMENTS_PER_BATCH)]
     with progress("embedding") as report:
-        vectors = embed([searched_texts(batch) for batch in batches])
-        for number, (position, rows) in enumerate(vectors, start=1):
-            store.add_vectors(batches[position], rows)
+        for number, batch in enumerate(batches, start=1):
+            store.add_vectors(batch, store.embed_texts(_searched_texts(batch)))
             report(len(store), len(documents))
             if index is not None and (number % BATCHES_PER_SAVE == 0 or number == len(batches)):
                 index.parent.mkdir(parents=True, exist_ok=True)
@@ -292,39 +249,21 @@ def open_vectors(
     return store
 
 
-def vectors_retriever(names: Sequence[str], rows: NDArray[np.float32], embeddings: Embeddings) -> Retriever:
-    """Return a retriever over unit vectors from a store; its documents have no text."""
-    from rag_posfix.retrieval.base import PassageRetriever
-    from rag_posfix.retrieval.faiss_store import FaissVectorStore
-    from rag_posfix.retrieval.index.documents import IndexEntry
-    from rag_posfix.retrieval.index.file_formats import DocumentVectors
-
-    # Not through the store, which would compute the length of each vector again and could change its last digit.
-    contents = DocumentVectors("flat")
-    contents.put({name: IndexEntry(Document(id=name, page_content="")) for name in names}, rows)
-    return PassageRetriever(store=FaissVectorStore(embeddings, kind="flat", contents=contents))
-
-
-def count_words(texts: Sequence[str], parameters: Mapping[str, Any]) -> BM25Index:
-    """Return the word statistics of texts."""
-    from rag_posfix.retrieval.bm25 import BM25Index
-
-    return BM25Index.build(texts, **{name: v for name in _BM25_PARAMETERS if (v := parameters.get(name)) is not None})
-
-
-def words_retriever(names: Sequence[str], counted: BM25Index) -> Retriever:
-    """Return a retriever over word statistics, in the order of ``names``; its documents have no text."""
+def _words_retriever(documents: Sequence[Document], parameters: Mapping[str, Any]) -> Retriever:
+    """Return a retriever by words; its documents have no text."""
     import numpy as np
 
-    from rag_posfix.retrieval.bm25 import BM25Retriever
-    from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry
+    from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
+    from rag_posfix.retrieval.index.documents import DocumentTable, IndexEntry, stored_id
 
+    given = {name: value for name in _BM25_PARAMETERS if (value := parameters.get(name)) is not None}
+    counted = BM25Index.build(_searched_texts(documents), **given)
     table = DocumentTable()
-    keys = table.add(IndexEntry(Document(id=name, page_content="")) for name in names)
+    keys = table.add(IndexEntry(Document(id=stored_id(document), page_content="")) for document in documents)
     return BM25Retriever(table=table, k1=counted.k1, b=counted.b, counted=(np.asarray(keys, dtype=np.int64), counted))
 
 
-def retriever_of(retrievers: Sequence[Retriever], parameters: Mapping[str, Any]) -> Retriever:
+def _retriever_of(retrievers: Sequence[Retriever], parameters: Mapping[str, Any]) -> Retriever:
     """Return the only retriever, or the fusion of one by embeddings and one by words."""
     if len(retrievers) == 1:
         return retrievers[0]

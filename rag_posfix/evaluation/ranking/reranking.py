@@ -10,7 +10,7 @@ import functools
 import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -20,7 +20,6 @@ from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.errors import ConfigError, UnknownNameError, missing_extra
 from rag_posfix.evaluation.data.collection import (
     BeirFiles,
-    Collection,
     beir_files,
     load_collection,
     load_topics,
@@ -39,7 +38,6 @@ from rag_posfix.evaluation.data.questions import (
 from rag_posfix.evaluation.ranking.first_stage import (
     FIRST_STAGE,
     FIRST_STAGES,
-    FirstStage,
     candidates_of,
     open_first_stage,
     retrieve,
@@ -47,8 +45,10 @@ from rag_posfix.evaluation.ranking.first_stage import (
 )
 from rag_posfix.evaluation.ranking.rankings import (
     EvaluatedRun,
+    OpenedReranker,
     QueryCandidates,
     Ranker,
+    Ranking,
     RankJournal,
     RerankerChoice,
     check_rerankers,
@@ -59,10 +59,11 @@ from rag_posfix.evaluation.ranking.rankings import (
     parse_measures,
     per_query,
     rerank,
+    rerank_one,
     run_files,
     summarize_run,
 )
-from rag_posfix.evaluation.ray_workers import connect_ray
+from rag_posfix.evaluation.ray_map import connect_ray, ray_map
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, file_digest, silent
 from rag_posfix.evaluation.statistics import bootstrap_interval, difference_interval, holm, mean, randomisation_p
 from rag_posfix.settings import Settings
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GoldRank", "RerankingRecord", "evaluate_reranking", "evaluate_reranking_positions"]
 
+
+RerankerOpener = Callable[[RerankerChoice, Settings], OpenedReranker]
+
+QUERIES_PER_CALL = 4
 
 _MAX_QUERIES = 100
 _STYLE = (
@@ -260,8 +265,8 @@ def evaluate_reranking(
         binary: Count every grade above 0 as 1.
         titles: Keep titles of documents; without, documents are their text alone.
         fresh: Recompute what is in the journal.
-        ray: Retrieve and rank on a Ray cluster.
-        ray_actors: Processes there that search, and after them those that hold a reranker.
+        ray: Rank on a Ray cluster; candidates are retrieved in this process.
+        ray_actors: Processes there that hold a reranker.
         settings: Models; read from the environment if None.
         out: Folder for everything that is written; None writes nothing.
         progress: Progress callback (``evaluation.record.Progress``).
@@ -285,17 +290,15 @@ def evaluate_reranking(
 
     run, names = run_as_first_stage(first_stage) if isinstance(first_stage, Path) else (None, None)
     collection = load_collection(files.corpus, topics, titles=titles, only=names)
-    actors = ray_actors if ray else 0
     paths = {} if out is None else run_files(out, [FIRST_STAGE, *(choice.label for choice in rerankers)])
-    with connect_ray() if ray else nullcontext():  # one cluster for both stages
-        with _stage(run or spec, collection, chosen, models, actors, out, progress) as stage:
-            first = retrieve(stage, topics, depth, journal, progress)
-        candidates = candidates_of(topics, first, collection)
-        runs = [evaluate_run(first, topics, parsed, paths.get(FIRST_STAGE))]
-        with _rankers(chosen, models, actors) as open_ranker:
-            for choice in rerankers:
-                ranked = rerank(open_ranker(choice), candidates, journal, progress)
-                runs.append(evaluate_run(ranked, topics, parsed, paths.get(choice.label)))
+    stage = run or open_first_stage(spec, collection, lambda: models().embeddings(), out, progress)
+    first = retrieve(stage, topics, depth, journal, progress)
+    candidates = candidates_of(topics, first, collection)
+    runs = [evaluate_run(first, topics, parsed, paths.get(FIRST_STAGE))]
+    with _rankers(chosen, models, ray_actors if ray else 0) as open_ranker:
+        for choice in rerankers:
+            ranked = rerank(open_ranker(choice), candidates, journal, progress)
+            runs.append(evaluate_run(ranked, topics, parsed, paths.get(choice.label)))
     used = {
         "first_stage": stage.name, "first_stage_parameters": dict(spec.parameters), "depth": depth, "limit": limit,
         "skip": skip, "binary": binary, "titles": titles, "ray": ray, "model": chosen.model,
@@ -333,23 +336,54 @@ def _checked_first_stage(
     return spec
 
 
-def _stage(
-    stage: FirstStage | MethodSpec,
-    collection: Collection,
-    settings: Settings,
-    models: Callable[[], RerankerModels],
-    ray_actors: int,
-    out: Path | None,
-    progress: Progress,
-) -> AbstractContextManager[FirstStage]:
-    """Return a first stage that reads a run, searches in this process, or on a Ray cluster until the block ends."""
-    if isinstance(stage, FirstStage):
-        return nullcontext(stage)
-    if ray_actors:
-        from rag_posfix.evaluation.ranking.ray_backend import ray_first_stage
+class _Ranking:
+    """A reranker, which ranks the candidates of a few queries at a time."""
 
-        return ray_first_stage(stage, collection, settings, ray_actors, out, progress)
-    return nullcontext(open_first_stage(stage, collection, lambda: models().embeddings(), out, progress))
+    def __init__(self, opener: RerankerOpener, choice: RerankerChoice, settings: Settings) -> None:
+        self._reranker = opener(choice, settings)
+
+    def identity(self) -> str:
+        return self._reranker.identity
+
+    def rank(self, queries: Sequence[QueryCandidates]) -> list[Ranking]:
+        return [rerank_one(self._reranker, candidates) for candidates in queries]
+
+
+@contextmanager
+def ray_rankers(
+    settings: Settings, actors: int, opener: RerankerOpener | None = None
+) -> Iterator[Callable[[RerankerChoice], Ranker]]:
+    """Connect to Ray and yield a function that makes rankers there.
+
+    A ranker is used up before the next one is made: its processes end then, and at the end of the block.
+
+    Args:
+        actors: Processes that hold a reranker, each with one CPU.
+        opener: Makes a reranker in a process; by name from the registry if None.
+    """
+    with connect_ray() as ray, ExitStack() as running:
+
+        def ranker(choice: RerankerChoice) -> Ranker:
+            running.close()
+            calls = running.enter_context(ray_map(ray, actors, _Ranking, opener or _open_reranker, choice, settings))
+
+            def rank_all(queries: Sequence[QueryCandidates]) -> Iterator[tuple[int, Ranking]]:
+                starts = range(0, len(queries), QUERIES_PER_CALL)
+                given = [(queries[start : start + QUERIES_PER_CALL],) for start in starts]
+                for number, rankings in calls("rank", given):
+                    yield from enumerate(rankings, start=starts[number])
+
+            # Asked of a process there: this one need not be able to load the model.
+            ((_, identity),) = calls("identity", [()])
+            return Ranker(choice.label, identity, rank_all)
+
+        yield ranker
+
+
+def _open_reranker(choice: RerankerChoice, settings: Settings) -> OpenedReranker:
+    from rag_posfix.pipeline.build import build_reranker_models
+
+    return open_reranker(choice, build_reranker_models(settings))
 
 
 @contextmanager
@@ -358,8 +392,6 @@ def _rankers(
 ) -> Iterator[Callable[[RerankerChoice], Ranker]]:
     """Yield a function that makes rankers: in this process, or on a Ray cluster until the block ends."""
     if ray_actors:
-        from rag_posfix.evaluation.ranking.ray_backend import ray_rankers
-
         with ray_rankers(settings, ray_actors) as open_ranker:
             yield open_ranker
     else:

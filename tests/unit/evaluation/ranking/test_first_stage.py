@@ -1,27 +1,21 @@
-"""The first stage; retrievers over vectors and word statistics find what retrievers over documents find."""
+"""The first stage ranks as retrievers over its documents do."""
+
+from functools import partial
 
 import pytest
 from langchain_core.documents import Document
 
+from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.collection import Collection, Topic
 from rag_posfix.evaluation.ranking.first_stage import (
     FirstStage,
     candidates_of,
-    count_words,
-    documents_with_text,
-    embed_batch,
-    open_vectors,
+    open_first_stage,
     retrieve,
-    retriever_of,
     run_as_first_stage,
-    searched_texts,
-    stored_ids,
-    vectors_retriever,
-    words_retriever,
 )
 from rag_posfix.evaluation.ranking.rankings import RankedTopics, Ranking, RankJournal
-from rag_posfix.evaluation.record import silent
 from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore
@@ -86,61 +80,58 @@ DOCUMENTS = [
     Document(id=f"d{n}", page_content=f"{WORDS[n % 5]} {WORDS[n // 5 % 5]}", metadata={"title": WORDS[n % 2]})
     for n in range(60)
 ]  # more than twice each text: scores tie
-NAMES = stored_ids(DOCUMENTS)
-QUESTIONS = ("which bread", "a bridge over the river", "rye", "river lamp bread")
+TOPICS = [
+    Topic(str(n), question, {})
+    for n, question in enumerate(("which bread", "a bridge over the river", "rye", "river lamp bread"))
+]
 
 
-def found(retriever, k=7):
-    return [[(d.id, d.metadata["relevance_score"]) for d in retriever.retrieve(question, k)] for question in QUESTIONS]
+def open_stage(spec, documents=DOCUMENTS, model=None, folder=None):
+    collection = Collection({str(d.id): d for d in documents}, "digest", {})
+    parsed = parse_method(spec, "first stage", "k1=1.2")
+    return open_first_stage(parsed, collection, lambda: model or LetterEmbeddings(), folder)
 
 
-def opened(embeddings, backwards=False):
-    def embed(batches):
-        numbered = list(enumerate(batches))
-        for index, texts in reversed(numbered) if backwards else numbered:
-            yield index, embed_batch(embeddings, texts)
-
-    return open_vectors(DOCUMENTS, embeddings, "digest", embed, None, silent)
+def by_vectors():
+    store = FaissVectorStore(LetterEmbeddings(), kind="flat")
+    store.add_documents(DOCUMENTS)
+    return PassageRetriever(store=store)
 
 
-def over_vectors(**options):
-    model = LetterEmbeddings()
-    return vectors_retriever(NAMES, opened(model, **options).vectors_of(NAMES), model)
+def by_words(**parameters):
+    return BM25Retriever.from_documents(DOCUMENTS, **parameters)
 
 
-def over_words(parameters):
-    return words_retriever(NAMES, count_words(searched_texts(DOCUMENTS), parameters))
-
-
-@pytest.fixture
-def store():
-    made = FaissVectorStore(LetterEmbeddings(), kind="flat")
-    made.add_documents(DOCUMENTS)
-    return made
-
-
-@pytest.mark.parametrize("parameters", [{}, {"k1": 2.0, "b": 0.0}])
-def test_word_statistics_rank_as_the_documents_do(parameters):
-    assert found(over_words(parameters)) == found(BM25Retriever.from_documents(DOCUMENTS, **parameters))
-
-
-def test_vectors_rank_as_the_documents_do_in_whatever_order_they_come(store, monkeypatch):
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("bm25", by_words),
+        ("bm25:k1=2:b=0", partial(by_words, k1=2.0, b=0.0)),
+        ("dense", by_vectors),
+        ("hybrid:fusion=score:k1=1.5",
+         lambda: HybridRetriever(retrievers=[by_vectors(), by_words(k1=1.5)], fusion="score")),
+    ],
+)  # fmt: skip
+def test_a_stage_ranks_as_a_retriever_over_its_documents_does(spec, expected, monkeypatch):
     monkeypatch.setattr("rag_posfix.evaluation.ranking.first_stage.DOCUMENTS_PER_BATCH", 7)
-    expected = found(PassageRetriever(store=store))
-    assert found(over_vectors()) == expected
-    assert found(over_vectors(backwards=True)) == expected
+    retriever = expected()
+    ranked = retrieve(open_stage(spec), TOPICS, 7, RankJournal()).rankings
+    for topic in TOPICS:
+        found = [(d.id, d.metadata["relevance_score"]) for d in retriever.retrieve(topic.question, 7)]
+        assert list(zip(ranked[topic.id].ids, ranked[topic.id].scores, strict=True)) == found
+    assert len(ranked["0"].ids) > 1
 
 
-def test_both_are_fused_as_over_documents(store):
-    expected = HybridRetriever(
-        retrievers=[PassageRetriever(store=store), BM25Retriever.from_documents(DOCUMENTS, k1=1.5)], fusion="score"
-    )
-    made = retriever_of([over_vectors(), over_words({"k1": 1.5})], {"fusion": "score", "k1": 1.5, "weights": None})
-    assert found(made) == found(expected)
+def test_vectors_of_an_earlier_run_are_not_computed_again(tmp_path):
+    first, again = LetterEmbeddings(), LetterEmbeddings()
+    open_stage("dense", model=first, folder=tmp_path)
+    open_stage("dense", model=again, folder=tmp_path)
+    assert (len(first.texts), len(again.texts)) == (50, 0)  # of 60 texts 50 differ
 
 
 def test_documents_without_text_are_not_searched():
     blank = Document(id="blank", page_content=" \n")
-    assert documents_with_text(Collection({"d0": DOCUMENTS[0], "blank": blank}, "", {})) == [DOCUMENTS[0]]
+    stage = open_stage("dense", [DOCUMENTS[0], blank])
+    assert retrieve(stage, TOPICS[:1], 7, RankJournal()).rankings["0"].ids == ("d0",)
     with pytest.raises(EvaluationError, match="no document of the corpus has text"):
-        documents_with_text(Collection({"blank": blank}, "", {}))
+        open_stage("bm25", [blank])

@@ -10,7 +10,6 @@ import pytrec_eval
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.data.collection import read_run
-from rag_posfix.evaluation.ranking.first_stage import open_first_stage
 from rag_posfix.evaluation.ranking.rankings import RerankerChoice, local_ranker, open_reranker
 from rag_posfix.evaluation.ranking.reranking import evaluate_reranking, render_page
 from rag_posfix.evaluation.record import read_record
@@ -207,57 +206,24 @@ def test_judged_documents_that_nobody_can_find_lower_recall_and_are_counted(eval
     assert found["runs"]["embedding"]["R@10"] == 0.5
 
 
-@pytest.fixture
-def on_ray(monkeypatch):
-    """What happened in place of a cluster, in order."""
-    happened = []
-
-    @contextmanager
-    def connected():
-        happened.append("joined")
-        yield
-        happened.append("left")
-
-    @contextmanager
-    def ray_first_stage(spec, collection, settings, workers, folder, progress):
-        happened.append(("searching", spec.label, workers))
-        embeddings = build_reranker_models(settings).embeddings
-        yield open_first_stage(spec, collection, embeddings, folder, progress)
-        happened.append("searched")
+def test_with_ray_rerankers_run_there_and_rankings_go_to_the_same_journal(evaluate, monkeypatch):
+    asked = []
 
     @contextmanager
     def ray_rankers(settings, actors):
-        happened.append(("ranking", actors))
+        asked.append(actors)
         parts = build_reranker_models(settings)
         yield lambda choice: local_ranker(open_reranker(choice, parts))
-        happened.append("ranked")
 
-    ranking = "rag_posfix.evaluation.ranking"
-    monkeypatch.setattr(f"{ranking}.reranking.connect_ray", connected)
-    monkeypatch.setattr(f"{ranking}.ray_backend.ray_first_stage", ray_first_stage)
-    monkeypatch.setattr(f"{ranking}.ray_backend.ray_rankers", ray_rankers)
-    return happened
-
-
-def test_with_ray_both_stages_run_there_in_one_connection_and_go_to_the_same_journal(evaluate, on_ray):
+    monkeypatch.setattr("rag_posfix.evaluation.ranking.reranking.ray_rankers", ray_rankers)
     there = evaluate(first_stage="hybrid:k1=1.2", ray=True, ray_actors=5)
-    assert on_ray == [
-        "joined", ("searching", "hybrid:k1=1.2", 5), "searched", ("ranking", 5), "ranked", "left"
-    ]  # fmt: skip
+    assert asked == [5]
     assert read_record(Path(there["record"])).head["settings"]["ray"] is True
     here = evaluate(first_stage="hybrid:k1=1.2")
     for one, other in ((here["first_stage"], there["first_stage"]), (here["runs"], there["runs"])):
         one, other = one.get("embedding", one), other.get("embedding", other)
         assert one["reused"] == 3
         assert without_time(one) == without_time(other)
-
-
-def test_with_ray_a_run_of_another_system_is_read_here(evaluate, on_ray, tmp_path):
-    run = tmp_path / "theirs.trec"
-    run.write_text("1 Q0 d4 1 9 x\n2 Q0 d3 1 7.5 x\n3 Q0 d2 1 7 x\n")
-    there = evaluate(first_stage=run, ray=True)
-    assert on_ray == ["joined", ("ranking", 2), "ranked", "left"]
-    assert there["first_stage"]["P@1"] == 1.0
 
 
 @pytest.mark.parametrize(

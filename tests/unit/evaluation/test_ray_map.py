@@ -1,12 +1,12 @@
 """Which process answers which call, with a cluster of plain objects; tests/integration/test_ray.py has a real one."""
 
 import itertools
-from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from rag_posfix.errors import ConfigError, EvaluationError
-from rag_posfix.evaluation.ray_workers import RayWorkers, ray_workers
+from rag_posfix.evaluation.ray_map import ray_map
 
 
 class Remote:
@@ -25,8 +25,14 @@ class Handle:
         return Remote(self.cluster, self, name)
 
 
+class Died(Exception):
+    """What Ray raises of a process that ended."""
+
+
 class Cluster:
     """Has room for some processes, the others never start; answers the latest call first."""
+
+    exceptions = SimpleNamespace(RayActorError=Died)
 
     def __init__(self, room):
         self.room, self.handles, self.results, self.calls, self.killed = room, [], {}, [], []
@@ -54,10 +60,10 @@ class Cluster:
             if name == "__ray_ready__":
                 self.results[reference] = True
             else:
-                self.calls.append((handle.number, *arguments))
+                self.calls.append((handle.number, *arguments[1:]))
                 try:
                     self.results[reference] = getattr(handle.held, name)(*arguments)
-                except ConfigError as error:
+                except (ConfigError, Died) as error:
                     self.results[reference] = error
         return reference
 
@@ -75,48 +81,60 @@ class Cluster:
         self.killed.append(handle.number)
 
 
-def connect(monkeypatch, room):
-    cluster = Cluster(room)
-    monkeypatch.setattr("rag_posfix.evaluation.ray_workers.connect_ray", lambda: nullcontext(cluster))
-    return cluster
-
-
 class Doubling:
+    def __init__(self, factor):
+        self.factor = factor
+
     def double(self, number):
         if number < 0:
             raise ConfigError(f"{number} is negative")
-        return 2 * number
-
-    def double_all(self, numbers, factor):
-        return [2 * factor * number for number in numbers]
+        return 2 * self.factor * number
 
 
 @pytest.mark.parametrize(("room", "count"), [(1, 1), (2, 2), (2, 5)])
-def test_every_call_is_answered_once_by_the_processes_that_started(monkeypatch, room, count):
-    cluster = connect(monkeypatch, room)
-    with ray_workers(Doubling, (), count) as workers:
-        found = list(workers.each("double", [(number,) for number in range(7)]))
-        assert sorted(found) == [(number, 2 * number) for number in range(7)]
+def test_every_call_is_answered_once_by_the_processes_that_started(room, count):
+    cluster = Cluster(room)
+    with ray_map(cluster, count, Doubling, 3) as calls:
+        assert sorted(calls("double", [(number,) for number in range(7)])) == [(n, 6 * n) for n in range(7)]
         assert sorted(number for _, number in cluster.calls) == list(range(7))
-        assert workers.call("double", 8) == 16
-        halves = sorted(workers.batches("double_all", list(range(5)), 2, 3))
-        assert halves == [(number, 6 * number) for number in range(5)]
-        assert list(workers.each("double", [])) == []
+        assert list(calls("double", [(8,)])) == [(0, 48)]
+        assert list(calls("double", [])) == []
     assert cluster.killed == list(range(count))
-    assert cluster.chosen == {"num_cpus": 1, "max_restarts": 3, "max_task_retries": 3}
+    assert cluster.chosen == {"num_cpus": 1}
 
 
-def test_a_call_that_fails_is_told_in_its_own_words_and_the_processes_end(monkeypatch):
-    cluster = connect(monkeypatch, 2)
-    with pytest.raises(EvaluationError, match=r"^-1 is negative$"), ray_workers(Doubling, (), 2) as workers:
-        list(workers.each("double", [(1,), (-1,)]))
+def test_a_call_that_fails_is_told_in_its_own_words_and_the_processes_end():
+    cluster = Cluster(2)
+    with pytest.raises(EvaluationError, match=r"^-1 is negative$"), ray_map(cluster, 2, Doubling, 1) as calls:
+        list(calls("double", [(1,), (-1,)]))
     assert cluster.killed == [0, 1]
 
 
-def test_what_is_kept_stays_there_until_it_is_used():
-    cluster = Cluster(1)
-    workers = RayWorkers(cluster, [Handle(cluster, 0, Doubling())])
-    assert cluster.get(workers.call_for_reference("double", 4)) == 8
-    failed = workers.call_for_reference("double", -4)
-    with pytest.raises(ConfigError, match="-4 is negative"):
-        cluster.get(failed)
+class Dying(Doubling):
+    """Ends its process at one number, as often as it is told to."""
+
+    deaths = 0
+
+    def double(self, number):
+        if number == 4 and Dying.deaths < self.factor:
+            Dying.deaths += 1
+            raise Died("the process ended")
+        return 2 * number
+
+
+@pytest.mark.parametrize("deaths", [1, 3])
+def test_a_call_whose_process_died_is_made_again_by_another(monkeypatch, deaths):
+    monkeypatch.setattr(Dying, "deaths", 0)
+    cluster = Cluster(9)
+    with ray_map(cluster, 2, Dying, deaths) as calls:
+        assert sorted(calls("double", [(number,) for number in range(7)])) == [(n, 2 * n) for n in range(7)]
+    assert Dying.deaths == deaths
+    assert len(cluster.handles) == 2 + deaths
+    assert len(cluster.killed) == 2
+
+
+def test_a_call_that_ends_four_processes_is_an_error(monkeypatch):
+    monkeypatch.setattr(Dying, "deaths", 0)
+    message = "a Ray worker died 4 times: the process ended"
+    with pytest.raises(EvaluationError, match=message), ray_map(Cluster(9), 2, Dying, 9) as calls:
+        list(calls("double", [(4,)]))
