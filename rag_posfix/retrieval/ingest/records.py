@@ -51,6 +51,10 @@ _TEXTS = (
 )  # fmt: skip
 _SPEAKERS = ("from", "sender", "speaker", "username")
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
+_ENVELOPE = (
+    "crs", "encoding", "format", "next", "object", "previous", "schema", "shards", "status", "total", "type", "version",
+)  # fmt: skip
+"""Fields beside the records of a file that say nothing about them."""
 _MIN_PROSE_WORDS = 8
 _MIN_LONG_PROSE_WORDS = 30
 _MAX_HEADING_CHARACTERS = 200
@@ -299,7 +303,7 @@ def _json_values(text: str) -> list[Any]:
 
 
 def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iterator[Record]:
-    """Yield the objects of a list, of the one list or of all values of an object, or the object itself.
+    """Yield the objects of a list, of the one list or of all values of an object, at any depth, or the object itself.
 
     The title of an object is the caption of those in its list, and what else it says is a record of its own.
     """
@@ -314,21 +318,18 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
     except ValueError as error:
         raise RetrievalError(f"{source}: not JSON ({error})") from error
     caption = ""
+    while isinstance(value, dict):
+        name = _list_of_records(value)
+        if not name or _has_own_text(value, name):
+            break
+        title = next((key for key in value if _plain(key) in _TITLES and isinstance(value[key], str)), None)
+        caption = " > ".join(filter(None, [caption, str(value.get(title, ""))]))
+        others = {key: item for key, item in value.items() if key not in (title, name) and _plain(key) not in _ENVELOPE}
+        if any(map(_has_words, others.values())):
+            yield Record(others, source, {}, caption)
+        value = value[name]
     if isinstance(value, dict):
-        lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        if len(lists) == 1 and not _has_own_text(value, lists[0]):
-            title = next((name for name in value if _plain(name) in _TITLES and isinstance(value[name], str)), None)
-            caption = str(value.get(title, ""))
-            others = {name: item for name, item in value.items() if name not in (title, lists[0], "crs")}
-            if any(isinstance(item, dict | list) and _has_words(item) for item in others.values()):
-                yield Record(others, source, {}, caption)
-            value = value[lists[0]]
-    if isinstance(value, dict):
-        values = list(value.values())
-        is_table = (
-            len(values) > 1 and all(isinstance(item, dict) for item in values) and set.intersection(*map(set, values))
-        )
-        value = [{"key": key, **item} for key, item in value.items()] if is_table else [value]
+        value = [{"key": key, **item} for key, item in value.items()] if _holds_records(value) else [value]
     elif isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -346,6 +347,23 @@ def _listed(values: Sequence[Any], source: str, report: Callable[[str], None], c
             yield Record(_unwrapped(item) if isinstance(item, dict) else {"text": item}, position, {}, caption)
         else:
             report(f"{position}: a {type(item).__name__}, expected a JSON object")
+
+
+def _list_of_records(value: Mapping[str, Any]) -> str:
+    """Return the field of an object that holds records: its only list of objects, or an object beside no other words."""
+    lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
+    if lists:
+        return lists[0] if len(lists) == 1 else ""
+    said = [name for name, item in value.items() if _plain(name) not in _ENVELOPE and _has_words(item)]
+    if len(said) != 1 or not isinstance(inner := value[said[0]], dict):
+        return ""
+    return said[0] if _list_of_records(inner) or _holds_records(inner) else ""
+
+
+def _holds_records(value: Mapping[str, Any]) -> bool:
+    """Return whether all values of an object are records with a common field."""
+    items = list(value.values())
+    return len(items) > 1 and all(isinstance(item, dict) for item in items) and bool(set.intersection(*map(set, items)))
 
 
 def _has_words(value: Any) -> bool:
@@ -530,14 +548,16 @@ def _joined_text(fields: dict[str, Any], names: tuple[str, ...], roles: FieldRol
 
 
 def _beside(fields: Mapping[str, Any], roles: FieldRoles) -> tuple[str, str]:
-    """Return the short fields beside a long text on one line, for its heading, and the others by line."""
+    """Return the short fields beside a long text on one line, for its heading, and others and nested ones by line."""
     heading, rest = "", []
-    for line in (line for name in roles.beside for line in _lines(name, fields.get(name))):
-        longer = f"{heading}; {line}" if heading else line
-        if "\n" in line or len(longer) > _MAX_HEADING_CHARACTERS:
-            rest.append(line)
-        else:
-            heading = longer
+    for name in roles.beside:
+        value = fields.get(name)
+        for line in _lines(name, value):
+            longer = f"{heading}; {line}" if heading else line
+            if isinstance(value, dict | list) or "\n" in line or len(longer) > _MAX_HEADING_CHARACTERS:
+                rest.append(line)
+            else:
+                heading = longer
     return heading, "\n".join(rest)
 
 
