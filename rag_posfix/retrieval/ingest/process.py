@@ -51,9 +51,9 @@ class ReaderProcess:
             if os.getpid() != self._owner:  # a copy of the process that started the other one
                 self._running, self._owner = None, os.getpid()
             answer = b""
-            for _ in range(2):  # it may end, as nobody asked it for a while, just when it is asked
+            for _ in range(2):  # it may end, as nobody asked it for a while or it was told to, just when it is asked
                 answer, status = self._ask(json.dumps([str(path), os.getcwd()]).encode() + b"\n")
-                if answer or status:
+                if answer or status not in (0, -signal.SIGTERM):
                     break
         if not answer:
             raise RetrievalError(f"cannot read {str(path)!r}: {self._reason(status)}; leave the file out")

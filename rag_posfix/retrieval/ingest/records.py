@@ -52,7 +52,7 @@ _TEXTS = (
 _SPEAKERS = ("from", "sender", "speaker", "username")
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _ENVELOPE = (
-    "crs", "encoding", "format", "next", "object", "previous", "schema", "shards", "status", "total", "type", "version",
+    "crs", "encoding", "format", "message", "next", "object", "previous", "schema", "shards", "status", "total", "type", "version",
 )  # fmt: skip
 """Fields beside the records of a file that say nothing about them."""
 _MIN_PROSE_WORDS = 8

@@ -35,6 +35,7 @@ def test_a_reading_process_that_ended_leaves_no_zombie_and_the_next_file_is_read
     started.read(page)
     (child,) = set(psutil.Process().children()) - before
     child.terminate()
+    assert "One page." in started.read(page).text  # it may end just when it is asked
     wait_until(lambda: not child.is_running())  # a zombie counts as running
     assert "One page." in started.read(page).text
 

@@ -179,10 +179,10 @@ def test_an_object_with_text_and_a_list_of_objects_is_one_record(tmp_path):
     assert [document.page_content for document in read_documents([tmp_path])] == [
         "description: The pump stands.\ncomments.author: A\ncomments.message: Seen."
     ]
-    for name in ("description", "message", "content"):
+    for name, beside in (("description", ["description: All questions."]), ("message", [])):
         listed = {name: "All questions.", "items": [{"text": "First."}, {"text": "Second."}]}
         (tmp_path / "a.json").write_text(json.dumps(listed))
-        assert [document.page_content for document in read_documents([tmp_path])] == ["First.", "Second."]
+        assert [document.page_content for document in read_documents([tmp_path])] == [*beside, "First.", "Second."]
 
 
 def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):
@@ -193,7 +193,7 @@ def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):
 def test_an_object_with_a_text_is_a_document_whatever_lists_it_has(tmp_path):
     (tmp_path / "a.json").write_text('{"title": "Leave", "text": "Six months.", "authors": [{"name": "Ann"}]}')
     (only,) = read_documents([tmp_path])
-    assert (only.page_content, only.metadata["title"]) == ("Six months.", "Leave > authors.name: Ann")
+    assert (only.page_content, only.metadata["title"]) == ("Six months.\n\nauthors.name: Ann", "Leave")
     assert only.metadata["authors"] == [{"name": "Ann"}]
 
 
