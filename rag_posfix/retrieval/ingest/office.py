@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import email.policy
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, time
 from email import message_from_bytes
 from typing import Any, BinaryIO
@@ -107,11 +108,12 @@ def read_workbook(handle: BinaryIO) -> FileText:
                 for n in empty:
                     row[n] = own[n]
         _fill_merged(rows, source)
-        found = table_items(rows)
-        if any(item.text for item in found):
+        tables = [table_items(table) for table in _tables(rows)]
+        if any(item.text for found in tables for item in found):
             items.append(Item("heading", sheet.title, level=2))
-        captions = [item.text for item in found[:-1]]
-        items += [Item("heading", " ".join(captions), level=3)] * bool(captions) + found[-1:]
+        for found in tables:
+            captions = [item.text for item in found[:-1]]
+            items += [Item("heading", " ".join(captions), level=3)] * bool(captions) + found[-1:]
     if missing:
         losses.append(f"{missing} formulas have no stored value; open the file in a spreadsheet program and save it")
     return items_text(items, losses=losses)
@@ -120,6 +122,29 @@ def read_workbook(handle: BinaryIO) -> FileText:
 def _rows(sheet: Any) -> list[list[str]]:
     sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
     return [[_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)]
+
+
+def _tables(rows: Sequence[list[str]]) -> Iterator[list[list[str]]]:
+    """Yield the tables of a sheet: another begins after an empty row with names of columns that hold numbers."""
+    blocks = [list(group) for filled, group in itertools.groupby(rows, any) if filled]
+    table: list[list[str]] = []
+    for block in blocks:
+        header = next((number for number, row in enumerate(block) if sum(map(bool, row)) > 1), len(block))
+        names, below = block[header : header + 1], block[header + 1 :]
+        starts = any(
+            names and not any(map(_is_number, names[0])) and cell and _is_number(row[column])
+            for row in below
+            for column, cell in enumerate(names[0][: len(row)])
+        )
+        if starts and any(sum(map(bool, row)) > 1 for row in table):  # and not a title alone
+            yield table
+            table = []
+        table += block
+    yield table
+
+
+def _is_number(cell: str) -> bool:
+    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, cell))
 
 
 def _fill_merged(rows: list[list[str]], source: bytes) -> None:

@@ -52,7 +52,8 @@ _TEXTS = (
 _SPEAKERS = ("from", "sender", "speaker", "username")
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _ENVELOPE = (
-    "crs", "encoding", "format", "message", "next", "object", "previous", "schema", "shards", "status", "total", "type", "version",
+    "crs", "encoding", "format", "message", "next", "object", "previous", "schema", "shards", "status", "total",
+    "type", "version",
 )  # fmt: skip
 """Fields beside the records of a file that say nothing about them."""
 _MIN_PROSE_WORDS = 8
@@ -324,7 +325,8 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
             break
         title = next((key for key in value if _plain(key) in _TITLES and isinstance(value[key], str)), None)
         caption = " > ".join(filter(None, [caption, str(value.get(title, ""))]))
-        others = {key: item for key, item in value.items() if key not in (title, name) and _plain(key) not in _ENVELOPE}
+        left_out = {title, name, *(key for key in value if _plain(key) in _ENVELOPE)}
+        others = {key: item for key, item in value.items() if key not in left_out}
         if any(map(_has_words, others.values())):
             yield Record(others, source, {}, caption)
         value = value[name]
@@ -350,7 +352,7 @@ def _listed(values: Sequence[Any], source: str, report: Callable[[str], None], c
 
 
 def _list_of_records(value: Mapping[str, Any]) -> str:
-    """Return the field of an object that holds records: its only list of objects, or an object beside no other words."""
+    """Return the field of an object that holds records: its only list of objects, or an object beside no words."""
     lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
     if lists:
         return lists[0] if len(lists) == 1 else ""
@@ -363,7 +365,8 @@ def _list_of_records(value: Mapping[str, Any]) -> str:
 def _holds_records(value: Mapping[str, Any]) -> bool:
     """Return whether all values of an object are records with a common field."""
     items = list(value.values())
-    return len(items) > 1 and all(isinstance(item, dict) for item in items) and bool(set.intersection(*map(set, items)))
+    are_objects = len(items) > 1 and all(isinstance(item, dict) for item in items)
+    return are_objects and bool(set.intersection(*map(set, items)))
 
 
 def _has_words(value: Any) -> bool:

@@ -258,6 +258,29 @@ def test_a_title_above_a_sheet_is_no_header_and_merged_cells_count_for_each_row(
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (
+            [["Name", "Phone"], ["Ilse", 111], [], [], ["Ships"], ["Ship", "Length"], ["Venn", 30]],
+            [("Sheet", "| Name | Phone |\n| --- | --- |\n| Ilse | 111 |"),
+             ("Sheet > Ships", "| Ship | Length |\n| --- | --- |\n| Venn | 30 |")],
+        ),
+        (
+            [["Name", "Phone"], ["Ilse", 111], [], ["Per", 222], [], ["North"], ["Ann", 333]],
+            [("Sheet", "| Name | Phone |\n| --- | --- |\n| Ilse | 111 |\n| Per | 222 |\n| North |  |\n| Ann | 333 |")],
+        ),
+        ([["Ships"], [], ["Ship", "Length"], ["Venn", 30]],
+         [("Sheet > Ships", "| Ship | Length |\n| --- | --- |\n| Venn | 30 |")]),
+    ],
+)  # fmt: skip
+def test_a_second_table_of_a_sheet_has_its_own_header_and_empty_rows_divide_none(tmp_path, book, rows, expected):
+    for row in rows:
+        book.active.append(row)
+    book.save(tmp_path / "a.xlsx")
+    assert sections(tmp_path / "a.xlsx") == expected
+
+
 def test_a_header_of_merged_cells_counts_for_each_column(tmp_path, book):
     for row in (["Boat", 2025, None, 2026], [None, "Mon", "Sun", "Mon", "Sun"], ["Canoe", 1, 2, 3, 4]):
         book.active.append(row)

@@ -118,7 +118,7 @@ def test_a_quote_in_tab_separated_values_is_a_character_unless_all_are_closed(tm
         ([{"from": "Anna", "text": "It leaks."}, {"from": "Bo", "text": ["see ", {"link": "page 4"}]}],
          [("from: Anna", "It leaks."), ("from: Bo", "text: see\ntext.link: page 4")]),
         ([{"text": "The pump.", "replies": [{"text": "Fixed."}]}], [("", "The pump.\n\nreplies.text: Fixed.")]),
-        ({"name": "Guide", "parts": [{"head": "Start", "text": "Turn it.", "parts": [{"head": "Cold", "text": "Pull."}]}]},
+        ({"name": "Guide", "parts": [{"text": "Turn it.", "parts": [{"head": "Cold", "text": "Pull."}]}]},
          [("Guide", "Turn it.\n\nparts.head: Cold\nparts.text: Pull.")]),
         ({"took": 5, "_shards": {"total": 1}, "hits": {"total": {"value": 1, "relation": "eq"},
           "hits": [{"_id": "1", "_source": {"title": "Fuel", "body": "Pier 3."}}]}}, [("Fuel", "Pier 3.")]),
