@@ -42,18 +42,24 @@ _MIN_ZEROS = 0.5
 
 _SUPERSETS = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932",
-    "euc_kr": "cp949", "big5": "big5hkscs", "iso8859-9": "cp1254", "tis-620": "cp874", "iso8859-11": "cp874",
+    "euc_kr": "cp949", "euc_jp": "euc_jis_2004", "big5": "big5hkscs", "iso8859-9": "cp1254", "tis-620": "cp874", "iso8859-11": "cp874",
 }  # fmt: skip
 """The encodings as which browsers decode others, by Python's names (WHATWG, Encoding Standard, section 4.2)."""
 _LABELS = {
-    "csgb2312": "gbk", "x-gbk": "gbk", "x-sjis": "shift_jis", "windows-31j": "cp932", "x-x-big5": "big5",
-    "cn-big5": "big5", "cseuckr": "euc_kr", "ks_c_5601-1989": "euc_kr", "iso-ir-149": "euc_kr", "windows-949": "cp949",
-    "x-euc-jp": "euc_jp", "cseucpkdfmtjapanese": "euc_jp", "dos-874": "cp874", "iso885911": "cp874",
-    "x-cp1250": "cp1250", "x-cp1251": "cp1251", "x-cp1252": "cp1252", "x-cp1254": "cp1254", "logical": "iso8859-8",
-    "iso-8859-8-i": "iso8859-8", "visual": "iso8859-8", "sun_eu_greek": "iso8859-7", "x-mac-roman": "mac_roman",
-    "x-mac-cyrillic": "mac_cyrillic", "unicode-1-1-utf-8": "utf-8", "x-unicode20utf8": "utf-8", "unicode": "utf-16",
+    "csgb2312": "gbk", "x-gbk": "gbk", "gb_2312": "gbk", "gb_2312-80": "gbk", "x-sjis": "shift_jis",
+    "windows-31j": "cp932", "x-x-big5": "big5", "cn-big5": "big5", "cseuckr": "euc_kr", "ks_c_5601-1989": "euc_kr",
+    "iso-ir-149": "euc_kr", "csksc56011987": "euc_kr", "ksc_5601": "euc_kr", "x-euc-jp": "euc_jp",
+    "cseucpkdfmtjapanese": "euc_jp", "dos-874": "cp874", "logical": "iso8859-8", "visual": "iso8859-8",
+    "sun_eu_greek": "iso8859-7", "csisolatin9": "iso8859-15", "koi": "koi8-r", "koi8": "koi8-r", "koi8-ru": "koi8-u",
+    "mac": "mac_roman", "csmacintosh": "mac_roman", "x-mac-roman": "mac_roman", "x-mac-cyrillic": "mac_cyrillic",
+    "x-mac-ukrainian": "mac_cyrillic", "unicode-1-1-utf-8": "utf-8", "unicode": "utf-16",
 }  # fmt: skip
-"""Labels of browsers that Python does not know."""
+"""Labels of browsers that Python does not know, and those of these forms."""
+_LABEL_FORMS = (
+    (re.compile(r"(?:x-)?(?:cp|windows-)(\d+)"), r"cp\1"),
+    (re.compile(r"(?:cs)?iso-?8859-?(\d\d?)(?:-?[ei])?"), r"iso8859-\1"),
+    (re.compile(r"(?:x-)?unicode(?:11|20)utf-?8"), "utf-8"),
+)
 
 
 def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
@@ -137,6 +143,16 @@ def _is_western(data: bytes) -> bool:
     )
 
 
+def _codec_of(label: str) -> str:
+    """Return Python's name of the encoding that browsers use for a label; LookupError for an unknown one."""
+    name = _LABELS.get(label, label)
+    for form, codec in _LABEL_FORMS:
+        if match := form.fullmatch(name):
+            name = match.expand(codec)
+    codec = codecs.lookup(name).name
+    return _SUPERSETS.get(codec, codec)
+
+
 def decode_html(data: bytes, source: str = "the page") -> tuple[str, str | None]:
     """Return the text of an HTML file, and what is said about its encoding if that is a guess or wrong.
 
@@ -150,8 +166,7 @@ def decode_html(data: bytes, source: str = "the page") -> tuple[str, str | None]
         return decode_text(data, source)
     name = label = declared.group(1).decode("ascii", "replace").lower()
     with contextlib.suppress(LookupError):
-        codec = codecs.lookup(_LABELS.get(name, name)).name
-        name = _SUPERSETS.get(codec, codec)
+        name = _codec_of(label)
     if name.startswith(("utf-16", "utf-32")):
         name = "utf-8"  # the declaration itself is readable as ASCII, so the file is not UTF-16 or UTF-32
     try:
