@@ -42,7 +42,8 @@ _MIN_ZEROS = 0.5
 
 _SUPERSETS = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932",
-    "euc_kr": "cp949", "euc_jp": "euc_jis_2004", "big5": "big5hkscs", "iso8859-9": "cp1254", "tis-620": "cp874", "iso8859-11": "cp874",
+    "euc_kr": "cp949", "euc_jp": "euc_jis_2004", "big5": "big5hkscs", "iso8859-9": "cp1254",
+    "tis-620": "cp874", "iso8859-11": "cp874",
 }  # fmt: skip
 """The encodings as which browsers decode others, by Python's names (WHATWG, Encoding Standard, section 4.2)."""
 _LABELS = {
