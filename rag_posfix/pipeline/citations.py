@@ -31,7 +31,7 @@ _ABBREVIATIONS = (
 ).replace(".", r"\.")
 _MONTHS = (
     "Jan|Feb|M\u00e4r|Mar|Apr|Jun|Jul|Aug|Sept?|Okt|Oct|Nov|Dez|Dec|janv|f\u00e9vr|avr|juil|ene|abr|ago|dic|No|Nos|p|S|"
-    "refs?"
+    "refs?|v|est|al|sec|ch|app|tel"
 )
 _OF_ORDINALS = r"am|im|zum|vom|beim|ab|bis|seit|zur|ein\w*|jede[mnrs]?|de[mnrs]|die|das"
 _GOES_ON = (  # what a full stop ends, and what follows it where it ends no sentence

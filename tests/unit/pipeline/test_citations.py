@@ -236,6 +236,7 @@ def test_a_number_in_words_and_digits_is_one(answer, is_cited):
         "It opened at 9 a.m. on Sept. 3 in Washington, D.C. with Sen. Cruz.",
         "Die Fa. Korv GmbH & Co. KG liefert usw. an Ludwig II. von Bayern.",
         "See Vol. 2, pp. 3-5 of the Ph.D. thesis, Kap. 3.",
+        "The firm of Anna Korv (est. 1871) sells v. 3.1, see Smith et al. 2020.",
     ],
 )
 def test_a_sentence_goes_on_behind_abbreviations_and_ordinals(sentence):
