@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import missing_extra
@@ -36,10 +36,17 @@ _PAGE_NUMBER = re.compile(
 """Alone, or at the end of a line with other words; \"Step 3\" is none."""
 _ROMAN = re.compile(r"\W*([ivxl]+)\W*", re.IGNORECASE)
 _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
+_PAGE_WORDS = re.compile(
+    r"\b(?:page|seite|p|s|p\u00e1gina|pagina|strona|of|von|de|sur|di|\d+|[ivxl]+)\b", re.IGNORECASE
+)
+"""What a line that has a page number alone is made of."""
+_ADDRESS = re.compile(r"(?:https?|file)://\S+")
 _WORD = re.compile(r"\w+")
 _APART = re.compile(r"\b(\w*f)\s+(\w+)")
 _BROKEN = re.compile(r"(?<=\w)- (?=[A-Z\u00c0-\u00de\d])")
 _UNFINISHED = re.compile(r"[\w,;\u2013-]$")
+_MIN_WRAPPED = 25
+"""Characters of a heading that goes on in the next line, at least."""
 _MIN_UNFINISHED = 40
 """Characters of a paragraph that goes on on the next page, at least; shorter ones are labels."""
 
@@ -59,7 +66,7 @@ def read_pdf(data: bytes) -> FileText:
         raise missing_extra("pypdf (needed for PDF files)", "pdf") from error
     found = extract(data, ".pdf")
     texts = {page.page_number: page.content for page in found.pages or ()}
-    items = sorted(node_items(found), key=lambda item: item.page or len(texts))
+    items = list(_on_pages(node_items(found), texts))
     pages = {
         page: _repaired([item for item in items if item.page == page], texts.get(page, ""))
         for page in sorted({item.page for item in items})
@@ -78,6 +85,18 @@ def read_pdf(data: bytes) -> FileText:
             pages[page] = _under_entries(pages.get(page, []), texts[page], [e for e in outline if e[2] == page])
     joined = _joined([item for page in sorted(pages) for item in pages[page]])
     return items_text(joined, losses=_losses(reader, texts))
+
+
+def _on_pages(items: Iterable[Item], texts: dict[int, str]) -> Iterator[Item]:
+    """Yield items by page; the value of a field of a form, which has none, is on the page that shows it."""
+    page = 1
+    placed: list[Item] = []
+    for item in items:
+        if not item.page:
+            value = item.text.rpartition(": ")[2]
+            page = next((number for number, text in texts.items() if value in text), page)
+        placed.append(item if item.page else item._replace(page=page))
+    yield from sorted(placed, key=lambda item: item.page)
 
 
 def _losses(reader: pypdf.PdfReader | None, texts: dict[int, str]) -> Iterator[str]:
@@ -121,23 +140,33 @@ def _repaired(items: list[Item], text: str) -> list[Item]:
 def _repeated(texts: dict[int, str]) -> dict[int, list[str]]:
     """Return the lines at the edges of each page that are on many pages, or end with the number of the page.
 
-    The first of lines that are the same on each page stays, unless it is a date.
+    The first of lines that are the same on each page stays, unless it is a date. Where a browser printed the pages,
+    time, address and page numbers go whatever the number of pages.
     """
     edges: dict[int, list[str]] = {}
     for page, text in texts.items():
         lines = [" ".join(line.split()) for line in text.split("\n") if line.strip()]
         edges[page] = list(dict.fromkeys([*lines[:_EDGE_LINES], *lines[-_EDGE_LINES:]]))
-    least = max(_MIN_PAGES, -(-_MIN_SHARE * len(texts) // 100))
+    least = max(min(_MIN_PAGES, max(2, len(texts))), -(-_MIN_SHARE * len(texts) // 100))
     counts = Counter(key for lines in edges.values() for key in {_key(line) for line in lines})
     offsets = Counter(offset for page, lines in edges.items() for offset in {_offset(line, page) for line in lines})
     result: dict[int, list[str]] = {}
     kept: set[str] = set()
     for page, lines in edges.items():
+        number = f"{page}/{len(texts)}"
+        is_printed = number in lines and any(_STAMP.search(line) for line in lines)
+        numbered = [
+            line
+            for line in lines
+            if (offset := _offset(line, page)) is not None and offsets[offset] >= max(least, _MIN_PAGES)
+        ]
+        alone = [line for line in numbered if not _WORD.search(_PAGE_WORDS.sub("", line))]
         for line in lines:
-            offset = _offset(line, page)
-            if counts[_key(line)] >= least and line not in kept and not _STAMP.search(line):
+            if is_printed and (line == number or _STAMP.search(line) or _ADDRESS.fullmatch(line)):
+                result.setdefault(page, []).append(line)
+            elif counts[_key(line)] >= least and line not in kept and not _STAMP.search(line):
                 kept.add(line)
-            elif counts[_key(line)] >= least or (offset is not None and offsets[offset] >= least):
+            elif counts[_key(line)] >= least or line in (alone or numbered):
                 result.setdefault(page, []).append(line)
     return result
 
@@ -216,7 +245,7 @@ def _under_entries(items: list[Item], text: str, entries: Sequence[tuple[str, in
 def _joined(items: Sequence[Item]) -> Iterator[Item]:
     """Yield items; a paragraph that ends inside of a sentence goes on in the first one of the next page."""
     before: Item | None = None
-    for item in items:
+    for item in _with_whole_headings(items):
         goes_on = (
             before is not None
             and before.page + 1 == item.page
@@ -227,4 +256,25 @@ def _joined(items: Sequence[Item]) -> Iterator[Item]:
             and _UNFINISHED.search(before.text)
         )
         before = item._replace(kind="more") if goes_on else item
+        yield before
+
+
+def _with_whole_headings(items: Sequence[Item]) -> Iterator[Item]:
+    """Yield items; a line below a heading that begins with a small letter and ends no sentence belongs to it."""
+    before: Item | None = None
+    for item in items:
+        if (
+            before is not None
+            and (before.kind, item.kind, before.page) == ("heading", "text", item.page)
+            and len(before.text) >= _MIN_WRAPPED
+            and len(item.text) <= 2 * len(before.text)
+            and item.text[:1].islower()
+            and not item.text.endswith((".", ":", "!", "?"))
+            and is_heading_text(f"{before.text} {item.text}")
+        ):
+            item = before._replace(text=f"{before.text} {item.text}")
+        elif before is not None:
+            yield before
+        before = item
+    if before is not None:
         yield before

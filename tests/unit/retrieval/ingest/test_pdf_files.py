@@ -115,6 +115,30 @@ def test_page_numbers_in_running_heads_that_differ_are_left_out(tmp_path):
     assert all(f"It has {n} ends." in text for n in range(4))
 
 
+def test_a_heading_with_the_number_of_its_page_stays_beside_the_page_number(tmp_path):
+    pages = [f"{n} Rules for {name}s\nThe {name} is old.\nPage {n} of 8" for n, name in enumerate(NAMES, 1)]
+    text = text_of(tmp_path / "a.pdf", pages)
+    assert all(f"{n} Rules for {name}s" in text for n, name in enumerate(NAMES, 1))
+    assert "Page" not in text
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_browser_prints_around_a_page_or_two_is_left_out(tmp_path, count):
+    pages = [
+        f"11/29/26, 9:09 AM\nThe {name} is old.\nfile:///home/guide.html\n{n}/{count}"
+        for n, name in enumerate(NAMES[:count], 1)
+    ]
+    assert text_of(tmp_path / "a.pdf", pages).split("\n\n") == [f"The {name} is old." for name in NAMES[:count]]
+
+
+def test_the_second_line_of_a_heading_in_smaller_letters_is_no_paragraph(tmp_path):
+    lines = "BT /F2 18 Tf 50 800 Td (Rules for guests who stay in the) Tj ET BT /F2 17 Tf 50 778 Td (boathouse) Tj ET"
+    small = " ".join(f"({line}) Tj T*" for line in f"{SENTENCE}\n{SENTENCE}".split("\n"))
+    (tmp_path / "a.pdf").write_bytes(assemble_pdf([f"{lines} BT /F1 11 Tf 14 TL 50 730 Td {small} ET"]))
+    (document,) = read_documents(tmp_path)
+    assert document.metadata["title"].endswith("Rules for guests who stay in the boathouse")
+
+
 def test_numbers_at_the_ends_of_pages_that_do_not_count_pages_stay(tmp_path):
     years = (1871, 1883, 1902, 1950)
     text = text_of(tmp_path / "a.pdf", [f"The story of the year is told.\n{SENTENCE}\n{year}" for year in years[:2]])
@@ -152,9 +176,9 @@ def test_the_values_of_a_filled_form_are_text(tmp_path):
     whole = whole.replace(b"/Type /Page ", b"/Type /Page /Annots [8 0 R] ")
     more = f"8 0 obj\n{field}\nendobj\n9 0 obj\n<< /Fields [8 0 R] >>\nendobj\n".encode()
     (tmp_path / "a.pdf").write_bytes(whole.replace(b"xref\n", more + b"xref\n", 1))
-    text = read_here(tmp_path / "a.pdf").text
-    assert "Name of boat:" in text
-    assert "boat: Kermoal" in text
+    (document,) = read_documents(tmp_path)
+    assert document.page_content == "Application for a mooring Name of boat:\n\nboat: Kermoal"
+    assert document.metadata["page"] == 1
 
 
 @pytest.mark.parametrize("step", ["Step", "Lesson"])
