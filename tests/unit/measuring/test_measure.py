@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from threading import Barrier
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -192,35 +193,38 @@ def test_equal_follow_ups_of_other_conversations_or_with_other_filters_are_kept(
     assert dropped == {"asked before": 1}
 
 
-def test_the_first_token_is_timed_with_no_other_question_open(tmp_path):
+def test_the_first_token_is_timed_with_no_other_question_open(tmp_path, monkeypatch):
     class Slow(OrderBiasedGenerator):
         """Counts the open questions; answers of ``repeated_passages`` begin after 100 ms, all others after 20 ms."""
 
         open = 0
         most_open = 0
+        now = 0.0
 
         def generate(self, request):
             self.open += 1
             self.most_open = max(self.open, self.most_open)
-            time.sleep(0.1 if request.mitigation.name == "repeated_passages" else 0.02)
+            self.now += 0.1 if request.mitigation.name == "repeated_passages" else 0.02
+            time.sleep(0.02)  # questions that are asked together overlap
             self.open -= 1
             return super().generate(request)
 
     generator = Slow()
+    monkeypatch.setattr("rag_posfix.measuring.choice.time", SimpleNamespace(perf_counter=lambda: generator.now))
     questions, _ = find_questions(pipeline_of(generator), texts(4))
     file = tmp_path / JOURNAL
     journal = StackJournal(file)
     pipeline, arrangement = pipeline_of(generator), parse_arrangement("none")
     times = [time_first_token(pipeline, each, arrangement, seed=0, journal=journal) for each in questions[:3]]
     assert generator.most_open == 1
-    assert min(times) >= 0.02
+    assert times == pytest.approx([0.02] * 3)
     ask_in_orders(pipeline, questions, arrangement, orders=3, repeats=0, seed=0, journal=journal)
     assert len(generator.asked) == 4 * 3  # the answers that were timed are not asked again
     assert generator.most_open > 1
     again = StackJournal(file)
     assert [time_first_token(pipeline, each, arrangement, seed=0, journal=again) for each in questions[:3]] == times
     cost = run(generator, count=8).summary["measured"]["/relevance/repeated_passages:repeat=best"]["ttft_ratio"]
-    assert 2 < cost < 6
+    assert cost == pytest.approx(0.1 / 0.02)
 
 
 def test_tokens_and_cost_are_told_before_a_question_is_asked():
