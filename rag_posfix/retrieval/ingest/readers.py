@@ -18,18 +18,18 @@ from rag_posfix.registry import Registry
 from rag_posfix.retrieval.ingest.decoding import MAX_RATIO, MIN_UNPACKED, decode_text, without_embedded
 from rag_posfix.retrieval.ingest.html import read_epub, read_html
 from rag_posfix.retrieval.ingest.process import read_in_process
-from rag_posfix.retrieval.ingest.structure import FileText, read_markdown, read_plain
+from rag_posfix.retrieval.ingest.structure import MARKUP_SUFFIXES, FileText, read_markdown, read_markup, read_plain
 from rag_posfix.text import clean_text
 
 _HTML_SUFFIXES = (".htm", ".html", ".xhtml")
-_MARKDOWN_SUFFIXES = (".markdown", ".md", ".mdx", ".rst")  # headings are underlined in reStructuredText
+_MARKDOWN_SUFFIXES = (".markdown", ".md", ".mdx")
 
 PARSED_SUFFIXES = (
     ".docx", ".eml", ".epub", ".ipynb", ".odt", ".pdf", ".pptx", ".rtf", ".xlsm", ".xlsx", *_HTML_SUFFIXES,
 )  # fmt: skip
 """Suffixes of files that libraries read."""
 
-TEXT_SUFFIXES = (".adoc", ".org", ".text", ".txt", *_MARKDOWN_SUFFIXES, *PARSED_SUFFIXES)
+TEXT_SUFFIXES = (".text", ".txt", *MARKUP_SUFFIXES, *_MARKDOWN_SUFFIXES, *PARSED_SUFFIXES)
 """Suffixes of text files, in upper or lower case."""
 
 READERS: Registry[Callable[[Path], str]] = Registry("file reader")
@@ -65,7 +65,10 @@ def read_text(path: str | Path) -> FileText:
         return read_in_process(path)
     text, note = decode_text(_read_bytes(path), str(path))
     text = without_embedded(text)
-    read = read_markdown(text) if suffix in _MARKDOWN_SUFFIXES else read_plain(text)
+    if suffix in MARKUP_SUFFIXES:
+        read = read_markup(text, suffix)
+    else:
+        read = read_markdown(text) if suffix in _MARKDOWN_SUFFIXES else read_plain(text)
     return replace(read, encoding_note=note or read.encoding_note)
 
 

@@ -293,6 +293,52 @@ def read_plain(text: str) -> FileText:
     return FileText(text, stated_title(headings, blocks), blocks=blocks_under(headings, blocks))
 
 
+_MARKUP_HEADINGS = {
+    ".adoc": re.compile(r"^(?P<mark>={1,6})[^\S\n]+(?P<title>\S.*)$", re.MULTILINE),
+    ".org": re.compile(
+        r"^(?P<mark>\*{1,6})[^\S\n]+(?:(?:TODO|DONE)[^\S\n]+)?(?P<title>\S.*?)(?:[^\S\n]+:[\w@:]+:)?$", re.MULTILINE
+    ),
+    ".rst": re.compile(
+        r"^(?:(?P<over>[=\-`:.'\"~^_*+#])(?P=over){2,}\n)?[^\S\n]?(?P<title>\S.*)\n(?P<mark>[=\-`:.'\"~^_*+#])(?P=mark){2,}$",
+        re.MULTILINE,
+    ),
+}
+MARKUP_SUFFIXES = tuple(_MARKUP_HEADINGS)
+_MARKUP_CODE = {
+    ".adoc": re.compile(r"^(-{4,}|\.{4,})\n.*?\n\1$", re.MULTILINE | re.DOTALL),
+    ".org": re.compile(r"^#\+begin_(\w+).*?^#\+end_\1", re.MULTILINE | re.DOTALL | re.IGNORECASE),
+    ".rst": re.compile(r"(?:(?<=::)|(?<=::\n))\n(?:(?:[^\S\n].*)?\n)+"),
+}
+_ORG_TITLE = re.compile(r"^#\+title:[^\S\n]*(\S.*)$", re.MULTILINE | re.IGNORECASE)
+
+
+def read_markup(text: str, suffix: str) -> FileText:
+    """Return AsciiDoc, Org or reStructuredText with its blocks; what is within code is no heading.
+
+    In reStructuredText the level of a heading is that of the marks below it, in the order in which they first occur.
+    """
+    code = [match.span() for match in _MARKUP_CODE[suffix].finditer(text)]
+    found = [
+        match
+        for match in _MARKUP_HEADINGS[suffix].finditer(text)
+        if not any(start <= match.start() < end for start, end in code) and is_heading_text(match["title"])
+    ]
+    marks = list(dict.fromkeys((match["mark"], match.groupdict().get("over")) for match in found))
+    headings = [
+        Heading(
+            match["title"].strip(),
+            marks.index((match["mark"], match["over"])) + 1 if suffix == ".rst" else len(match["mark"]),
+            *match.span(),
+        )
+        for match in found
+    ]
+    title = _ORG_TITLE.search(text, 0, headings[0].start if headings else len(text)) if suffix == ".org" else None
+    if title:
+        headings.insert(0, Heading(title[1].strip(), 0, *title.span()))
+    blocks = paragraph_blocks(text, headings)
+    return FileText(text, stated_title(headings, blocks), blocks=blocks_under(headings, blocks))
+
+
 def paragraph_blocks(text: str, headings: Sequence[Heading]) -> list[Block]:
     """Return the paragraphs of a text between its headings."""
     ends = [0, *(heading.end for heading in headings)]

@@ -226,6 +226,26 @@ def test_other_suffixes_of_text_markdown_and_html_are_read_as_these(tmp_path, na
     assert document.page_content.endswith("One berth costs 40 euros.")
 
 
+MARKUP = {
+    "a.rst": "====\nDock\n====\n\nOne.\n\n.. code-block:: python\n\n   # none\n   x\n\nFees\n~~~~\n\nTwo.\n\n"
+    "Berths\n^^^^^^\n\nThree.\n\nCrew\n~~~~\n\nFour.\n",
+    "a.adoc": "= Dock\n\nOne.\n\n----\n= none\n----\n\n== Fees\n\nTwo.\n\n=== Berths\n\nThree.\n\n== Crew\n\nFour.\n",
+    "a.org": "#+TITLE: Dock\nOne.\n#+BEGIN_SRC sh\n* none\n#+END_SRC\n* TODO Fees :now:\nTwo.\n"
+    "** Berths\nThree.\n* Crew\nFour.\n",
+}
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_headings_of_other_markups_are_sections_and_code_has_none(tmp_path, name):
+    (tmp_path / name).write_text(MARKUP[name])
+    documents = read_documents([tmp_path])
+    titles = ["Dock", "Dock > Fees", "Dock > Fees > Berths", "Dock > Crew"]
+    assert [document.metadata["title"] for document in documents] == titles
+    assert [document.page_content.splitlines()[-1] for document in documents[1:]] == ["Two.", "Three.", "Four."]
+    assert "One." in documents[0].page_content
+    assert "none" in documents[0].page_content
+
+
 def test_features_of_geojson_and_lines_of_ndjson_are_documents(tmp_path):
     (tmp_path / "a.geojson").write_text(
         '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": {"type": "Point", '
