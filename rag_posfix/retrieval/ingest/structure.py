@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ _KINDS: dict[str, BlockKind] = {
     "code_block": "code",
 }  # fmt: skip
 _LINE_END = re.compile(r"\r\n|\r|\n")
-_FRONT_MATTER = re.compile(r"---[^\S\n]*\r?\n(.*?)^(?:---|\.\.\.)[^\S\n]*$", re.DOTALL | re.MULTILINE)
+_FRONT_MATTER = re.compile(r"(---|\+\+\+)[^\S\n]*\r?\n(.*?)^(?:\1|\.\.\.)[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _FRONT_FIELD = re.compile(r"^([A-Za-z][\w-]*)[^\S\n]*:[^\S\n]*(\S[^\r\n]*?)[^\S\n]*\r?$", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->\s*", re.DOTALL)
 
@@ -251,7 +252,7 @@ def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| ---
 def read_markdown(text: str) -> FileText:
     """Return Markdown with its blocks; front matter gives title and metadata, and is no block."""
     front = _FRONT_MATTER.match(text)
-    fields = None if front is None else _front_fields(front.group(1))
+    fields = None if front is None else _front_fields(front.group(2), is_toml=front.group(1) == "+++")
     start = 0 if front is None or fields is None else front.end()
     headings, blocks = _parse_markdown(text, start)
     metadata = fields or {}
@@ -259,13 +260,16 @@ def read_markdown(text: str) -> FileText:
     return FileText(text, title, blocks=blocks_under(headings, blocks), metadata=metadata)
 
 
-def _front_fields(front: str) -> dict[str, Any] | None:
+def _front_fields(front: str, *, is_toml: bool) -> dict[str, Any] | None:
     """Return the fields of front matter that are texts or lists of texts; None for text between two rules."""
     import yaml
 
     try:
-        fields = yaml.load(front, Loader=yaml.BaseLoader)  # makes texts, lists and dicts alone
-    except (yaml.YAMLError, RecursionError):  # "title: Rome: a guide" is no YAML, and common
+        if is_toml:
+            fields = {name: _toml_text(value) for name, value in tomllib.loads(front.replace("\r\n", "\n")).items()}
+        else:
+            fields = yaml.load(front, Loader=yaml.BaseLoader)  # makes texts, lists and dicts alone
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError):  # "title: Rome: a guide" is no YAML, and common
         fields = {name: value.strip("\"'") for name, value in _FRONT_FIELD.findall(front)} or None
     if not front.strip():
         return {}
@@ -276,6 +280,10 @@ def _front_fields(front: str) -> dict[str, Any] | None:
         for name, value in fields.items()
     }
     return {str(name).lower(): value for name, value in texts.items() if value and isinstance(value, str | list)}
+
+
+def _toml_text(value: Any) -> Any:
+    return value if isinstance(value, str | list | dict) else str(value)
 
 
 def read_plain(text: str) -> FileText:
@@ -406,7 +414,11 @@ def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
             ):
                 headings.append(Heading(" ".join(text[start:end].split()), min(index + 1, 2), start, end))
                 continue
-        elif _is_capital_line(text[start:line_end]) and not _is_capital_line(text[line_end:end]):
+        elif (
+            text[line_end:end].strip()
+            and _is_capital_line(text[start:line_end])
+            and not _is_capital_line(text[line_end:end])
+        ):
             headings.append(Heading(" ".join(text[start:line_end].split()), 2, start, line_end))
             start = line_end + 1
         is_list = _ITEM.match(text, start) and _ITEM_BELOW.search(text, start, end)

@@ -223,7 +223,10 @@ def test_front_matter_has_texts_and_lists_and_a_rule_is_none(tmp_path):
     )
     (tmp_path / "b.md").write_text("---\nThis text stands between two rules.\n\n---\nMore text.\n")
     (tmp_path / "c.md").write_text("---\ntitle: Rome: a guide\n---\nThe Tiber.\n")
-    first, *rest = read_documents([tmp_path])
+    (tmp_path / "d.md").write_text('+++\ntitle = "Tides"\ndate = 2024-01-02\ntags = ["a", "b"]\n+++\nTwice a day.\n')
+    first, *rest, last = read_documents([tmp_path])
+    assert (last.page_content, last.metadata["title"]) == ("Twice a day.", "Tides")
+    assert (last.metadata["date"], last.metadata["tags"]) == ("2024-01-02", ["a", "b"])
     stated = {name: value for name, value in first.metadata.items() if name not in ("source", "start", "end")}
     assert stated == {
         "title": "Parental leave", "year": "1999", "date": "2024-01-02", "acl": ["staff", "board"], "tags": ["a", "b"],

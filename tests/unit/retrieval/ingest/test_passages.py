@@ -46,6 +46,11 @@ def test_a_heading_belongs_to_the_text_below_it_and_never_ends_a_passage(tmp_pat
     ]
 
 
+def test_a_last_line_in_capitals_is_text(tmp_path):
+    (document,) = read_documents(write(tmp_path / "a.txt", "The lamp burns.\n\nThe pier is old.\n\nTHE END\n"))
+    assert document.page_content.endswith("THE END")
+
+
 def test_plain_text_word_and_web_pages_have_the_same_sections(tmp_path):
     import docx
 
