@@ -52,10 +52,9 @@ _TEXTS = (
 _SPEAKERS = ("from", "sender", "speaker", "username")
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _ENVELOPE = (
-    "crs", "encoding", "format", "message", "next", "object", "previous", "schema", "shards", "status", "total",
-    "type", "version",
+    "encoding", "format", "message", "next", "object", "previous", "schema", "status", "total", "type", "version",
 )  # fmt: skip
-"""Fields beside the records of a file that say nothing about them."""
+_ENVELOPE_OBJECTS = ("crs", "shards", "total")
 _MIN_PROSE_WORDS = 8
 _MIN_LONG_PROSE_WORDS = 30
 _MAX_HEADING_CHARACTERS = 200
@@ -112,7 +111,8 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles, *, 
 
     Beside a text with one of our names are the other columns of a table, who speaks, and nested fields.
     """
-    names = list(dict.fromkeys(name for record in records for name in record if name))
+    nested = {name for record in records for name, value in record.items() if _is_metadata(name, value)}
+    names = list(dict.fromkeys(name for record in records for name in record if name and name not in nested))
     plain = {name: _plain(name) for name in names}
     known = next((name for name in _TEXT_FIELDS if name in names), "")
     title = requested.title or next(
@@ -124,17 +124,22 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles, *, 
         (name for name in _ID_FIELDS if name in names and set(text) & {*_TEXT_FIELDS}), ""
     )
     if not text:
-        others = [name for name in names if name not in (title, record_id, "metadata", *_ID_FIELDS)]
+        others = [name for name in names if name not in (title, record_id, *_ID_FIELDS)]
         by_name = [name for wanted in _TEXTS for name in others if plain[name] == wanted and _is_text(records, name)]
         prose = [name for name in others if name not in by_name and _mean_words(records, name) >= _MIN_PROSE_WORDS]
         text = tuple(by_name + prose)
-        beside = tuple(name for name in others if name not in text)
+        numbers = [name for name in _ID_FIELDS if is_table and name in names and not _is_counter(records, name)]
+        beside = tuple(name for name in (*numbers, *others) if name not in (*text, title, record_id))
         if beside and not any(_mean_words(records, name) >= _MIN_LONG_PROSE_WORDS for name in text):
             text, beside = (), ()
         return FieldRoles(text, title, record_id, beside)
-    others = [name for name in names if name not in (*text, title, record_id, "metadata", *_TEXT_FIELDS, *_ID_FIELDS)]
+    others = [name for name in names if name not in (*text, title, record_id, *_TEXT_FIELDS, *_ID_FIELDS)]
     beside = tuple(name for name in others if is_table or plain[name] in _SPEAKERS or _is_nested(records, name))
     return FieldRoles(text, title, record_id, () if requested.text else beside)
+
+
+def _is_counter(records: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return all(str(record.get(name) or "0").isdecimal() for record in records)
 
 
 def _plain(name: str) -> str:
@@ -153,8 +158,8 @@ def _field_text(value: Any) -> str:
 def _lines(name: str, value: Any) -> Iterator[str]:
     """Yield a field as lines ``name: value``, nested ones as ``a.b: value``; long lists of numbers are left out."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _lines(f"{name}.{key}", item)
+        for key, item in value.items():  # {"$date": ...} is a value, as MongoDB exports it
+            yield from _lines(name if key.startswith("$") and len(value) == 1 else f"{name}.{key}", item)
     elif isinstance(value, list):
         scalars = [str(item).strip() for item in value if item is not None and not isinstance(item, dict | list)]
         if len(scalars) <= _MAX_LISTED_NUMBERS or any(isinstance(item, str) for item in value):
@@ -325,7 +330,7 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
             break
         title = next((key for key in value if _plain(key) in _TITLES and isinstance(value[key], str)), None)
         caption = " > ".join(filter(None, [caption, str(value.get(title, ""))]))
-        left_out = {title, name, *(key for key in value if _plain(key) in _ENVELOPE)}
+        left_out = {title, name, *(key for key in value if _is_envelope(key, value[key]))}
         others = {key: item for key, item in value.items() if key not in left_out}
         if any(map(_has_words, others.values())):
             yield Record(others, source, {}, caption)
@@ -351,12 +356,17 @@ def _listed(values: Sequence[Any], source: str, report: Callable[[str], None], c
             report(f"{position}: a {type(item).__name__}, expected a JSON object")
 
 
+def _is_envelope(name: str, value: Any) -> bool:
+    """Return whether a field beside the records of a file says nothing about them."""
+    return _plain(name) in (_ENVELOPE if not isinstance(value, dict | list) else _ENVELOPE_OBJECTS)
+
+
 def _list_of_records(value: Mapping[str, Any]) -> str:
     """Return the field of an object that holds records: its only list of objects, or an object beside no words."""
     lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
     if lists:
         return lists[0] if len(lists) == 1 else ""
-    said = [name for name, item in value.items() if _plain(name) not in _ENVELOPE and _has_words(item)]
+    said = [name for name, item in value.items() if not _is_envelope(name, item) and _has_words(item)]
     if len(said) != 1 or not isinstance(inner := value[said[0]], dict):
         return ""
     return said[0] if _list_of_records(inner) or _holds_records(inner) else ""
@@ -376,12 +386,17 @@ def _has_words(value: Any) -> bool:
 
 
 def _unwrapped(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a hit of Elasticsearch or a feature of GeoJSON, which are in an object of it."""
+    """Return the fields of a record; a hit of Elasticsearch and a feature of GeoJSON have them in an object."""
     wrapper = "_source" if "_source" in record else "properties" if record.get("type") == "Feature" else ""
     inner = record.get(wrapper)
-    if not isinstance(inner, dict):
-        return record
-    return {name: record[name] for name in _ID_FIELDS if name in record} | inner
+    if isinstance(inner, dict):
+        record = {name: record[name] for name in _ID_FIELDS if name in record} | inner
+    return {name: _plain_id(value) if name in _ID_FIELDS else value for name, value in record.items()}
+
+
+def _plain_id(value: Any) -> Any:
+    """Return an id; that of MongoDB's export is in an object."""
+    return next(iter(value.values())) if isinstance(value, dict) and list(value) in (["$oid"], ["$uuid"]) else value
 
 
 def _has_own_text(record: Mapping[str, Any], list_name: str) -> bool:
@@ -476,14 +491,19 @@ def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterat
 
 
 def _likely_delimiter(lines: Sequence[str]) -> str:
-    """Return the delimiter that occurs equally often, outside of quotes, in most lines; most often in the first."""
+    """Return the delimiter that occurs equally often, outside of quotes, in most lines; most often in the first.
+
+    A table whose first lines have none, and few others, has one column: its delimiter is one that no text has.
+    """
     unquoted = [_QUOTED.sub("", line) for line in lines] or [""]
 
     def regularity(delimiter: str) -> tuple[int, int]:
         counts = Counter(count for line in unquoted if (count := line.count(delimiter)))
         return max(counts.values(), default=0), unquoted[0].count(delimiter)
 
-    return max(_DELIMITERS, key=regularity)
+    best = max(_DELIMITERS, key=regularity)
+    has_one_column = not any(line.count(best) for line in unquoted[:2]) and 2 * regularity(best)[0] < len(unquoted)
+    return "\x1f" if has_one_column else best
 
 
 def _is_quoted(lines: Sequence[str], delimiter: str) -> bool:
@@ -504,7 +524,8 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
         names: tuple[str, ...] = tuple(name for name in by_rank if fields.get(name) is not None)[:1]
         text = fields[names[0]] if names else None
         if isinstance(text, dict | list) or (text is None and not roles.beside):
-            names = tuple(name for name in fields if name not in (roles.title, "metadata", *roles.beside, *_ID_FIELDS))
+            left_out = {roles.title, *roles.beside, *_ID_FIELDS}
+            names = tuple(name for name in fields if name not in left_out and not _is_metadata(name, fields[name]))
             text = "\n".join(line for name in names for line in _lines(name, fields[name])) or None
         if not isinstance(text, str):
             raise ValueError(f"no text; the record needs a string in one of {', '.join(_TEXT_FIELDS)}")
@@ -520,6 +541,8 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
         text, title = title, ""
     has_ids = has_known_text or bool(roles.id)
     heading, rest = _beside(fields, roles)
+    if not text.strip() and heading:  # a row with an empty text
+        text, heading = heading.replace("; ", "\n"), ""
     text = "\n\n".join(filter(None, [text, rest]))
     title = passage_title(record.caption, [part for part in (title, heading) if part])
     title = title or ("" if names else record.table)
@@ -544,7 +567,7 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
 def _joined_text(fields: dict[str, Any], names: tuple[str, ...], roles: FieldRoles) -> str:
     """Return the texts of some fields, each but the first after its name; without names, all fields by line."""
     if not names:
-        shown = (item for item in fields.items() if item[0] not in ("metadata", roles.title))
+        shown = (item for item in fields.items() if item[0] != roles.title and not _is_metadata(*item))
         return "\n".join(line for name, value in shown for line in _lines(name, value))
     texts = {name: text for name in names if (text := _field_text(fields.get(name))).strip()}
     return "\n\n".join(text if name == next(iter(texts)) else f"{name}: {text}" for name, text in texts.items())
@@ -566,12 +589,15 @@ def _beside(fields: Mapping[str, Any], roles: FieldRoles) -> tuple[str, str]:
 
 def _metadata(record: Record, used: set[str], source: str) -> dict[str, Any]:
     """Return the fields of a record that are neither text, title nor id, and its nested ``metadata``."""
-    nested = record.fields.get("metadata") or {}
-    if not isinstance(nested, dict):
-        raise ValueError(f"metadata is a {type(nested).__name__}, expected an object")
+    nested = record.fields.get("metadata")
     others = {
         name: value
         for name, value in record.fields.items()
-        if name and name not in used and name != "metadata" and value not in (None, "")
+        if name and name not in used and not _is_metadata(name, value) and value not in (None, "")
     }
-    return {"source": source, **others, **nested, **record.metadata}
+    return {"source": source, **others, **(nested if isinstance(nested, dict) else {}), **record.metadata}
+
+
+def _is_metadata(name: str, value: Any) -> bool:
+    """Return whether a field is the metadata of a document as langchain and BEIR write it."""
+    return name == "metadata" and isinstance(value, dict)

@@ -119,7 +119,6 @@ def test_documents_without_text_are_left_out_with_a_warning(tmp_path, caplog):
         ('{"text": "x", "id": 1.5}', "id 1.5 must be"),
         ('{"text": "x", "id": true}', "id True must be"),
         ('{"text": "x", "title": 5}', "title 5 must be"),
-        ('{"text": "x", "metadata": [1]}', "metadata is a list"),
     ],
 )
 def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem):

@@ -122,6 +122,9 @@ def test_a_quote_in_tab_separated_values_is_a_character_unless_all_are_closed(tm
          [("Guide", "Turn it.\n\nparts.head: Cold\nparts.text: Pull.")]),
         ({"took": 5, "_shards": {"total": 1}, "hits": {"total": {"value": 1, "relation": "eq"},
           "hits": [{"_id": "1", "_source": {"title": "Fuel", "body": "Pier 3."}}]}}, [("Fuel", "Pier 3.")]),
+        ([{"_id": {"$oid": "5f"}, "boat": "Venn", "built": {"$date": "1990-01-01"}}],
+         [("", "_id: 5f\nboat: Venn\nbuilt: 1990-01-01")]),
+        ([{"boat": "Venn", "metadata": "from the list"}], [("", "boat: Venn\nmetadata: from the list")]),
         ({"status": "ok", "data": {"items": [{"part": "Rope", "price": 4}]}}, [("", "part: Rope\nprice: 4")]),
         ({"users": {"u1": {"city": "Tull"}, "u2": {"city": "Venn"}}},
          [("", "key: u1\ncity: Tull"), ("", "key: u2\ncity: Venn")]),
@@ -167,3 +170,21 @@ def test_images_within_records_are_no_text(tmp_path):
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_a_number_that_is_none_is_a_missing_field_and_no_lost_record(tmp_path, name):
     assert rows_of(tmp_path, '{"site": "Marvik", "depth": NaN, "height": -Infinity}\n', name) == [("", "site: Marvik")]
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("note\nThe crane lifts.\nSmith, John\n", ["The crane lifts.", "Smith, John"]),
+        ("boat,metadata\nVenn,old\n", ["boat: Venn\nmetadata: old"]),
+        ("part,role,text\nAX-17,lift,\n", ["part: AX-17\nrole: lift"]),
+    ],
+)
+def test_no_cell_is_lost_by_the_name_of_a_column_or_a_comma_in_the_only_one(tmp_path, table, expected):
+    assert [text for _, text in rows_of(tmp_path, table, "a.csv")] == expected
+
+
+def test_an_id_that_is_no_number_of_the_row_stands_above_the_text(tmp_path):
+    prose = " ".join(["lifts"] * 40)
+    assert rows_of(tmp_path, f"id,description\nAX-17,{prose}\n", "a.csv") == [("id: AX-17", prose)]
+    assert rows_of(tmp_path, f"id,description\n1,{prose}\n2,{prose}.\n", "a.csv")[0] == ("", prose)
