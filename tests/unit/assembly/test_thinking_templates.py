@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rag_posfix.assembly import PromptTemplate, tokenize_passage, tokenize_prompt
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from tests.support.stock_prompts import passages_first, stock_ids, turn_of
 from tests.support.thinking_templates import THINKING_TEMPLATES
+from tests.support.tool_models import THINKING, stock_tool_tokenizer
 from tests.support.vocabularies import stock_tokenizer
 
 FIRST, LAST = PromptTemplate(), PromptTemplate(history_first=True)
@@ -46,4 +49,25 @@ def test_conversations_of_reasoning_models_have_the_tokens_of_the_stock_model(fa
             first = tokenize_prompt(encoder, FIRST, question, history=history).with_passages(passages)
             *earlier, last = passages_first(passages, question, history)
             assert list(first.token_ids) == stock_ids(tokenizer, last["content"], earlier), name
+    assert not caplog.records
+
+
+def test_thoughts_before_calls_of_tools_are_left_out_as_by_the_stock_model(caplog):
+    tokenizer = stock_tool_tokenizer(THINKING)
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
+    encoder = Tokenizer(tokenizer).with_tools([tool])
+    call = {"type": "function", "id": "1", "function": {"name": "lookup", "arguments": {"name": 'Gray "Rock"'}}}
+    written = {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+    turns = [("user", "Hi"), ("assistant", THOUGHT)]
+    history = [{"role": role, "content": content} for role, content in turns]
+    result = {"role": "tool", "content": 'He said "1871"', "tool_call_id": "1", "name": "lookup"}
+    for thought in (THOUGHT, "<think>\nI look.\n</think>\n\n", ""):
+        calling = {"role": "assistant", "content": thought}
+        tool_turns = [{**calling, "tool_calls": json.dumps([written])}, result]
+        given = {"history": history, "tool_turns": tool_turns}
+        prompt = tokenize_prompt(encoder, LAST, QUESTION, **given, has_passages=False).with_passages(())
+        messages = [*history, {"role": "user", "content": QUESTION}, {**calling, "tool_calls": [call]}, result]
+        text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+        assert encoder.decode(prompt.token_ids) == text
+        assert encoder.decode(prompt.tokens(prompt.question)) == QUESTION
     assert not caplog.records
