@@ -543,7 +543,7 @@ class Pipeline(AskedInBatches):
         return not is_allowed and is_refused(odds)
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
-        return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
+        return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_known_end=True)
 
     def _rivals(
         self, prepared: PreparedQuestion, generation: Generation, odds: Mapping[str, float]
