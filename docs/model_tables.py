@@ -18,25 +18,25 @@ def families_table() -> str:
     kinds: dict[tuple[int, str], list[str]] = {}
     for name, model in _summary()["models"].items():
         kinds.setdefault(_loading(model), []).append(f"`{name}`")
+    others = kinds.pop((5, "not supported"))
     rows = [
         f"| {', '.join(sorted(names, key=lambda name: name.strip('`')))} | {how} |"
         for (_, how), names in sorted(kinds.items())
     ]
+    rows.append(f"| the {len(others)} others | not supported |")
     return "\n".join(["| `model_type` in config.json | |", "|---|---|", *rows])
 
 
 def snapshots_table() -> str:
-    """Return the bytes of snapshots, and what a warm store saves, by type."""
-    models = read_head(RESULTS / "snapshots.json")["summary"]["models"]
-    rows = [
-        "| type | snapshot of 128 tokens | each further token | time to the first token, cold = 100 % |",
-        "|" + "---|" * 4,
-    ]
-    for name, model in sorted(models.items()):
-        share = round(100 * model["warm_seconds"] / model["cold_seconds"])
-        rows.append(
-            f"| `{name}` | {model['bytes'] / 1e6:.0f} MB | {model['bytes_per_token'] / 1e3:.0f} kB | {share} % |"
-        )
+    """Return the bytes of snapshots of published models, and what a warm store saves, by type."""
+    rows = ["| model | MB of 128 tokens | kB per further token | ms, cold and warm | difference |", "|" + "---|" * 5]
+    for _, entry in sorted(read_head(RESULTS / "snapshots.json")["summary"]["models"].items()):
+        cold, warm = (round(1000 * entry[name]) for name in ("cold_seconds", "warm_seconds"))
+        rows += [
+            f"| {name} | {size['bytes'] / 1e6:.3g} | {size['bytes_per_token'] / 1e3:.3g} | {cold}, {warm} | "
+            f"{entry['difference']:.0e} |".replace("0e+00", "0")
+            for name, size in entry["published"].items()
+        ]
     return "\n".join(rows)
 
 
@@ -70,11 +70,17 @@ def _methods(entry: Mapping[str, Any], window: int | None) -> str:
 
 def _loading(model: Mapping[str, Any]) -> tuple[int, str]:
     """Return the place of a row and its text."""
+    structure = model.get("structure", {})
+    stored = (structure.get("stored_keys", False), structure.get("stored_snapshots", False))
     texts = {
         "listed": (0, "attention hook, in the table of families"),
         "proved": (1, "attention hook, proved at load"),
-        "plain": (2, "plain prompts"),
-        "refused": (3, "not supported"),
-        "not built": (4, "not examined: no tiny model could be built"),
+        "plain": {
+            (True, False): (2, "plain prompts, keys are stored"),
+            (False, True): (3, "plain prompts, snapshots are stored"),
+            (False, False): (4, "plain prompts, nothing is stored"),
+        }[stored],
+        "refused": (5, "not supported"),
+        "not built": (6, "not examined: no tiny model could be built"),
     }
     return texts[model["reading"]]

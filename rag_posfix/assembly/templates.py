@@ -274,9 +274,9 @@ _PROBE = "A passage of some words, and of two lines.\nIt is the second.\n\n"
 
 
 def written_contents(
-    encoder: TokenEncoder, messages: Sequence[ChatMessage], filled: str
+    encoder: TokenEncoder, messages: Sequence[ChatMessage], numbers: Sequence[int], filled: str
 ) -> tuple[str, list[Span]] | None:
-    """Return the chat template's own rendering of ``messages``, and where in it each content is.
+    """Return the chat template's own rendering of ``messages``, and where in it the contents of ``numbers`` are.
 
     A template that leaves out thoughts of earlier turns, or obeys a switch in a message, writes other text for the
     true contents than for placeholders. A content is found by rendering the other messages truly, and it marked.
@@ -295,20 +295,18 @@ def written_contents(
     try:
         rendered = encoder.render_chat(messages, open_answer=True)
     except ConfigError:
-        if all(message["content"].strip() for message in messages):
+        if all(messages[number]["content"].strip() for number in numbers):
             raise
         warn_once(encoder)  # passages may fill what is empty
         return None
     if rendered == filled:
         return None
     try:
-        spans = [
-            _find(encoder, messages, n, rendered) for n in range(len(messages)) if len(messages) <= _MOST_MESSAGES
-        ]
+        spans = [_find(encoder, messages, n, rendered) for n in numbers if len(messages) <= _MOST_MESSAGES]
     except ConfigError:  # it refuses a content that is marked
         spans = [None]
     found = [span for span in spans if span is not None]
-    if len(found) == len(messages) and all(a.stop <= b.start for a, b in pairwise(found)):
+    if len(found) == len(numbers) and all(a.stop <= b.start for a, b in pairwise(found)):
         return rendered, found
     warn_once(encoder)
     return None

@@ -583,6 +583,7 @@ def _render(encoder: TokenEncoder, chat: _Conversation) -> _Rendered:
     messages, (place, piece) = chat.messages, chat.split
     written, contents = _placeholders(messages)
     rendered = encoder.render_chat(written, open_answer=True).replace("\\u001f", "")  # as JSON writes a margin
+    rendered = _as_template_writes(encoder, chat, written, rendered, contents)
 
     def unquoted(match: re.Match[str]) -> str:
         """Return the arguments of a call without quotes; a result of a tool that is written in quotes is escaped."""
@@ -616,42 +617,50 @@ def _render(encoder: TokenEncoder, chat: _Conversation) -> _Rendered:
             trimmed = _trimmed(pieces, not left, not right)
         segments += [segment for content in trimmed for segment in (content, "")][:-1]
         segments.append(text)
-    filled = _Rendered(segments, starts, starts[place] + 2 * piece)
-    return _as_template_writes(encoder, chat, chunks, filled)
+    return _Rendered(segments, starts, starts[place] + 2 * piece)
 
 
 def _as_template_writes(
-    encoder: TokenEncoder, chat: _Conversation, chunks: Sequence[str], filled: _Rendered
-) -> _Rendered:
-    """Return the rendering with contents as the chat template writes them, which may test and change contents."""
-    if any(message.fields or message.role == "tool" for message in chat.messages):
-        return filled
-    contents = [clean_text("".join(message.pieces)) for message in chat.messages]
-    text = chunks[0]
-    for number, left, right, after in zip(chunks[2::4], chunks[1::4], chunks[3::4], chunks[4::4], strict=True):
-        text += "".join(_trimmed([contents[int(number)]], not left, not right)) + after
-    messages: list[ChatMessage] = [
-        {"role": message.role, "content": content} for message, content in zip(chat.messages, contents, strict=True)
-    ]
-    found, (place, piece) = written_contents(encoder, messages, text), chat.split
+    encoder: TokenEncoder,
+    chat: _Conversation,
+    written: Sequence[ChatMessage],
+    rendered: str,
+    contents: list[tuple[str, ...]],
+) -> str:
+    """Return the rendering around the true contents, which a template may test and change, with placeholders in it.
+
+    ``contents`` become what the template writes of them. Results of tools and arguments of calls stay placeholders.
+    """
+    numbers = [n for n, message in enumerate(written) if message["content"] and message["role"] != "tool"]
+    whole = {number: clean_text("".join(contents[number])) for number in numbers}
+
+    def fill(match: re.Match[str]) -> str:
+        content = whole.get(int(match[2]))
+        return match[0] if content is None else "".join(_trimmed([content], not match[1], not match[3]))
+
+    messages = [*written]
+    for number, content in whole.items():
+        messages[number] = {**written[number], "content": content}
+    filled, (place, piece) = _PLACEHOLDER.sub(fill, rendered), chat.split
+    found = written_contents(encoder, messages, numbers, filled)
     if chat.has_passages:
-        offset = len(clean_text("".join(chat.messages[place].pieces[:piece])))
-        probe_passages(encoder, messages, place, offset, text if found is None else found[0])
+        offset = len(clean_text("".join(contents[place][:piece])))
+        probe_passages(encoder, messages, place, offset, filled if found is None else found[0])
     if found is None:
-        return filled
-    rendered, spans = found
-    segments, starts = [rendered[: spans[0].start]], {}
-    for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
-        split = chat.split[1] if index == chat.split[0] and chat.has_passages else None
-        pieces = rewritten_pieces([clean_text(piece) for piece in message.pieces], split, rendered[span.slice])
+        return rendered
+    text, spans = found
+    changed: dict[int, list[str]] = {}
+    for number, span in zip(numbers, spans, strict=True):
+        split = piece if number == place and chat.has_passages else None
+        pieces = rewritten_pieces([clean_text(each) for each in contents[number]], split, text[span.slice])
         if pieces is None:
             warn_once(encoder)
-            return filled
-        starts[index] = len(segments)
-        following = spans[index + 1].start if index + 1 < len(spans) else len(rendered)
-        segments += [segment for content in pieces for segment in (content, "")][:-1]
-        segments.append(rendered[span.stop : following])
-    return _Rendered(segments, starts, starts[chat.split[0]] + 2 * chat.split[1])
+            return rendered
+        changed[number] = pieces
+    for number, span in zip(reversed(numbers), reversed(spans), strict=True):
+        text = f"{text[: span.start]}\x1f\ue000{number}\ue001\x1f{text[span.stop :]}"
+        contents[number] = tuple(changed[number])
+    return text
 
 
 def _placeholders(messages: Sequence[_Message]) -> tuple[list[ChatMessage], list[tuple[str, ...]]]:

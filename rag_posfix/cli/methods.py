@@ -138,7 +138,7 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
     engine = load_engine(settings)
     from rag_posfix.generation.load import generation_config_of
     from rag_posfix.mitigations import MITIGATIONS
-    from rag_posfix.patching.install import check_again
+    from rag_posfix.patching.install import check_again, snapshot_bytes
 
     loaded, within = engine.loaded, engine.loaded.spec.within
     result = check_again(loaded.model, loaded.spec)
@@ -146,6 +146,10 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
     in_windows = [
         name for name, cls in MITIGATIONS.items() if reasons[name] and within and cls().refusal(within.shape) is None
     ]
+    plain, sizes = loaded.spec.plain, dict[str, int]()
+    if plain is not None and plain.snapshots is not None:
+        numbers = [n for n in (128, 256) if n <= loaded.spec.shape.context_window]
+        sizes = {str(n): sum(size for _, size in snapshot_bytes(loaded.model, plain, n)) for n in numbers}
     data = {
         "model": engine.model_id,
         "family": loaded.spec.family.model_type,
@@ -155,6 +159,7 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
         "device": str(loaded.device),
         "max_logit_difference": result.max_logit_difference,
         "differences": result.differences,
+        "snapshot_bytes": sizes,
         "eos_ids": sorted(engine.encoder.eos_ids),
         "generation_config_not_applied": generation_config_of(settings.model, settings.cache_dir).ignored,
         "supported": [name for name, reason in reasons.items() if reason is None],
@@ -174,7 +179,8 @@ def _show_model(data: dict[str, Any]) -> None:
     )
     if (in_batch := data["structure"].get("rows_in_one_batch")) is not None:
         structure = data["structure"]
-        whole = "serves it with snapshots of its whole cache" if structure["stored_snapshots"] else "cannot serve it"
+        sizes = " and ".join(f"{size / 1e6:,.1f} MB of {n} tokens" for n, size in data["snapshot_bytes"].items())
+        whole = f"serves it with snapshots of its whole cache, {sizes}" if sizes else "cannot serve it"
         stored = "serves it" if structure["stored_keys"] else whole
         say(f"rows of a method: {'in one batch' if in_batch else 'one after another'}; passage KV store: {stored}")
     if data["generation_config_not_applied"]:

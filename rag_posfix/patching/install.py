@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from rag_posfix.errors import UnsupportedModelError
@@ -754,6 +754,15 @@ def _compare_snapshot(model: Any, forward: PlainForward, form: SnapshotForm, ids
         cache = PlainCache((), form.fill([snapshot]), half)
         differences.append(_difference(forward(model, ids[:, half:], cache, _STEPS + 1), full))
     return max(differences)
+
+
+@torch.inference_mode()
+def snapshot_bytes(model: Any, forward: PlainForward, n_tokens: int) -> list[tuple[str, int]]:
+    """Return the kind of each layer of a model's cache, and the bytes of a snapshot of it after ``n_tokens``."""
+    cache, ids = PlainCache(), torch.arange(n_tokens, device=main_device(model)) % 100
+    forward(model, ids[None], cache, 1)
+    form, layers = SnapshotForm.of(cache.held), cache.held.layers
+    return [(type(layer).__name__, len(form.save(Cache(layers=[layer])))) for layer in layers]
 
 
 def _compare_joined(model: Any, forward: PlainForward, ids: Tensor, full: Tensor) -> float:

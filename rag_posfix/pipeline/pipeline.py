@@ -88,6 +88,9 @@ from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
 
 
+UNKNOWN_END = "the server ended the answer for a reason that is not known: it may be incomplete, and is not cached"
+
+
 class Pipeline(AskedInBatches):
     """Answers questions from documents. Safe to share between threads.
 
@@ -540,7 +543,7 @@ class Pipeline(AskedInBatches):
         return not is_allowed and is_refused(odds)
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
-        return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_cached=True)
+        return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_known_end=True)
 
     def _rivals(
         self, prepared: PreparedQuestion, generation: Generation, odds: Mapping[str, float]
@@ -578,9 +581,11 @@ class Pipeline(AskedInBatches):
         )
         return stored if is_valid else None
 
-    def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any], is_cached: bool) -> Answer:
+    def _store(self, prepared: PreparedQuestion, stored: Mapping[str, Any], is_known_end: bool) -> Answer:
         run, ids = prepared.run, prepared.prompt.assembled.ids
-        if is_cached and self.cache is not None and prepared.prompt.key is not None:
+        if not is_known_end:
+            prepared = replace(prepared, warnings=(*prepared.warnings, UNKNOWN_END))
+        elif self.cache is not None and prepared.prompt.key is not None:
             with run.timed("cache"):
                 self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(run.salt, ids)))
         return self._finish(prepared, stored, cached=False)

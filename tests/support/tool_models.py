@@ -41,10 +41,15 @@ ELEMENTS = QWEN.replace('{"name": "{{ c.function.name }}", "arguments": ', "<{{ 
     "{{ c.function.arguments | tojson }}}", "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}"
 )
 """Writes calls as elements, not as JSON."""
+THINKING = QWEN.replace(
+    "{{ m.content }}{% endif %}", "{{ m.content.split('</think>')[-1].strip() }}{% endif %}"
+).replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>")
+"""Leaves thoughts out."""
 
 CONTROLS = {
     QWEN: ("<|im_start|>", "<|im_end|>"),
     ELEMENTS: ("<|im_start|>", "<|im_end|>"),
+    THINKING: ("<|im_start|>", "<|im_end|>"),
     LLAMA: ("<|start|>", "<|end|>", "<|eot|>"),
     MISTRAL: (
         "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]",
@@ -58,8 +63,8 @@ def stock_tool_tokenizer(template):
     backend = Backend.from_str(base("llama-3").to_str())
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in CONTROLS[template]])
     backend.add_tokens([AddedToken(name, normalized=False) for name in ("<tool_call>", "</tool_call>")])
-    ends = {QWEN: "<|im_end|>", ELEMENTS: "<|im_end|>", LLAMA: "<|eot|>", MISTRAL: "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token=ends[template])
+    end = {LLAMA: "<|eot|>", MISTRAL: "</s>"}.get(template, "<|im_end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token=end)
 
 
 def tool_engine(template=QWEN):

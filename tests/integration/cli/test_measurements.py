@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.cli import measure
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.evaluation.record import read_record
@@ -40,6 +41,18 @@ class TestVerify:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         result = run("verify", "--model", folder)
         assert "rows of a method: in one batch; passage KV store: serves it" in result.out
+
+    def test_a_model_with_recurrent_layers_says_what_a_snapshot_takes(self, run, tmp_path):
+        folder = save_tiny(tmp_path / "lfm2")
+        tiny_model(tiny_config("lfm2", {"max_position_embeddings": 256})).save_pretrained(folder)
+        found = run("verify", "--model", folder, "--json").json
+        assert found["differences"]["snapshot"] < 1e-4
+        few, many = found["snapshot_bytes"]["128"], found["snapshot_bytes"]["256"]
+        # Keys and values of 2 layers with 2 heads of 16 channels in float32, for 128 further tokens.
+        assert many - few == pytest.approx(128 * 2 * 2 * 2 * 16 * 4, abs=64)
+        assert (
+            "snapshots of its whole cache, 0.1 MB of 128 tokens and 0.1 MB of" in run("verify", "--model", folder).out
+        )
 
     def test_a_model_that_cannot_be_loaded_is_one_line(self, run, tmp_path):
         assert run("verify", "--model", tmp_path, "--json").error["type"] == "ConfigError"

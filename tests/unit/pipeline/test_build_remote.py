@@ -55,10 +55,12 @@ def test_documents_are_scored_and_put_in_the_order_asked_for(build, server: Upst
 
 
 @pytest.mark.parametrize(("reason", "cached"), [("eos", True), ("ran_out_of_ink", False)])
-def test_an_answer_that_ended_for_an_unknown_reason_is_not_cached(build, reason: str, cached: bool):
+def test_an_answer_that_ended_for_an_unknown_reason_is_not_cached_and_warns(build, reason: str, cached: bool):
     with upstream(whole("On the Tiber.", reason)) as server, closing(build(server.model)) as pipeline:
         question = Question("Where is Rome?", documents=SCORED)
-        assert pipeline.ask(question).cached is False
+        answer = pipeline.ask(question)
+        assert answer.cached is False
+        assert any("a reason that is not known" in warning for warning in answer.warnings) is not cached
         assert pipeline.ask(question).cached is cached
     with upstream(streamed("On the Tiber.", finish=reason)) as server, closing(build(server.model)) as pipeline:
         question = Question("Where is Paris?", documents=SCORED)

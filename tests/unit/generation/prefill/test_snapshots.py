@@ -19,7 +19,7 @@ from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
-from rag_posfix.patching.install import prepare
+from rag_posfix.patching.install import prepare, snapshot_bytes
 from rag_posfix.plan.layout import Layout
 from tests.support.tiny import toy_layout
 from tests.support.toy_encoder import ToyEncoder
@@ -175,6 +175,14 @@ def test_rows_are_joined_before_the_answer_where_their_questions_are_read_apart(
     assert float((stored - expected).abs().max()) < 1e-4
     # Each of four rows up to its question, each question, and a pass for each token of all rows.
     assert seen == [*(len(LAYOUT.prefix) + length for length in LENGTHS), len(LAYOUT.prefix), 8, 8, 8, 8, 1, 1]
+
+
+def test_bytes_of_a_snapshot_are_counted_by_layer() -> None:
+    loaded = loaded_as("lfm2")
+    few, many = (snapshot_bytes(loaded.model, loaded.spec.plain, n) for n in (64, 128))
+    assert [kind for kind, _ in few] == ["LinearAttentionLayer", "DynamicLayer"] * 2
+    # Recurrent layers hold as much of any prompt; 64 tokens have keys and values of 2 heads of 16 channels of 4 bytes.
+    assert [more - less for (_, less), (_, more) in zip(few, many, strict=True)] == [0, 64 * 2 * 2 * 16 * 4] * 2
 
 
 def test_large_snapshots_are_not_sent_to_redis() -> None:
