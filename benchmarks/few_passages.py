@@ -45,7 +45,7 @@ ARRANGEMENTS = (
 Reading = dict[str, float]
 
 COLUMNS = {
-    "model, passages": "{size}", "variant": "`{name}`", "cold": "{cold:.2f}", "warm": "{warm:.2f}",
+    "model, passages": "{size}", "arrangement": "`{name}`", "cold": "{cold:.2f}", "warm": "{warm:.2f}",
     "decode": "{decode:.2f}", "prompt tokens from the store, warm": "{cached:.0%}",
 }  # fmt: skip
 

@@ -232,9 +232,8 @@ def measure(
     if not scored:
         report(0, len(questions), f"{tokens_text(pipeline, questions, _prompts(run, examples), options.prices)}\n")
     _, seconds, asked_seconds = run.time_alone(questions, parse_arrangement(BASELINE))
-    in_orders, variants = 2 * options.orders - 1, len(supported_candidates(pipeline))
-    each = max(seconds, asked_seconds)
-    estimate = estimate_text(each, len(questions), _prompts(run, examples), in_orders, variants, run.budget)
+    prompts, in_orders, variants = _prompts(run, examples), 2 * options.orders - 1, len(supported_candidates(pipeline))
+    estimate = estimate_text(max(seconds, asked_seconds), len(questions), prompts, in_orders, variants, run.budget)
     report(0, len(questions), f"{estimate}\n")
     rows = _measure_flips(run, questions, seconds, FLIPS_SHARE_WITH_LABELS if examples else FLIPS_SHARE)
     flips = summarize_flips(rows)
