@@ -38,8 +38,8 @@ DATA_SETS = {
 }
 """Default arrangement and records of each reader: the largest that was measured, then the packaged one."""
 FOR_WHOM = (
-    "**Use it** if the order of the passages is arbitrary. **Not** if the method must change how a model behind an "
-    "API reads: there it judges passages and reads the best few."
+    "**Use it** if the order of the passages is arbitrary. For a model behind an API only judging, reranking and "
+    "ordering are available."
 )
 NO_HELP = "**It does not help** a small model if answers combine passages (HotpotQA)."
 LINE_WIDTH = 119
@@ -78,26 +78,19 @@ def first_screen(results: Path = RESULTS) -> str:
         f"{question} Right passage first: the unmodified model answers {answers[FIRST]} In the middle: "
         f"{answers[MIDDLE]} rag_posfix answers both times: {_plain(corrected['answer'])}"
     )
-    lines = [f"![{text}](docs/images/first-screen.svg)", "", *_demo(results), ""]
+    lines = [f"![{text}](docs/images/first-screen.svg)", ""]
     large, small = (_data_sets(results, reader) for reader in DATA_SETS)
-    answers_of = f"**Right answers** (unmodified model, by position): {large}. {small}. "
-    for item in (answers_of + NO_HELP, FOR_WHOM, _cost(results)):
+    right = f"**Right answers** (unmodified model, by position) of {large}."
+    for item in (right, f"The reader of the picture, {small}. {_demo(results)} {NO_HELP}", FOR_WHOM, _cost(results)):
         lines += textwrap.wrap(f"- {item}", LINE_WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def _demo(results: Path) -> list[str]:
-    head = read_head(results / "demo-24.json")
-    count = head["summary"]["n"]
-    rows = [
-        f"| {SMALL}, correct of {count}; right passage | first | in the middle | last | answers that change |",
-        "|---|---|---|---|---|",
-    ]
-    for name, result in head["summary"]["mitigations"].items():
-        correct = " | ".join(str(cell["right"]) for cell in result["positions"].values())
-        shown = "unmodified model" if name == "none" else "**rag_posfix**"
-        rows.append(f"| {shown} | {correct} | {result['answers_that_change']} |")
-    return rows
+def _demo(results: Path) -> str:
+    """Return how many answers of the demo change with the position."""
+    summary = read_head(results / "demo-24.json")["summary"]
+    unmodified, method = (result["answers_that_change"] for result in summary["mitigations"].values())
+    return f"In the demo {unmodified} of {summary['n']} answers change with the position, {method} with rag_posfix."
 
 
 def _data_sets(results: Path, reader: str) -> str:
@@ -123,14 +116,15 @@ def _cost(results: Path) -> str:
     small = _times(bench["ttft_cold_ratio"], bench["ttft_warm_memory_ratio"], bench["decode_ratio"])
     large = _times(judge["cold"], judge["warm"], judge["decode"])
     return (
-        "**Cost** of 20 passages, two Intel cores with matrix units, in times of the unmodified model: first answer "
-        f"token, first token where the passages were read before, each further token: {small} ({SMALL}); {large} "
-        f"({LARGE}). No GPU was measured."
+        "**Cost** of 20 passages, two Intel cores with matrix units, relative to the unmodified model: "
+        f"{large} ({LARGE}); {small} ({SMALL}). Warm: the passages were read before. No GPU was measured."
     )
 
 
 def _times(cold: float, warm: float, decode: float) -> str:
-    return f"x {cold:.1f}, x {short(f'{warm:.2f}')}, x {1 / decode:.1f}"
+    return (
+        f"first answer token x {cold:.1f} cold, x {short(f'{warm:.2f}')} warm, each further token x {1 / decode:.1f}"
+    )
 
 
 def draw_first_screen(results: Path = RESULTS) -> str:

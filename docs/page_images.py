@@ -19,7 +19,11 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).with_name("images")
 WAIT_SECONDS = 600
-WIDTH, REPORT_WIDTH, REPORT_HEIGHT = 1080, 1200, 940
+WIDTH, REPORT_WIDTH, REPORT_HEIGHT = 1080, 1200, 1070
+PLACES = """() => {
+  const {x, y, width, height} = document.querySelector('.places').getBoundingClientRect();
+  return {x: x - 20, y: y + scrollY - 20, width: width + 40, height: height + 40};
+}"""
 
 
 def main(address: str) -> None:
@@ -37,8 +41,7 @@ def main(address: str) -> None:
         light.locator("h1").hover()
         _save(light, "page-light.png", clip={"x": 0, "y": 0, "width": WIDTH, "height": 1180})
         _every_place(light)
-        light.locator(".places").scroll_into_view_if_needed()
-        _save(light, "page-curve.png", light.locator(".places"))
+        _save(light, "page-curve.png", clip=light.evaluate(PLACES))
         dark = _opened(browser, address, viewport={"width": WIDTH, "height": 900}, color_scheme="dark")
         _ask(dark)
         dark.locator(".answer.default .chip").first.focus()
@@ -92,9 +95,9 @@ def _wait(page: Page, expression: str) -> None:
         page.wait_for_timeout(100)
 
 
-def _save(page: Page, name: str, part: Any = None, clip: dict[str, float] | None = None) -> None:
+def _save(page: Page, name: str, clip: Any) -> None:
     """Save a screenshot with 128 colours, which makes it a third as large."""
-    taken = page.screenshot(full_page=True, clip=clip) if part is None else part.screenshot()
+    taken = page.screenshot(full_page=True, clip=clip)
     Image.open(io.BytesIO(taken)).convert("RGB").quantize(128).save(IMAGES / name, optimize=True)
 
 

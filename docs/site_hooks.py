@@ -2,18 +2,22 @@
 
 Pages link to files outside of docs/, which works in the repository; on the site the path replaces the link.
 CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages too. Addresses that pages had before lead to the new ones.
+Every page has the version.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from rag_posfix import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("mkdocs.hooks.links")
@@ -75,6 +79,13 @@ MOVED = {
 
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\.?/[^)\s#]*)(?:#[^)\s]*)?\)")
 _RELATIVE = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
+
+
+def on_config(config: Any, **_: Any) -> None:
+    """Put the version under every page, and above it a link to the repository where ``REPOSITORY_URL`` names it."""
+    config["copyright"] = f"rag_posfix {__version__}"
+    if address := os.environ.get("REPOSITORY_URL"):
+        config["repo_url"], config["repo_name"] = address, "Repository"
 
 
 def on_files(files: Files, *, config: Any, **_: Any) -> Files:

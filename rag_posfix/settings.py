@@ -564,7 +564,7 @@ def _import_plugins() -> None:
 
 @contextmanager
 def plugin_modules(names: Sequence[str]) -> Iterator[None]:
-    """Import plug-ins, in this process and in those that it starts, next to those of ``RAG_POSFIX_PLUGINS``.
+    """Import those of ``RAG_POSFIX_PLUGINS`` and more plug-ins, in this process and in those that it starts.
 
     Args:
         names: Modules by name, or files that end in ``.py``.
@@ -573,8 +573,10 @@ def plugin_modules(names: Sequence[str]) -> Iterator[None]:
         ConfigError: a module does not exist, or its code fails.
     """
     former = os.environ.get(_PLUGINS_VARIABLE)
+    _import_plugins()
     import_modules(names)
-    os.environ[_PLUGINS_VARIABLE] = ",".join(filter(None, (former, *names)))
+    if names:
+        os.environ[_PLUGINS_VARIABLE] = ",".join(filter(None, (former, *names)))
     try:
         yield
     finally:

@@ -18,7 +18,8 @@ import yaml
 
 from docs.generate import GROUPS
 from docs.reference_pages import command_line, configuration
-from docs.site_hooks import MOVED, root_page, without_links_to_files
+from docs.site_hooks import MOVED, ROOT_PAGES, root_page, without_links_to_files
+from rag_posfix import __version__
 from rag_posfix.cli.main import app
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.settings import (
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+REPOSITORY = "https://repository.example/rag_posfix"
 OWN = (
     "index.md", "choosing-a-model.md", "choosing-a-method.md", "passages.md", "concepts.md", "install.md",
     "troubleshooting.md", "measure.md", "tutorials/rag-app.md", "serving.md",
@@ -62,7 +64,7 @@ def site(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": REPOSITORY},
         capture_output=True,
         text=True,
         timeout=280,
@@ -105,6 +107,31 @@ def test_the_first_page_of_every_kind_is_in_the_navigation(site):
     start = (site / "index.html").read_text("utf-8")
     for title in ("Start", "Use", "Run", "Measure", "Methods", "Research", "Reference", "Develop"):
         assert title in start
+
+
+def test_a_page_leads_to_its_neighbours_and_to_the_repository_and_names_the_version(site):
+    page = (site / "retrieval.html").read_text("utf-8")
+    assert 'aria-label="Previous: Choose a method"' in page
+    assert 'aria-label="Next: Rerank"' in page
+    assert f"rag_posfix {__version__}" in page
+    assert REPOSITORY in page
+
+
+def test_a_label_of_the_navigation_is_the_title_of_its_page():
+    pages = [(label, page) for tab in navigation() for entries in tab.values() for label, page in flat(entries)]
+    titles = {
+        page: re.search("^# (.+)$", (ROOT / ROOT_PAGES.get(page, f"docs/{page}")).read_text("utf-8"), re.MULTILINE)[1]
+        for _, page in pages
+    }
+    assert len(pages) > 40
+    assert [(label, titles[page]) for label, page in pages if label not in (titles[page], "Home")] == []
+
+
+def flat(entries):
+    """The labels and pages of a tab, those of its groups too."""
+    for entry in entries:
+        for label, page in entry.items():
+            yield from flat(page) if isinstance(page, list) else [(label, page)]
 
 
 def navigation():

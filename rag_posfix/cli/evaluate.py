@@ -56,7 +56,7 @@ Arrangements = Annotated[
     typer.Option(
         "--arrangement",
         help="Compare reranker/order/method too, comma-separated.",
-        show_default="no arrangement besides the methods",
+        show_default="no variant besides the methods",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Stop answers after this number of tokens.")]
@@ -95,7 +95,7 @@ def positions(
     """Compare answers by the position of the gold passage.
 
     Reads Lost-in-the-Middle or HotpotQA rows, or a file in SQuAD's format such as XQuAD. Measures accuracy,
-    log-probability, worst position and spread. An arrangement is reranker/order/method, each as name:parameter=value,
+    log-probability, worst position and spread. A variant is reranker/order/method, each as name:parameter=value,
     for example likelihood+embedding/reverse/none; an empty reranker is the embedding.
 
     The same command, or one with more questions, positions or methods, computes only what OUT/positions-journal.jsonl

@@ -470,8 +470,8 @@ def _cell_of(cells: list[_Cell], name: str, where: str) -> _Cell:
 def _mark(cell: _Cell) -> str:
     from rich.markup import escape
 
-    text = cell.answer if len(cell.answer) <= 60 else cell.answer[:57] + "..."
-    return f"[green]✓ {escape(text)}[/green]" if cell.right else f"[red]✗ {escape(text)}[/red]"
+    colour, mark = ("green", "✓") if cell.right else ("red", "✗")
+    return f"[{colour}]{mark} {escape(cell.answer)}[/{colour}]"
 
 
 def _verdict(cells: list[_Cell], names: tuple[str, str]) -> str:

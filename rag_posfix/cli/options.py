@@ -218,7 +218,7 @@ _SETTING_HELP: Mapping[str, tuple[type[Any], str]] = {
     "max_tokens": (int, "Stop the answer after this number of tokens."),
     "allow_ungrounded": (bool, "Answer from the model's memory if nothing is found."),
     "allow_unsupported": (bool, "Answer even if no passage supports it, with a warning."),
-    "min_relevance": (str, "Drop off-topic passages: auto, off, or a least similarity."),
+    "min_relevance": (str, "Drop off-topic passages: auto, off, or a minimum similarity."),
     "query": (str, "How to search for a follow-up: last, history or rewrite."),
     "writer": (str, "Model that rewrites follow-ups and writes test questions."),
     "profile": (Path, "Use what rag-posfix measure chose: its profile.json."),
@@ -260,8 +260,8 @@ Config = Annotated[
 
 def _use_plugins(context: typer.Context, names: list[str] | None) -> list[str] | None:
     """Import plug-ins before other options are checked, until the command is done."""
-    if names and not context.resilient_parsing:
-        context.with_resource(plugin_modules(names))
+    if not context.resilient_parsing:
+        context.with_resource(plugin_modules(names or ()))
     return names
 
 

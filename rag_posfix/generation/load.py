@@ -410,6 +410,7 @@ def _converted_folder(converted: PackagedModel | GgufFile, cache_dir: Path, *, a
 def convert(gguf: Path, target: Path) -> None:
     """Write the dequantised model next to ``target``, then rename it; the last of several writers wins."""
     import torch
+    from transformers import modeling_gguf_pytorch_utils
 
     dense: dict[str, Any] = {}
     with suppress(ImportError):  # older transformers unpack GGUF weights always and lack the option
@@ -418,6 +419,9 @@ def convert(gguf: Path, target: Path) -> None:
         dense = {"quantization_config": GgufConfig(dequantize=True)}
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    # Its bar of the conversion has no switch.
+    shown = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     try:
         model, tokenizer = load_pretrained(str(gguf.parent), torch.bfloat16, "cpu", gguf_file=gguf.name, **dense)
         # True where the Hub is off; the files' content is the fingerprint, and stores are shared by fingerprint.
@@ -433,6 +437,7 @@ def convert(gguf: Path, target: Path) -> None:
             if not (target / "complete").exists():  # else another process was quicker
                 raise
     finally:
+        modeling_gguf_pytorch_utils.tqdm = shown
         shutil.rmtree(unfinished, ignore_errors=True)
 
 

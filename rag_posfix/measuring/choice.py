@@ -213,12 +213,12 @@ def ask_in_orders(
     return rows
 
 
-def time_first_token(
+def answer_alone(
     pipeline: Pipeline, question: AskedQuestion, arrangement: Arrangement, *, seed: int, journal: StackJournal
-) -> float:
-    """Ask a question alone, in its first order, and return the seconds until its first text.
+) -> StackAnswer:
+    """Return the answer to a question that was asked alone, in its first order, with the time to its first text.
 
-    The answer goes to the journal, where ``ask_in_orders`` finds it.
+    It goes to the journal, where ``ask_in_orders`` finds it.
     """
     order = draw_orders(question, 1, seed)[0]
     key = _key(pipeline, arrangement, question, order, 0)
@@ -226,7 +226,7 @@ def time_first_token(
     if answer is None or answer.first_token_seconds is None:
         answer = _ask_alone(pipeline, question, order, arrangement)
         journal.add(key, answer)
-    return answer.first_token_seconds or 0.0
+    return answer
 
 
 def _ask_alone(
@@ -337,6 +337,13 @@ LEAST_CHANGED = 6
 def least_change(n: int) -> float:
     """Return the smallest share of changed questions that n questions tell from no change, at most 1."""
     return min(1.0, LEAST_CHANGED / n) if n else 1.0
+
+
+def significance_text(n: int) -> str:
+    """Return which changes of n questions are significant, and what to do where none is."""
+    if n < LEAST_CHANGED:
+        return f"with {n} questions even a change in all of them is not significant: ask more, or raise --minutes"
+    return f"a change in at least {least_change(n):.0%} of {n} questions is significant"
 
 
 def by_question(rows: Sequence[FlipRow], kind: str, changed: str = "changed") -> list[float]:
@@ -686,10 +693,10 @@ def _about_the_choice(summary: Mapping[str, Any]) -> str:
         return f"{reason}Use {name}: {difference} against the model as it is.{hint}"
     if len(summary["measured"]) == 1:
         if OUT_OF_TIME in summary["not_measured"].values():
-            return "No time was left for other arrangements: give more --minutes, and the same command goes on."
+            return "No time was left for other pipeline variants: give more --minutes, and the same command goes on."
         return "Keep your model as it is; nothing else was measured."
     free = summary["order_free"]
-    beside = f" The cheapest arrangement that no order changes is {free}." if free else ""
+    beside = f" The cheapest pipeline variant that no order changes is {free}." if free else ""
     tried = "" if best == BASELINE else f" (the best, {best}: {difference})"
     return f"{nothing}{tried}: keep it.{beside}{hint}"
 
@@ -749,12 +756,11 @@ def estimate_text(
 
 
 def plan_text(reachable: int, total: int, minutes: float) -> str:
-    """Return what so many questions can tell, and what not."""
+    """Return how many questions fit, and what they can tell."""
     low, high = wilson_interval(reachable // 2, reachable)
     return (
         f"about {reachable} of {total} questions fit into {minutes:g} minutes: shares will be known to within "
-        f"{(high - low) / 2:.0%}, and a change of fewer than {least_change(reachable):.0%} of the questions cannot be "
-        "told from none"
+        f"{(high - low) / 2:.0%}; {significance_text(reachable)}"
     )
 
 

@@ -18,6 +18,7 @@ _CRITERIA = {
 }
 """The number of a row that is compared, the first one that both records have."""
 _LOWER_IS_BETTER = "changed"
+_SHOWN = {"closed_book": "no passages", "gold_only": "gold passage alone"}
 _ARRANGEMENT, _QUESTION = ("condition", "arrangement", "label"), ("question", "id")
 
 Values = Mapping[str, Mapping[str, float]]
@@ -47,9 +48,10 @@ class Difference:
     def sentence(self) -> str:
         """What is told of it."""
         low, high = self.interval
+        name = _SHOWN.get(self.arrangement, self.arrangement)
         verdict = {True: "better", False: "worse", None: "no difference beyond noise"}[self.is_better]
         return (
-            f"{self.arrangement}: {verdict}, {self.criterion} {self.first:.2f} and {self.second:.2f} "
+            f"{name}: {verdict}, {self.criterion} {self.first:.2f} and {self.second:.2f} "
             f"({low:+.2f} to {high:+.2f}, p = {self.p:.3f}, {self.n} questions)"
         )
 

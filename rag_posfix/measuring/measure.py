@@ -64,7 +64,9 @@ from rag_posfix.measuring.choice import (
     FlipRow,
     Judge,
     Scores,
+    StackAnswer,
     StackJournal,
+    answer_alone,
     ask_in_orders,
     choose,
     default_arrangement,
@@ -77,7 +79,6 @@ from rag_posfix.measuring.choice import (
     summarize_flips,
     supported_candidates,
     template_of,
-    time_first_token,
     tokens_text,
     usual_answers,
     verdict_of,
@@ -143,22 +144,23 @@ class Measurement:
             seed=self.options.seed, journal=self.journal, judge=self.judge if repeats else None,
         )  # fmt: skip
 
-    def time_alone(self, questions: Sequence[AskedQuestion], arrangement: Arrangement) -> tuple[float, float]:
+    def time_alone(self, questions: Sequence[AskedQuestion], arrangement: Arrangement) -> tuple[float, float, float]:
         """Ask the first questions, each alone: one at least, and others while that takes a tenth of the time.
 
-        Returns the median time to the first token, and that of an answer, without the first one, which may load what
-        others use; it is near 0 for answers of the journal.
+        Returns the median time to the first token, that of an answer now, without the first one, which may load what
+        others use, and that of an answer when it was asked: for answers of the journal the second is near 0.
         """
-        first_tokens, seconds, begun = list[float](), list[float](), self.budget.used
+        answers, seconds, begun = list[StackAnswer](), list[float](), self.budget.used
         for question in questions[:TOGETHER]:
             since = self.budget.used
-            first_tokens.append(
-                time_first_token(self.pipeline, question, arrangement, seed=self.options.seed, journal=self.journal)
+            answers.append(
+                answer_alone(self.pipeline, question, arrangement, seed=self.options.seed, journal=self.journal)
             )
             seconds.append(self.budget.used - since)
             if self.budget.left() < seconds[-1] or self.budget.used - begun > 0.1 * self.budget.seconds:
                 break
-        return median(first_tokens), median(seconds[1:] or seconds)
+        first_token = median([answer.first_token_seconds or 0.0 for answer in answers])
+        return first_token, median(seconds[1:] or seconds), median([answer.seconds for answer in answers])
 
     def answer(self, examples: Sequence[PositionExample], arrangement: Arrangement) -> list[PositionRow]:
         """Answer labelled questions with the gold passage at each position."""
@@ -229,9 +231,9 @@ def measure(
     )  # fmt: skip
     if not scored:
         report(0, len(questions), f"{tokens_text(pipeline, questions, _prompts(run, examples), options.prices)}\n")
-    _, seconds = run.time_alone(questions, parse_arrangement(BASELINE))
-    in_orders, variants = 2 * options.orders - 1, len(supported_candidates(pipeline))
-    estimate = estimate_text(seconds, len(questions), _prompts(run, examples), in_orders, variants, run.budget)
+    _, seconds, asked_seconds = run.time_alone(questions, parse_arrangement(BASELINE))
+    prompts, in_orders, variants = _prompts(run, examples), 2 * options.orders - 1, len(supported_candidates(pipeline))
+    estimate = estimate_text(max(seconds, asked_seconds), len(questions), prompts, in_orders, variants, run.budget)
     report(0, len(questions), f"{estimate}\n")
     rows = _measure_flips(run, questions, seconds, FLIPS_SHARE_WITH_LABELS if examples else FLIPS_SHARE)
     flips = summarize_flips(rows)
@@ -322,7 +324,7 @@ def _by_flips(
     """
     usual = usual_answers(_answers([row for row in rows if row.kind == "order"]))
     baseline = parse_arrangement(BASELINE)
-    first_token, _ = run.time_alone(questions, baseline)
+    first_token, *_ = run.time_alone(questions, baseline)
     table = {BASELINE: _flip_scores(run.ask(questions, baseline, repeats=0), usual, 1.0)}
     candidates = supported_candidates(run.pipeline)[1:]
     if order_matters(flips) is False:
@@ -334,7 +336,7 @@ def _by_flips(
             skipped[candidate.label] = OUT_OF_TIME
             continue
         try:
-            own_first_token, own_seconds = run.time_alone(questions, candidate)
+            own_first_token, own_seconds, _ = run.time_alone(questions, candidate)
             cost, since = own_first_token / max(first_token, 1e-9), run.budget.used
             for start in range(0, len(questions), TOGETHER):
                 fits = run.budget.fitting(start, since) >= FITTING * (len(questions) - start)
@@ -377,14 +379,14 @@ def _by_positions(
 ) -> tuple[dict[str, Scores], list[PositionRow]]:
     """Return the scores of arrangements with labels, accuracy by position, and every row (see ``_by_flips``)."""
     rows, table, taken = list[PositionRow](), dict[str, Scores](), 0
-    first_token, _ = run.time_alone(questions, parse_arrangement(BASELINE))
+    first_token, *_ = run.time_alone(questions, parse_arrangement(BASELINE))
     for candidate in supported_candidates(run.pipeline):
         is_first = candidate.label == BASELINE
         if not is_first and run.budget.left() < seconds:
             skipped[candidate.label] = OUT_OF_TIME
             continue
         try:
-            own = (first_token, seconds) if is_first else run.time_alone(questions, candidate)
+            own = (first_token, seconds) if is_first else run.time_alone(questions, candidate)[:2]
             cost = own[0] / max(first_token, 1e-9)
             candidate_rows, stop = _answer_in_blocks(run, candidate, examples, own[1], None if is_first else taken)
         except REFUSALS as error:

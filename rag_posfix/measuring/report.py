@@ -134,7 +134,7 @@ def _curve(points: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[str, An
         lines.mark_line(strokeWidth=2.5),
         lines.mark_circle(size=70).encode(tooltip=tooltip).properties(name="points").add_params(chosen),
         level.mark_rule(strokeDash=[3, 3], color="currentColor", opacity=0.7),
-        level.mark_text(align="right", dy=-7, color="currentColor").encode(alt.XValue("width"), text="level:N"),
+        level.mark_text(align="right", dy=-10, color="currentColor").encode(alt.XValue("width"), text="level:N"),
     )
     return _finished("curve", "accuracy by position of the gold passage, 95 % bands", chart)
 
@@ -151,7 +151,7 @@ def draw_cost(summary: Mapping[str, Any]) -> Chart | None:
     alt = _altair()
     what = "accuracy at the worst position" if summary.get("labels") else "share of questions with stable answers"
     points = [
-        {"label": f"{name}: {values['worst']:.2f} at {values['ttft_ratio']:.1f}", "arrangement": name}
+        {"label": f"{name}: {values['worst']:.2f} at {values['ttft_ratio']:.1f}", "variant": name}
         | {"quality": float(values["worst"]), "time": float(values["ttft_ratio"])}
         for name, values in measured.items()
     ]
@@ -159,7 +159,7 @@ def draw_cost(summary: Mapping[str, Any]) -> Chart | None:
     times = alt.Scale(domain=[0, 1.1 * max(point["time"] for point in points)], nice=False)
     axis = alt.Axis(title="time to the first token, unmodified model = 1", tickCount=6)
     marks = alt.Chart(alt.Data(values=points), name="points").mark_circle(size=140).add_params(chosen)
-    x, tooltip = alt.X("time:Q", scale=times, axis=axis), ["arrangement:N", *_numbers("quality", "time")]
+    x, tooltip = alt.X("time:Q", scale=times, axis=axis), ["variant:N", *_numbers("quality", "time")]
     chart = alt.layer(marks.encode(x, _share("quality", what), tooltip=tooltip, **legend))
     return _finished("cost", f"{what} against cost", chart)
 
@@ -437,7 +437,7 @@ def _titled(
 ) -> tuple[list[str], list[list[Any]]]:
     """Return the columns that have titles, in the order of these, under their titles."""
     shown = {columns.index(name): title for name, title in titles.items() if name in columns}
-    return ["arrangement", *shown.values()], [[row[0], *(row[index] for index in shown)] for row in table]
+    return ["pipeline variant", *shown.values()], [[row[0], *(row[index] for index in shown)] for row in table]
 
 
 def _table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:

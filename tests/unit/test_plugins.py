@@ -171,6 +171,14 @@ def test_an_option_adds_to_the_variable_for_the_processes_that_are_started(tmp_p
     assert os.environ["RAG_POSFIX_PLUGINS"] == "json"
 
 
+def test_the_list_of_methods_has_the_plugins_of_the_variable(tmp_path, monkeypatch, capsysbinary):
+    monkeypatch.setenv("RAG_POSFIX_PLUGINS", str(order_file(tmp_path, "as_given_nine")))
+    code, out, _ = command_line(capsysbinary)("methods", "--json")
+    listed = json.loads(out)
+    assert (code, "as_given_nine" in listed["orders"]) == (0, True)
+    assert {"kind": "order", "name": "as_given_nine", "package": "as_given_nine.py"} in listed["plugins"]
+
+
 def test_the_command_line_takes_a_file_and_lists_its_entries_with_their_package(tmp_path, capsysbinary):
     run = command_line(capsysbinary)
     path = order_file(tmp_path, "as_given_five")

@@ -84,6 +84,19 @@ def test_passages_and_answers_are_shown_as_text(page):
     assert page.title() == "rag_posfix"
 
 
+def test_on_a_narrow_page_the_name_keeps_one_line_and_stop_moves_nothing(browser, url):
+    with checked_page(browser, viewport={"width": 360, "height": 740}) as page:
+        open_page(page, url)
+        name = page.locator(".top h1").bounding_box()["height"]
+        page.evaluate("document.querySelector('.top .quiet').textContent = 'a long message of the service '.repeat(4)")
+        assert page.locator(".top h1").bounding_box()["height"] == name
+        question = page.locator("#question").bounding_box()
+        assert question["width"] == page.locator("form.ask").bounding_box()["width"]
+        form = page.locator("form.ask").bounding_box()["height"]
+        page.locator("form.ask button", has_text="Stop").evaluate("stop => stop.style.display = ''")
+        assert page.locator("form.ask").bounding_box()["height"] == form
+
+
 def test_it_works_at_360_pixels(browser, url):
     with checked_page(browser, viewport={"width": 360, "height": 740}) as page:
         open_page(page, url)

@@ -58,6 +58,11 @@ class TestGguf:
         ids = Assembler(encoder, 512).assemble("Who?").layout.token_ids
         assert (ids[0], ids.count(1), ids.count(2)) == (1, 2, 1)
 
+    def test_its_conversion_shows_no_progress_bar(self, tmp_path, capfd):
+        write_gguf(tmp_path / "tiny.gguf")
+        load(tmp_path / "tiny.gguf", tmp_path)
+        assert capfd.readouterr().err == ""
+
     def test_it_is_converted_once_and_another_file_anew(self, tmp_path, monkeypatch):
         done, convert = [], models.convert
         monkeypatch.setattr(models, "convert", lambda gguf, target: done.append(target.name) or convert(gguf, target))

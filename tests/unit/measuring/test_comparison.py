@@ -32,6 +32,15 @@ def test_a_difference_of_each_question_is_beyond_noise_and_has_the_sign_of_the_s
     assert reverse.is_better is False
 
 
+def test_the_ceiling_and_the_floor_are_told_in_words():
+    records = [record([1.0] * 3), record([1.0] * 3)]
+    for each in records:
+        for row, name in zip(each.rows, ("closed_book", "gold_only", "none"), strict=True):
+            row["condition"] = name
+    told = [difference.sentence.partition(":")[0] for difference in compare_records(*records)]
+    assert told == ["no passages", "gold passage alone", "none"]
+
+
 def test_a_difference_that_questions_do_not_share_is_noise():
     (difference,) = compare_records(record([0.0, 1.0] * 4), record([1.0, 0.0] * 4))
     assert difference.is_better is None

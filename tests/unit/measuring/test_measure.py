@@ -26,13 +26,13 @@ from rag_posfix.measuring.choice import (
     JOURNAL,
     FlipRow,
     StackJournal,
+    answer_alone,
     ask_in_orders,
     draw_orders,
     find_questions,
     from_examples,
     prompt_of,
     summarize_flips,
-    time_first_token,
 )
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.pipeline.build import build_pipeline
@@ -215,14 +215,14 @@ def test_the_first_token_is_timed_with_no_other_question_open(tmp_path, monkeypa
     file = tmp_path / JOURNAL
     journal = StackJournal(file)
     pipeline, arrangement = pipeline_of(generator), parse_arrangement("none")
-    times = [time_first_token(pipeline, each, arrangement, seed=0, journal=journal) for each in questions[:3]]
+    times = [answer_alone(pipeline, each, arrangement, seed=0, journal=journal) for each in questions[:3]]
     assert generator.most_open == 1
-    assert times == pytest.approx([0.02] * 3)
+    assert [each.first_token_seconds for each in times] == pytest.approx([0.02] * 3)
     ask_in_orders(pipeline, questions, arrangement, orders=3, repeats=0, seed=0, journal=journal)
     assert len(generator.asked) == 4 * 3  # the answers that were timed are not asked again
     assert generator.most_open > 1
     again = StackJournal(file)
-    assert [time_first_token(pipeline, each, arrangement, seed=0, journal=again) for each in questions[:3]] == times
+    assert [answer_alone(pipeline, each, arrangement, seed=0, journal=again) for each in questions[:3]] == times
     cost = run(generator, count=8).summary["measured"]["/relevance/repeated_passages:repeat=best"]["ttft_ratio"]
     assert cost == pytest.approx(0.1 / 0.02)
 

@@ -45,11 +45,11 @@ def test_columns_have_titles_that_say_what_the_criterion_is():
         ExperimentRecord({"kind": "measure", "summary": {**summary, "labels": labels}}) for labels in (True, False)
     ]
     assert headings(report_page(records[:1])) == [
-        "arrangement", "worst position", "mean", "best position", "answers that change", "well-formed answers",
+        "pipeline variant", "worst position", "mean", "best position", "answers that change", "well-formed answers",
         "first token, times none",
     ]  # fmt: skip
     assert headings(report_page(records[1:])) == [
-        "arrangement", "stable answers", "agreement with none", "well-formed answers", "first token, times none",
+        "pipeline variant", "stable answers", "agreement with none", "well-formed answers", "first token, times none",
     ]  # fmt: skip
     assert "worst,mean,best,second" in report_csv(records)
 
@@ -140,8 +140,8 @@ def test_the_chart_of_cost_has_quality_and_time_of_each_arrangement_in_its_legen
     chart = draw_cost({"measured": measured, "labels": True})
     (layer,) = spec(chart)["layer"]
     assert spec(chart)["data"]["values"] == [
-        {"label": "none: 0.25 at 1.0", "arrangement": "none", "quality": 0.254, "time": 1.0},
-        {"label": "default: 0.50 at 2.2", "arrangement": "default", "quality": 0.5, "time": 2.24},
+        {"label": "none: 0.25 at 1.0", "variant": "none", "quality": 0.254, "time": 1.0},
+        {"label": "default: 0.50 at 2.2", "variant": "default", "quality": 0.5, "time": 2.24},
     ]
     assert chart.title == "accuracy at the worst position against cost"
     assert layer["encoding"]["color"]["scale"] == {

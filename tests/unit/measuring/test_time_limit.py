@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.evaluation.answers.experiment import parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
-from rag_posfix.measuring.choice import OUT_OF_TIME, Budget, estimate_text, find_questions, from_examples
+from rag_posfix.measuring.choice import JOURNAL, OUT_OF_TIME, Budget, estimate_text, find_questions, from_examples
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from tests.support.measured import pipeline_of, texts
 from tests.support.order_biased import OrderBiasedGenerator
@@ -62,7 +63,7 @@ class AsGiven:
         ]
 
 
-def timed(seconds, *, labels, minutes=1.0, count=12):
+def timed(seconds, *, labels, minutes=1.0, count=12, out=None):
     """Return the summary of a measurement, the minutes that it took, and what it said, with the answers before it."""
     generator, told = Timed(seconds), []
     pipeline = make_pipeline(generator, reranker=AsGiven()) if labels else pipeline_of(generator)
@@ -70,7 +71,7 @@ def timed(seconds, *, labels, minutes=1.0, count=12):
     asked = from_examples(examples, 4) if labels else find_questions(pipeline, texts(count))[0]
     record = measure(
         pipeline, asked, examples=examples, options=MeasureOptions(minutes, documents=4),
-        budget=Budget(minutes, lambda: generator.now),
+        budget=Budget(minutes, lambda: generator.now), out=out,
         report=lambda done, total, text: told.append((len(generator.asked), text)),
     )  # fmt: skip
     return record.summary, (generator.now - 1000) / 60, told
@@ -106,6 +107,15 @@ def test_the_estimate_is_told_after_three_answers_and_before_the_others():
     assert asked == 3
     # 12 questions, each 5 prompts of the unmodified model and 2 of 4 others: 12 * 13 * .5 s = 78 s.
     assert text.startswith("an answer takes about 0.5 s: 12 questions with 5 pipeline variants take about 1 min; ")
+
+
+def test_a_run_that_goes_on_estimates_by_the_times_in_its_journal(tmp_path):
+    timed(0.5, labels=False, out=tmp_path)
+    journal = tmp_path / JOURNAL
+    kept = re.sub('"seconds":[^,]+', '"seconds":7.0', journal.read_text("utf-8"))
+    journal.write_text(kept, "utf-8")
+    _, _, told = timed(0.5, labels=False, out=tmp_path)
+    assert [text[:27] for _, text in told if text.startswith("an answer takes")] == ["an answer takes about 7.0 s"]
 
 
 def test_the_estimate_says_what_the_time_is_enough_for():

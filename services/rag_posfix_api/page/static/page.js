@@ -332,7 +332,7 @@ function page() {
     },
 
     get origins() {
-      const origins = [{ value: PAGE, name: "the passages above" }];
+      const origins = [{ value: PAGE, name: "the passages of this page" }];
       if (this.hasIndex) origins.push({ value: INDEX, name: "the served index" });
       return [...origins, ...this.collections.map((name) => ({ value: name, name: `collection ${name}` }))];
     },
