@@ -264,6 +264,7 @@ def _front_fields(front: str, *, is_toml: bool) -> dict[str, Any] | None:
     """Return the fields of front matter that are texts or lists of texts; None for text between two rules."""
     import yaml
 
+    fields: dict[str, Any] | None
     try:
         if is_toml:
             fields = {name: _toml_text(value) for name, value in tomllib.loads(front.replace("\r\n", "\n")).items()}
