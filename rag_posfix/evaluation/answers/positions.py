@@ -138,10 +138,8 @@ def evaluate_positions(
     for example, place in itertools.product(examples, checked_positions(gold_positions)):  # before the model is loaded
         example.documents(documents, place)
     journal_file = out and out / JOURNAL
-    asked: dict[str, Any] = {
-        "gold_positions": gold_positions, "n_documents": documents, "max_new_tokens": max_tokens,
-        "check_orders": check_orders,
-    }  # fmt: skip
+    asked: dict[str, Any] = {"gold_positions": gold_positions, "n_documents": documents}
+    asked |= {"max_new_tokens": max_tokens, "check_orders": check_orders}
     if ray:
         if engine is not None or reranker is not None:
             raise ConfigError("ray=True loads models in other processes; give settings instead of engine and reranker")
