@@ -1,7 +1,8 @@
 """What the site does beyond Markdown.
 
 Pages link to files outside of docs/, which works in the repository; on the site the path replaces the link.
-CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages too. Addresses that pages had before lead to the new ones.
+CHANGELOG.md, CONTRIBUTING.md and SECURITY.md are pages too, and each command has one. Addresses that pages had before
+lead to the new ones.
 Every page has the version.
 """
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("mkdocs.hooks.links")
 
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
+COMMANDS, COMMANDS_FOLDER = "reference/cli.md", "reference/cli"
 MOVED = {
     "add-a-cache-backend": "add-a-backend.html#add-a-cache-backend",
     "add-a-dialect": "add-a-backend.html#add-an-api-format",
@@ -33,7 +35,7 @@ MOVED = {
     "add-an-order": "add-a-method.html#an-order",
     "agents": "frameworks.html#agents-mcp",
     "assembly": "prompts.html#order-the-prompt",
-    "default-method": "settings.html#the-default-method",
+    "default-method": "results-tables.html#the-default-method",
     "haystack": "frameworks.html#haystack",
     "hostile-passages": "results.html#hostile-passages",
     "laboratory-results": "laboratory.html#what-was-measured",
@@ -71,6 +73,7 @@ MOVED = {
     "reranking-results": "results-tables.html#rerankers",
     "results-discussion": "compared.html",
     "scale": "operations.html#size",
+    "settings": "results-tables.html#the-default-method",
     "tutorials/measure-your-model": "../measure.html#with-a-program",
     "tutorials/service": "../serving.html",
     "upgrade": "install.html#upgrade",
@@ -89,10 +92,29 @@ def on_config(config: Any, **_: Any) -> None:
 
 
 def on_files(files: Files, *, config: Any, **_: Any) -> Files:
-    """Add the pages whose text is in the root of the repository."""
+    """Add the pages whose text is in the root of the repository, and one for each command."""
     for page, name in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=root_page((ROOT / name).read_text("utf-8"))))
+    for command, text in command_pages((ROOT / "docs" / COMMANDS).read_text("utf-8"))[1].items():
+        files.append(File.generated(config, f"{COMMANDS_FOLDER}/{command}.md", content=text))
     return files
+
+
+def command_pages(reference: str) -> tuple[str, dict[str, str]]:
+    """Return the page of all commands with links to theirs, and the page of each, from what docs/generate.py wrote."""
+    head, *sections = re.split(r"^## (?=rag-posfix\b)", reference, flags=re.MULTILINE)
+    pages = {}
+    lines = []
+    for section in sections:
+        name = section.partition("\n")[0]
+        command, below = name.removeprefix("rag-posfix").strip().replace(" ", "-"), section.partition("\n")[2].strip()
+        if command:
+            pages[command] = f"# {name}\n\n{below}\n\n[All commands](../cli.md)\n".replace("](#", "](../cli.md#")
+            summary = next((line for line in below.splitlines() if line[:1].isalnum()), "")
+            lines.append(f"- [`{name}`](cli/{command}.md){{: #rag-posfix-{command} }}: {summary}")
+        else:
+            head += f"## {section}"
+    return f"{head}## Commands\n\n" + "\n".join(lines) + "\n", pages
 
 
 def root_page(markdown: str) -> str:
@@ -111,7 +133,10 @@ def root_page(markdown: str) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the text of a page without links to files outside of docs/."""
+    """Return the text of a page with links to the pages of commands, and without links to files outside of docs/."""
+    if page.file.src_uri == COMMANDS:
+        return command_pages(markdown)[0]
+    markdown = re.sub(r"cli\.md#rag-posfix-([\w-]+)", r"cli/\1.md", markdown)
     return without_links_to_files(markdown, page.file.src_uri)
 
 

@@ -168,6 +168,17 @@ def test_files_of_the_root_are_pages_with_working_links(site):
     assert root_page(text) == f"{shown}, [e](#f), [g](https://h)"
 
 
+def test_each_command_has_a_page_and_the_page_of_all_links_to_it(site):
+    names = re.findall(r"^## rag-posfix (\S.*)$", (DOCS / "reference" / "cli.md").read_text("utf-8"), re.MULTILINE)
+    assert len(names) > 40
+    links = Links(site / "reference" / "cli.html")
+    for name in names:
+        page = f"{name.replace(' ', '-')}.html"
+        assert f"rag-posfix {name}" in (site / "reference" / "cli" / page).read_text("utf-8")
+        assert f"cli/{page}" in links.targets
+        assert f"rag-posfix-{name.replace(' ', '-')}" in links.ids
+
+
 def test_defaults_of_the_reference_are_those_of_the_code():
     settings = configuration()
     assert "- `RAG_POSFIX_INDEXES` (`{}`): " in settings
