@@ -118,7 +118,7 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles, *, 
     title = requested.title or next(
         (name for wanted in _TITLES for name in names if plain[name] == wanted and _is_text(records, name)), ""
     )
-    title = title or ("title" if known else "")
+    title = title or ("title" if known and "title" in names else "")
     text = requested.text or ((known,) if known else ())
     record_id = requested.id or next(
         (name for name in _ID_FIELDS if name in names and set(text) & {*_TEXT_FIELDS}), ""
