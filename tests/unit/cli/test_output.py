@@ -5,8 +5,11 @@ import json
 import logging
 
 import pytest
+import typer
+import typer.main
 from rich.console import Console
 
+from rag_posfix.cli.main import app, options
 from rag_posfix.cli.options import SafeFormatter, emit_json, err, out, say, table
 from rag_posfix.text import visible
 
@@ -59,3 +62,13 @@ def test_lines_tabs_and_letters_of_any_script_are_printed_as_they_are():
     text = "one\ttwo\n\u05e9\u05dc\u05d5\u05dd \u0645\u0631 東京 é\n"
     assert visible(text) == text
     assert visible("one\r\ntwo") == "one\ntwo"
+
+
+@pytest.mark.parametrize(("command", "is_warned"), [("ask", False), ("demo", False), ("eval", False), ("serve", True)])
+def test_only_a_service_is_warned_that_answers_are_decoded_together(command, is_warned):
+    logger = logging.getLogger("rag_posfix.generation.model.one_pass")
+    with typer.Context(typer.main.get_command(app), info_name="rag-posfix") as context:
+        context.invoked_subcommand = command
+        options(context, verbose=False, version=False)
+        assert logger.isEnabledFor(logging.WARNING) is is_warned
+    assert logger.level == logging.NOTSET
