@@ -13,7 +13,7 @@ from rag_posfix.retrieval.ingest.ingest import read_documents
 TAGS = (
     "div p span section article aside h1 h2 h5 li td blockquote pre figcaption label button summary dt dd em b a time "
     "code center details fieldset legend address small"
-).split()
+)
 
 
 class Writer:
@@ -43,7 +43,7 @@ class Writer:
                 return self.words()
             return self.html(depth + 1) + self.words() + self.html(depth + 1)
 
-        tag = self.draw.choice(TAGS)
+        tag = self.draw.choice(TAGS.split())
         forms = (
             lambda: f"<ul><li>{inner()}</li><li>{inner()}</li></ul>",
             lambda: f"<table><caption>{self.words()}</caption><tr><th>{self.words()}<td>{inner()}</table>",
