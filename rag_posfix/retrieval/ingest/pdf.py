@@ -27,19 +27,17 @@ _EDGE_LINES = 3
 _MIN_PAGES, _MIN_SHARE = 3, 40
 """Pages with such a line, at least, and their share in percent: odd and even pages may have their own."""
 _STAMP = re.compile(r"\d{1,4}[/.-]\d{1,2}[/.-]\d{1,4}.{0,4}\d{1,2}:\d\d")
+_ALONE = r"(?:page|seite|p\.|s\.|p\u00e1gina|pagina|strona)?\W*(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})?\W*"
 _PAGE_NUMBER = re.compile(
-    r"^(?:page|seite|p\.|s\.|p\u00e1gina|pagina|strona)?\W*(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})?\W*$|^(\d{1,4})(?:\W+\w+){2}|"
+    rf"^{_ALONE}$|^(\d{{1,4}})(?:\W+\w+){{2}}|"
     r"^(?:\S+\s+){1,20}?(?:page|seite|\S+)?\W*\b(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})\W*$|"
     r"(?:\S+\s+){2}(\d{1,4})\W*$",
     re.IGNORECASE,
 )
 """Alone, or at the end of a line with other words; \"Step 3\" is none."""
 _ROMAN = re.compile(r"\W*([ivxl]+)\W*", re.IGNORECASE)
+_NUMBER_ALONE = re.compile(rf"{_ALONE}|{_ROMAN.pattern}", re.IGNORECASE)
 _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
-_PAGE_WORDS = re.compile(
-    r"\b(?:page|seite|p|s|p\u00e1gina|pagina|strona|of|von|de|sur|di|\d+|[ivxl]+)\b", re.IGNORECASE
-)
-"""What a line that has a page number alone is made of."""
 _ADDRESS = re.compile(r"(?:https?|file)://\S+")
 _WORD = re.compile(r"\w+")
 _APART = re.compile(r"\b(\w*f)\s+(\w+)")
@@ -66,7 +64,7 @@ def read_pdf(data: bytes) -> FileText:
         raise missing_extra("pypdf (needed for PDF files)", "pdf") from error
     found = extract(data, ".pdf")
     texts = {page.page_number: page.content for page in found.pages or ()}
-    items = list(_on_pages(node_items(found), texts))
+    items = _on_pages(node_items(found), texts)
     pages = {
         page: _repaired([item for item in items if item.page == page], texts.get(page, ""))
         for page in sorted({item.page for item in items})
@@ -87,8 +85,8 @@ def read_pdf(data: bytes) -> FileText:
     return items_text(joined, losses=_losses(reader, texts))
 
 
-def _on_pages(items: Iterable[Item], texts: dict[int, str]) -> Iterator[Item]:
-    """Yield items by page; the value of a field of a form, which has none, is on the page that shows it."""
+def _on_pages(items: Iterable[Item], texts: dict[int, str]) -> list[Item]:
+    """Return items by page; the value of a field of a form, which has none, is on the page that shows it."""
     page = 1
     placed: list[Item] = []
     for item in items:
@@ -96,7 +94,7 @@ def _on_pages(items: Iterable[Item], texts: dict[int, str]) -> Iterator[Item]:
             value = item.text.rpartition(": ")[2]
             page = next((number for number, text in texts.items() if value in text), page)
         placed.append(item if item.page else item._replace(page=page))
-    yield from sorted(placed, key=lambda item: item.page)
+    return sorted(placed, key=lambda item: item.page)
 
 
 def _losses(reader: pypdf.PdfReader | None, texts: dict[int, str]) -> Iterator[str]:
@@ -160,7 +158,7 @@ def _repeated(texts: dict[int, str]) -> dict[int, list[str]]:
             for line in lines
             if (offset := _offset(line, page)) is not None and offsets[offset] >= max(least, _MIN_PAGES)
         ]
-        alone = [line for line in numbered if not _WORD.search(_PAGE_WORDS.sub("", line))]
+        alone = [line for line in numbered if _NUMBER_ALONE.fullmatch(line)]
         for line in lines:
             if is_printed and (line == number or _STAMP.search(line) or _ADDRESS.fullmatch(line)):
                 result.setdefault(page, []).append(line)

@@ -541,8 +541,8 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
         text, title = title, ""
     has_ids = has_known_text or bool(roles.id)
     heading, rest = _beside(fields, roles)
-    if not text.strip() and heading:  # a row with an empty text
-        text, heading = heading.replace("; ", "\n"), ""
+    if not text.strip():  # a row whose text is empty has its other fields by line
+        heading, rest = "", "\n".join(line for name in roles.beside for line in _lines(name, fields.get(name)))
     text = "\n\n".join(filter(None, [text, rest]))
     title = passage_title(record.caption, [part for part in (title, heading) if part])
     title = title or ("" if names else record.table)

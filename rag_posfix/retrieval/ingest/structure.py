@@ -313,24 +313,33 @@ _MARKUP_HEADINGS = {
     ),
 }
 MARKUP_SUFFIXES = tuple(_MARKUP_HEADINGS)
-_MARKUP_CODE = {
-    ".adoc": re.compile(r"^(-{4,}|\.{4,})\n.*?\n\1$", re.MULTILINE | re.DOTALL),
-    ".org": re.compile(r"^#\+begin_(\w+).*?^#\+end_\1", re.MULTILINE | re.DOTALL | re.IGNORECASE),
-    ".rst": re.compile(r"(?:(?<=::)|(?<=::\n))\n(?:(?:[^\S\n].*)?\n)+"),
+_MARKUP_FENCE = {  # what opens and closes code
+    ".adoc": re.compile(r"^(-{4,}|\.{4,})$", re.MULTILINE),
+    ".org": re.compile(r"^#\+(?:begin|end)_(\w+).*$", re.MULTILINE | re.IGNORECASE),
 }
+_RST_CODE = re.compile(r"(?:(?<=::)|(?<=::\n))\n(?:(?:[^\S\n].*)?\n)+")
 _ORG_TITLE = re.compile(r"^#\+title:[^\S\n]*(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def read_markup(text: str, suffix: str) -> FileText:
     """Return AsciiDoc, Org or reStructuredText with its blocks; what is within code is no heading.
 
-    In reStructuredText the level of a heading is that of the marks below it, in the order in which they first occur.
+    In reStructuredText the level of a heading is that of the marks below it, in the order in which they first occur. A
+    text of very many lines is one block.
     """
-    code = [match.span() for match in _MARKUP_CODE[suffix].finditer(text)]
+    if text.count("\n") > _MAX_LINES:
+        return FileText(text, blocks=(Block("text", 0, len(text)),))
+    code = list(_markup_code(text, suffix))
+    starts = [start for start, _ in code]
+
+    def is_code(offset: int) -> bool:
+        before = bisect_right(starts, offset)
+        return before > 0 and offset < code[before - 1][1]
+
     found = [
         match
         for match in _MARKUP_HEADINGS[suffix].finditer(text)
-        if not any(start <= match.start() < end for start, end in code) and is_heading_text(match["title"])
+        if not is_code(match.start()) and is_heading_text(match["title"])
     ]
     marks = list(dict.fromkeys((match["mark"], match.groupdict().get("over")) for match in found))
     headings = [
@@ -346,6 +355,22 @@ def read_markup(text: str, suffix: str) -> FileText:
         headings.insert(0, Heading(title[1].strip(), 0, *title.span()))
     blocks = paragraph_blocks(text, headings)
     return FileText(text, stated_title(headings, blocks), blocks=blocks_under(headings, blocks))
+
+
+def _markup_code(text: str, suffix: str) -> Iterator[tuple[int, int]]:
+    """Yield the characters of code, by offset; what is opened and never closed goes on to the end."""
+    if suffix == ".rst":
+        yield from (match.span() for match in _RST_CODE.finditer(text))
+        return
+    opened: re.Match[str] | None = None
+    for fence in _MARKUP_FENCE[suffix].finditer(text):
+        if opened is None:
+            opened = fence
+        elif fence[1].lower() == opened[1].lower():
+            yield opened.start(), fence.end()
+            opened = None
+    if opened is not None:
+        yield opened.start(), len(text)
 
 
 def paragraph_blocks(text: str, headings: Sequence[Heading]) -> list[Block]:

@@ -11,6 +11,7 @@ from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.ingest import read_documents
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.retrieval.ingest.readers import read_here, read_text
+from rag_posfix.retrieval.ingest.structure import read_markup
 from tests.support.pdf_files import pdf_of
 
 PAGES = ["First page line one.\nLine two.", "", "Third page, which has\nmore words than fit."]
@@ -244,6 +245,20 @@ def test_headings_of_other_markups_are_sections_and_code_has_none(tmp_path, name
     assert [document.page_content.splitlines()[-1] for document in documents[1:]] == ["Two.", "Three.", "Four."]
     assert "One." in documents[0].page_content
     assert "none" in documents[0].page_content
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        ("adoc", "".join(f"{'-' * (4 + n)}\n" for n in range(1500))),
+        ("org", "* T\ntext\n" * 3000 + "#+begin_x\n" * 3000),
+        ("rst", "T\n====\n\n::\n\n   code\n\n" * 2000),
+        ("adoc", "== T\n\n----\ncode\n----\n\n" * 2400),
+    ],
+)
+def test_code_that_is_never_closed_and_thousands_of_headings_take_no_time(suffix, text):
+    """Reading each again for each other one took a minute for 500 kB."""
+    assert read_markup(text, f".{suffix}").text == text
 
 
 def test_features_of_geojson_and_lines_of_ndjson_are_documents(tmp_path):
