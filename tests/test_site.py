@@ -30,6 +30,7 @@ from rag_posfix.settings import (
     Settings,
     TelemetrySettings,
 )
+from tests.integration.chromium import chromium
 
 pytestmark = pytest.mark.slow
 
@@ -177,6 +178,17 @@ def test_each_command_has_a_page_and_the_page_of_all_links_to_it(site):
         assert f"rag-posfix {name}" in (site / "reference" / "cli" / page).read_text("utf-8")
         assert f"cli/{page}" in links.targets
         assert f"rag-posfix-{name.replace(' ', '-')}" in links.ids
+
+
+def test_no_page_is_wider_than_a_phone(site):
+    written = [site / path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        widths = {}
+        for path in [*written, site / "changelog.html", site / "reference" / "cli" / "ask.html"]:
+            page.goto(path.as_uri(), wait_until="domcontentloaded")
+            widths[path.name] = page.evaluate("document.documentElement.scrollWidth")
+    assert {name: width for name, width in widths.items() if width > 390} == {}
 
 
 def test_defaults_of_the_reference_are_those_of_the_code():

@@ -83,6 +83,13 @@ def test_an_actor_that_dies_is_started_again_with_its_questions(answered):
     assert answered["died"]
 
 
+@pytest.mark.parametrize("experiment", ["reranked", "answered"])
+def test_an_experiment_with_packaged_models_has_the_same_rows_on_the_cluster(results, experiment):
+    here, there = results["real"][experiment]
+    assert there == here
+    assert len(here) >= 4
+
+
 def test_without_the_extra_the_message_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"ray is not installed.*\.\[eval,ray\]"), ray_rankers(Settings(), 1):

@@ -18,13 +18,14 @@ from langchain_core.documents import Document
 
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError
+from rag_posfix.evaluation import evaluate_positions, evaluate_reranking
 from rag_posfix.evaluation.answers.experiment import AnswerJournal, check_arrangements
 from rag_posfix.evaluation.answers.positions import answer_at_positions, answer_on_ray
 from rag_posfix.evaluation.ranking.rankings import QueryCandidates, RankJournal, RerankerChoice, local_ranker, rerank
 from rag_posfix.evaluation.ranking.reranking import ray_rankers
 from rag_posfix.settings import Settings
 from tests.support.redis_server import free_port
-from tests.support.rerank_data import CORPUS, open_by_length, open_failing
+from tests.support.rerank_data import CORPUS, open_by_length, open_failing, write_collection
 from tests.support.serve_with_ray import serve_results
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 
@@ -135,6 +136,29 @@ def answered(journal: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# The commands' own entry points, with the packaged models.
+
+
+def real(folder: Path) -> dict[str, Any]:
+    """Return the rows of both experiments without Ray, and with it."""
+    settings = Settings(model="smollm2")
+    rerank_options = {"rerankers": [RerankerChoice("embedding")], "depth": 3, "settings": settings}
+    answer_options = {"gold_positions": (0, 2), "documents": 3, "max_tokens": 3, "settings": settings}
+    places: list[dict[str, Any]] = [{}, {"ray": True, "ray_actors": 1}]
+    data = write_collection(folder)
+    return {
+        "reranked": [without_time(evaluate_reranking(data, **rerank_options, **place)) for place in places],
+        "answered": [
+            without_time(evaluate_positions(EXAMPLES[:1], [MitigationChoice("none")], **answer_options, **place))
+            for place in places
+        ],
+    }
+
+
+def without_time(record) -> list[dict[str, Any]]:
+    return [{**row, "seconds": 0} for row in record.rows]
+
+
 def main(cluster_folder: str, folder: Path) -> None:
     import ray
 
@@ -145,6 +169,7 @@ def main(cluster_folder: str, folder: Path) -> None:
     result = {
         "ranked": ranked(folder / "ranked.jsonl"),
         "answered": answered(folder / "answered.jsonl"),
+        "real": real(folder / "beir"),
         "served": serve_results(folder / "served", context.dashboard_url),
     }
     ray.shutdown()
