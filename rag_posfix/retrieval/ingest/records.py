@@ -55,6 +55,8 @@ _ENVELOPE = (
     "encoding", "format", "message", "next", "object", "previous", "schema", "status", "total", "type", "version",
 )  # fmt: skip
 _ENVELOPE_OBJECTS = ("crs", "shards", "total")
+_WRAPPERS = ("response", "result", "payload", "body")
+"""Names of objects around records, as those of lists of them; other names are the caption of the records."""
 _MIN_PROSE_WORDS = 8
 _MIN_LONG_PROSE_WORDS = 30
 _MAX_HEADING_CHARACTERS = 200
@@ -329,7 +331,8 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
         if not name or _has_own_text(value, name):
             break
         title = next((key for key in value if _plain(key) in _TITLES and isinstance(value[key], str)), None)
-        caption = " > ".join(filter(None, [caption, str(value.get(title, ""))]))
+        stated = name if isinstance(value[name], dict) and _plain(name) not in (*_LISTS, *_WRAPPERS) else ""
+        caption = passage_title(caption, [part for part in (str(value.get(title, "")), stated) if part])
         left_out = {title, name, *(key for key in value if _is_envelope(key, value[key]))}
         others = {key: item for key, item in value.items() if key not in left_out}
         if any(map(_has_words, others.values())):
