@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -300,10 +301,10 @@ class Pipeline(AskedInBatches):
         documents: Sequence[Document] | None = None,
         *,
         watcher: StageWatcher | None = None,
-    ) -> Iterator[AnswerChunk]:
+    ) -> abc.Generator[AnswerChunk, None, None]:
         """Yield the answer in pieces; the last chunk has the complete answer. The arguments are those of ``ask``.
 
-        Wrong input raises in this call. A cached answer is one piece. Closing the iterator stops the computation.
+        Wrong input raises in this call. A cached answer is one piece. Closing the generator stops the computation.
         """
         question = as_question(question, documents)
         with ExitStack() as stack:
@@ -311,16 +312,16 @@ class Pipeline(AskedInBatches):
             prepared = self._prepare(question, watcher, trace)
             if self._lacks_passage(prepared):
                 answer = self._finish_without_passage(prepared)
-                return iter([AnswerChunk(answer.text, answer)])
+                return _in_one_piece(AnswerChunk(answer.text, answer))
             stored = self._look_up(prepared)
             if stored is not None:
                 answer = self._finish(prepared, stored, cached=True)
-                return iter([AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens)])
+                return _in_one_piece(AnswerChunk(answer.text, answer, answer.log_probs, answer.usage.prompt_tokens))
             self.recent.add(prepared.prompt.scope, prepared.prompt.assembled.layout.keys)
             odds = self.support.odds(prepared.run, prepared.prompt.assembled)
             if self._is_refused(prepared, of_passages(odds, prepared.prompt.assembled)):
                 answer = self._refuse(prepared, odds)
-                return iter([AnswerChunk(answer.text, answer)])
+                return _in_one_piece(AnswerChunk(answer.text, answer))
             chunks = self.generator.stream(prepared.request)
             if isinstance(chunks, GeneratorType):
                 stack.callback(chunks.close)  # at once, not when the last reference is gone
@@ -355,7 +356,7 @@ class Pipeline(AskedInBatches):
 
     def _stream(
         self, prepared: PreparedQuestion, chunks: Iterator[Chunk], odds: Mapping[str, float], stack: ExitStack
-    ) -> Iterator[AnswerChunk]:
+    ) -> abc.Generator[AnswerChunk, None, None]:
         run, prompt_tokens = prepared.run, len(prepared.prompt.assembled.layout.token_ids)
         reader = None if prepared.tools is None else prepared.tools.reader()
         with stack, run.watcher.stage("generator", run.question.text) as stage:
@@ -619,3 +620,7 @@ class Pipeline(AskedInBatches):
         )  # fmt: skip
         run.trace.answered(answer)
         return answer
+
+
+def _in_one_piece(chunk: AnswerChunk) -> abc.Generator[AnswerChunk, None, None]:
+    yield chunk

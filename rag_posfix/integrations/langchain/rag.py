@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManager, CallbackManagerForChainRun
@@ -417,16 +417,17 @@ class PosfixRAG(Portable, Checked, RunnableSerializable[RAGInput, Any]):
     def _chunks(
         self, input: RAGInput, run_manager: CallbackManagerForChainRun, config: RunnableConfig, bound: dict[str, Any]
     ) -> Any:
-        chunks = self.pipeline.stream(self._question(input, config, bound), watcher=self._watcher(run_manager))
-        for chunk in chunks:
-            if chunk.answer is not None:
-                _warn_without_passages(chunk.answer)
-            if self.output == "answer":
-                yield chunk
-            elif self.output == "dict":
-                yield _addable(chunk)
-            elif chunk.text:
-                yield chunk.text
+        stream = self.pipeline.stream(self._question(input, config, bound), watcher=self._watcher(run_manager))
+        with closing(stream) as chunks:
+            for chunk in chunks:
+                if chunk.answer is not None:
+                    _warn_without_passages(chunk.answer)
+                if self.output == "answer":
+                    yield chunk
+                elif self.output == "dict":
+                    yield _addable(chunk)
+                elif chunk.text:
+                    yield chunk.text
 
     def _watcher(self, run_manager: CallbackManagerForChainRun) -> TracedStages:
         return TracedStages(run_manager.get_child(), self.pipeline.generator.model_id)

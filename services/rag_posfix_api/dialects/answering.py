@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints
 
@@ -126,18 +126,15 @@ def _without_text(answer: Answer) -> Answer:
     return replace(answer, documents=tuple(replace(document, text="") for document in answer.documents))
 
 
-def _chunks(chunks: Iterator[AnswerChunk], has_text: bool) -> Iterator[AnswerChunk]:
+def _chunks(chunks: Generator[AnswerChunk, None, None], has_text: bool) -> Iterator[AnswerChunk]:
     """Return the chunks of an answer, whose documents have no text unless ``has_text``; closing closes ``chunks``."""
     if has_text:
         return chunks
 
     def without_text() -> Iterator[AnswerChunk]:
-        try:
+        with closing(chunks):
             for chunk in chunks:
                 yield chunk if chunk.answer is None else replace(chunk, answer=_without_text(chunk.answer))
-        finally:
-            if isinstance(chunks, Generator):
-                chunks.close()
 
     return without_text()
 
