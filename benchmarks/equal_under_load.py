@@ -1,11 +1,12 @@
 """Whether the answer to a question depends on how many others are answered at the same time, over HTTP.
 
-    python -m benchmarks.equal_under_load --out DIR [--dtype bfloat16] [--batch-invariant auto|on|off]
+    python -m benchmarks.equal_under_load --out DIR [--dtype bfloat16] [--batch-invariant auto|on|blocks|off]
         [--questions 100] [--methods A,B] [--together 1,3,8,16] [--passages 4] [--new-tokens 16]
 
 Every question of the demo corpus, with passages drawn around the gold one, is asked alone and then by several
 connections at a time. Each connection asks its next question when it has an answer, so requests join and leave.
-Answers and log-probabilities are compared exactly. The passages of order-invariant methods are shuffled meanwhile.
+Answers and log-probabilities are compared exactly, and each load is timed. The
+passages of order-invariant methods are shuffled meanwhile.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import json
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ COLUMNS = {
     "dtype": "{settings[dtype]}", "batch-invariant": "`{settings[batch_invariant]}`", "method": "`{method}`",
     "connections": "{together}", "different answers": "{different_answers} of {questions}",
     "different log-probabilities": "{different_scores} of {questions}",
+    "questions per second": "{rate:.2f}",
 }  # fmt: skip
 
 
@@ -43,7 +47,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.equal_under_load", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--batch-invariant", default="auto", choices=("auto", "on", "off"))
+    parser.add_argument("--batch-invariant", default="auto", choices=("auto", "on", "blocks", "off"))
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--together", default="1,3,8,16", help="how many connections ask, one load after another")
@@ -86,13 +90,16 @@ def compare_loads(
             for count in together:
                 if count > 1 and MITIGATIONS.get(method).order_invariant:
                     requests = [_shuffle_passages(body, f"{count} {number}") for number, body in enumerate(requests)]
+                begun = time.perf_counter()
                 with ThreadPoolExecutor(count) as pool:
                     answers = list(pool.map(lambda body: ask(client, body), requests))
+                seconds = time.perf_counter() - begun
                 pairs = list(zip(answers, alone, strict=True))
                 yield {
                     "method": method,
                     "together": count,
                     "questions": len(requests),
+                    "seconds": seconds,
                     "different_answers": sum(answer[0] != expected[0] for answer, expected in pairs),
                     "different_scores": sum(answer[1] != expected[1] for answer, expected in pairs),
                 }
@@ -122,10 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             rows.append(row)
             print(json.dumps(row))
     pipeline.close()
-    summary = {"least_rows": engine.loaded.least_rows, "rows": rows}
+    summary = {"pass_rows": asdict(engine.loaded.pass_rows), "rows": rows}
     if chosen.out is not None:
         load = {"load_average": os.getloadavg()}
-        table = filled(COLUMNS, ({**row, "settings": vars(chosen)} for row in rows))
+        table = filled(
+            COLUMNS, ({**row, "settings": vars(chosen), "rate": row["questions"] / row["seconds"]} for row in rows)
+        )
         head = {
             "kind": "equal-under-load",
             "tables": {"equal-under-load": table},

@@ -248,8 +248,8 @@ class Settings(CheckedSettings):
         dtype: ``auto`` chooses bfloat16 on devices that are fast with it, else float32.
         device: ``auto``, ``cpu``, ``cuda``, ...
         device_map: How transformers distributes layers over several devices, in place of ``device``; None uses one.
-        batch_invariant: Whether decode passes are padded so that an answer has the same bits alone and among others:
-            ``on``, ``off``, or ``auto`` for bfloat16 and float16 on CPUs.
+        batch_invariant: Whether an answer has the same bits alone and among others: ``on``, ``off``, or ``auto``,
+            which is ``on`` for bfloat16 and float16 on CPUs; ``blocks``: in blocks of rows where padding would do.
         tp: Number of processes for tensor parallelism in ``ask`` and ``serve``, each with a GPU if there are GPUs.
         index: Folder of the served index, or None.
         indexes: Folders of further indexes by name, as JSON; requests choose one with ``posfix.index``.
@@ -305,7 +305,7 @@ class Settings(CheckedSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: str = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
-    batch_invariant: Literal["auto", "on", "off"] = "auto"
+    batch_invariant: Literal["auto", "on", "blocks", "off"] = "auto"
     tp: int = Field(default=1, ge=1)
     index: Path | None = None
     indexes: dict[str, Path] = Field(default_factory=dict)

@@ -72,7 +72,7 @@ def options(
     if not verbose:
         quiet_libraries()
         if context.invoked_subcommand not in ("serve", "mcp"):
-            rounding = logging.getLogger("rag_posfix.generation.model.one_pass")
+            rounding = logging.getLogger("rag_posfix.generation.model.batch_invariance")
             rounding.setLevel(logging.ERROR)  # of answers that are decoded together, which operators can change
             context.call_on_close(lambda: rounding.setLevel(logging.NOTSET))
     if config is None and (found := context.with_resource(config_file())) is not None:

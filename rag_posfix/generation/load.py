@@ -19,6 +19,7 @@ from rag_posfix.checkpoints import check_tensors, folder_of, quiet_loading, refu
 from rag_posfix.errors import ConfigError, RagPosfixError, UnsupportedModelError, missing_extra
 from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.engine import Engine, cpu_has_bfloat16
+from rag_posfix.generation.model.batch_invariance import ALL_ROWS, BatchInvariance, rows_for
 from rag_posfix.generation.model.checkpoint import (
     PACKAGED,
     REMEMBERED_IN,
@@ -35,7 +36,6 @@ from rag_posfix.generation.model.checkpoint import (
     read_gguf,
     serving,
 )
-from rag_posfix.generation.model.one_pass import BatchInvariance, rows_for
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.patching.install import plain_shape, prepare
@@ -82,8 +82,9 @@ def load_engine(
             ``generation.parallel``, which starts them.
         adapter: Folder of a LoRA adapter, as ``rag-posfix train`` writes it, which is merged into the weights. A
             tokenizer or a chat template in it takes the place of the model's.
-        batch_invariant: Whether decode passes are padded so that an answer has the same bits alone and among others:
-            ``on``, ``off``, or ``auto`` for bfloat16 and float16 on CPUs. Not with ``ranks``.
+        batch_invariant: Whether an answer has the same bits alone and among others: ``on``, ``off``, or ``auto``,
+            which is ``on`` for bfloat16 and float16 on CPUs. Passes are padded, or computed in blocks of rows where
+            padding does not help; ``blocks`` always does the second. Not with ``ranks``.
 
     Raises:
         ConfigError: the model cannot be found or read, or a setting is outside of what is allowed.
@@ -122,7 +123,8 @@ def load_engine(
         source, f"run in {str(torch_dtype).removeprefix('torch.')} on {model_device}", "use another dtype or device"
     ):
         spec = prepare(loaded, ranks)
-        rows = 1 if ranks is not None or spec.plain is not None else rows_for(batch_invariant, loaded)
+        is_whole = ranks is None and spec.plain is None
+        rows = rows_for(batch_invariant, loaded) if is_whole else ALL_ROWS
         encoder = Tokenizer(tokenizer, eos_ids=generation_config.eos_ids)
         if ranks is None:
             _check_vocabulary(model, loaded, encoder)

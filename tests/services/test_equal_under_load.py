@@ -15,7 +15,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.one_pass import rows_for
+from rag_posfix.generation.model.batch_invariance import rows_for
 from rag_posfix.pipeline.pipeline import Pipeline
 from tests.support.attending import use_products
 from tests.support.serving import serving
@@ -26,7 +26,7 @@ QUESTIONS = {torch.bfloat16: 16, torch.float32: 8}
 """By dtype; float32 too, because some processors compute bfloat16 row by row and show nothing."""
 
 
-@pytest.fixture(params=QUESTIONS, ids=str)
+@pytest.fixture(params=[(torch.bfloat16, "on"), (torch.float32, "on"), (torch.float32, "blocks")], ids=str)
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """The address of a service whose random model writes bytes, and how many questions it is asked."""
     use_products(monkeypatch)
@@ -35,13 +35,14 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     encoder: Any = ToyEncoder()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, max_position_embeddings=4096, **sizes)
-    model = loaded.model.to(request.param)
-    loaded = replace(loaded, model=model, least_rows=rows_for("on", model))
+    dtype, setting = request.param
+    model = loaded.model.to(dtype)
+    loaded = replace(loaded, model=model, pass_rows=rows_for(setting, model))
     with closing(PassageStore([MemoryTier(2**26)])) as store:
         engine = Engine(loaded, encoder, "fake", "print", store)
         pipeline = Pipeline(engine, Assembler(encoder, 4096))
         with serving(pipeline, max_queue=8) as address:
-            yield address, QUESTIONS[request.param]
+            yield address, QUESTIONS[dtype]
     torch.set_num_threads(before)
 
 

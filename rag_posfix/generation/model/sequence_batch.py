@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rag_posfix.errors import GenerationError
+from rag_posfix.generation.model.batch_invariance import ALL_ROWS, PassRows, blocks_of
 from rag_posfix.patching.attention_hook import (
     BatchSlice,
     ForwardContext,
@@ -179,13 +180,12 @@ class LoadedModel:
     """A model and what patching learned of it.
 
     Attributes:
-        least_rows: Minimum of rows of a decode pass, so that its results equal the results of any larger pass; see
-            ``batch_invariance``.
+        pass_rows: In how many rows its decode passes are computed; see ``batch_invariance``.
     """
 
     model: Any
     spec: ModelSpec
-    least_rows: int = 1
+    pass_rows: PassRows = ALL_ROWS
 
     @property
     def device(self) -> torch.device:
@@ -423,7 +423,8 @@ def forward_batches(
 
     The weights are read once for all. Each row attends to its own keys in its own cache: no keys are padded or moved,
     so any batches may share any pass. They read their tokens one after another if one of them cannot share a pass.
-    A pass of fewer than ``LoadedModel.least_rows`` tokens gets rows of padding, which nothing reads.
+    A pass of fewer than ``PassRows.least`` tokens gets rows of padding, which nothing reads. Passes of one
+    token per row are computed in blocks of ``PassRows.block``.
 
     Args:
         token_ids: (R, Tq) of each batch, Tq the same for all.
@@ -432,17 +433,27 @@ def forward_batches(
     """
     observers = observers or [None] * len(batches)
     counts, n_tokens = [batch.n_rows for batch in batches], token_ids[0].shape[1]
-    n_padding = max(0, -(-batches[0].loaded.least_rows // n_tokens) - sum(counts))
-    if (len(batches) < 2 and not n_padding) or not all(batch.can_share_pass for batch in batches):
-        return [
-            batch.forward(ids, batch.next_positions(n_tokens), keep, observer)
-            for batch, ids, observer in zip(batches, token_ids, observers, strict=True)
-        ]
+    rows = batches[0].loaded.pass_rows
+    n_padding = max(0, -(-rows.least // n_tokens) - sum(counts))
+    with blocks_of(rows.block if n_tokens == 1 else None):
+        if (len(batches) < 2 and not n_padding) or not all(batch.can_share_pass for batch in batches):
+            return [
+                batch.forward(ids, batch.next_positions(n_tokens), keep, observer)
+                for batch, ids, observer in zip(batches, token_ids, observers, strict=True)
+            ]
+        return _forward_together(batches, torch.cat(list(token_ids)), keep, observers, n_padding)
+
+
+def _forward_together(
+    batches: Sequence[SequenceBatch], ids: Tensor, keep: int, observers: Sequence[Observer | None], n_padding: int
+) -> list[Tensor]:
+    """Append (R, Tq) tokens, the rows of all batches, in one pass with rows of padding; return each batch's logits."""
+    counts = [batch.n_rows for batch in batches]
     slices: list[BatchSlice] = []
     next_positions: list[Tensor] = []
     start = 0
     for batch, observer in zip(batches, observers, strict=True):
-        positions = batch.next_positions(n_tokens)
+        positions = batch.next_positions(ids.shape[1])
         context, layers = batch.append(positions, observer), batch.cache.layers
 
         def keys(layer: int, layers: Any = layers) -> tuple[Tensor, Tensor]:
@@ -451,7 +462,7 @@ def forward_batches(
         slices.append(BatchSlice(slice(start, start + batch.n_rows), context, keys))
         next_positions.append(positions)
         start += batch.n_rows
-    ids, positions = torch.cat(list(token_ids)), torch.cat(next_positions)
+    positions = torch.cat(next_positions)
     if n_padding:
         ids, positions = (torch.cat((rows, rows[:1].expand(n_padding, -1))) for rows in (ids, positions))
         counts.append(n_padding)

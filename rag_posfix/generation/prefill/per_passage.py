@@ -28,6 +28,7 @@ from rag_posfix.caching.kv.store import (
 )
 from rag_posfix.contracts.request import own_tags
 from rag_posfix.errors import GenerationError
+from rag_posfix.generation.model.batch_invariance import blocks_of
 from rag_posfix.generation.model.sequence_batch import (
     SPARE_TOKENS,
     GrowingCache,
@@ -73,17 +74,25 @@ def encode_segments(
 ) -> list[Tensor]:
     """Return the keys and values of each segment, encoded independently after ``prefix``.
 
-    Segments of similar length share a batch. Padding is at the end, where the causal mask hides it.
+    Segments of similar length share a batch, where products are computed in blocks only those of an equal number of
+    tiles. Padding is at the end, where the causal mask hides it.
 
     Shapes:
         prefix: its tokens, and their keys and values.
         returns: (2, L, Hkv, T, D) each: keys and values of all layers. No segment may be empty.
     """
+    in_blocks = loaded.pass_rows.block is not None
+
+    def padded(segment: Segment) -> int:
+        return -(-max(len(segment), loaded.pass_rows.least) // TILE) * TILE
+
     result: dict[int, Tensor] = {}
     by_length = sorted(range(len(segments)), key=lambda i: len(segments[i]))
     while by_length:
-        longest = -(-max(len(segments[by_length[-1]]), loaded.least_rows) // TILE) * TILE
+        longest = padded(segments[by_length[-1]])
         count = max(1, BATCH_TOKENS // longest)
+        if in_blocks:
+            count = min(count, sum(padded(segments[i]) == longest for i in by_length))
         some, by_length = by_length[-count:], by_length[:-count]
         if prefix is None:
             batch = SequenceBatch.empty(loaded, len(some), overrides)
@@ -97,7 +106,8 @@ def encode_segments(
             tokens[row, : len(segments[i])] = torch.tensor(segments[i].token_ids)
             positions_of[row, : len(segments[i])] = segments[i].positions
             positions_of[row, len(segments[i]) :] = segments[i].positions[-1]
-        batch.forward(tokens.to(loaded.device), positions_of, keep=1)
+        with blocks_of(longest if in_blocks else None):  # its shape depends on its length alone
+            batch.forward(tokens.to(loaded.device), positions_of, keep=1)
         result.update(zip(some, copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
     return [result[i] for i in range(len(segments))]
 

@@ -12,6 +12,7 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.errors import GenerationError, PlanConflictError, PromptTooLongError
 from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.model.batch_invariance import PassRows
 from rag_posfix.generation.model.one_pass import AnsweredPrompt, forward_with_answers
 from rag_posfix.generation.model.sequence_batch import forward_batches
 from rag_posfix.mitigations import MITIGATIONS
@@ -144,7 +145,7 @@ def test_a_short_answer_beside_a_long_one_is_that_of_the_stock_model(loaded, sto
 
 @pytest.mark.parametrize("least_rows", [1, 5])
 def test_decode_steps_that_short_and_long_answers_share_have_the_stock_models_distributions(loaded, stock, least_rows):
-    engine = engine_of(replace(loaded, least_rows=least_rows))  # 5: three rows of padding
+    engine = engine_of(replace(loaded, pass_rows=PassRows(least_rows)))  # 5: three rows of padding
     layouts = [BELOW, BEYOND, AT]
     steps = {0: 9, 1: 9, 2: 0}
     sessions = [engine.open(layout, MitigationChoice(), steps[i] + 1) for i, layout in enumerate(layouts)]

@@ -9,7 +9,7 @@ import torch
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.batching.scheduler import advance_batch
 from rag_posfix.generation.engine import Engine
-from rag_posfix.generation.model.one_pass import ROW_COUNTS, least_rows, rows_for
+from rag_posfix.generation.model.batch_invariance import BLOCKS, ROW_COUNTS, PassRows, block_rows, least_rows, rows_for
 from rag_posfix.generation.prefill.per_passage import Segment, encode_segments
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.attention_hook import Overrides
@@ -25,11 +25,12 @@ def loaded_in(dtype, family="llama"):
     return replace(loaded, model=loaded.model.to(dtype))
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+@pytest.fixture(params=[(torch.bfloat16, "on"), (torch.float32, "on"), (torch.float32, "blocks")], ids=str)
 def invariant(request):
-    """A model whose passes are padded, whatever the dtype: which rows differ depends on the processor."""
-    loaded = loaded_in(request.param)
-    return replace(loaded, least_rows=rows_for("on", loaded.model))
+    """A model whose passes are padded or in blocks, whatever the dtype: which rows differ depends on the processor."""
+    dtype, setting = request.param
+    loaded = loaded_in(dtype)
+    return replace(loaded, pass_rows=rows_for(setting, loaded.model))
 
 
 class OtherKernelForFewRows(torch.nn.Linear):
@@ -91,7 +92,7 @@ def test_every_method_alone_and_among_all_others_has_the_same_bits(invariant):
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "granite"])
 def test_other_families_have_the_same_bits(family):
     loaded = loaded_in(torch.bfloat16, family)
-    engine = Engine(replace(loaded, least_rows=rows_for("on", loaded.model)), NumberEncoder(), "tiny", "print")
+    engine = Engine(replace(loaded, pass_rows=rows_for("on", loaded.model)), NumberEncoder(), "tiny", "print")
     choices = [MitigationChoice(name) for name in ("none", "inter_document", "none", "context_experts", "none")]
     assert different(scores_of(engine, choices, together=True), scores_of(engine, choices, together=False)) == 0
 
@@ -102,7 +103,7 @@ def test_padding_is_what_makes_them_the_same():
     rows = least_rows(loaded.model)
     assert rows >= OtherKernelForFewRows.few
     for least, expected in ((1, False), (rows, True)):
-        engine = Engine(replace(loaded, least_rows=least), NumberEncoder(), "tiny", "print")
+        engine = Engine(replace(loaded, pass_rows=PassRows(least)), NumberEncoder(), "tiny", "print")
         together, alone = (scores_of(engine, choices, together=where) for where in (True, False))
         assert (different(together, alone) == 0) is expected
 
@@ -110,7 +111,9 @@ def test_padding_is_what_makes_them_the_same():
 def test_a_padded_pass_appends_nothing_but_its_own_tokens():
     loaded = loaded_in(torch.float32)
     layout, choice = toy_layout(), MitigationChoice("context_experts")
-    engines = [Engine(replace(loaded, least_rows=least), NumberEncoder(), "tiny", "print") for least in (1, 11)]
+    engines = [
+        Engine(replace(loaded, pass_rows=PassRows(least)), NumberEncoder(), "tiny", "print") for least in (1, 11)
+    ]
     plain, padded = (engine.open(layout, choice, 9) for engine in engines)
     rows = []
     handle = loaded.model.register_forward_pre_hook(
@@ -124,11 +127,12 @@ def test_a_padded_pass_appends_nothing_but_its_own_tokens():
     assert padded.score([3, 4, 5]) == pytest.approx(plain.score([3, 4, 5]), abs=1e-5)
 
 
-@pytest.mark.parametrize("few", [3, 17])  # fewer than the tokens of a padded segment, and one more
+# Fewer than the tokens of a padded segment, one more, and so many that no padding helps: 3 segments of 16 tokens.
+@pytest.mark.parametrize("few", [3, 17, ROW_COUNTS[-1]])
 def test_the_keys_of_a_passage_have_the_same_bits_whichever_others_are_encoded_with_it(monkeypatch, few):
     monkeypatch.setattr(OtherKernelForFewRows, "few", few)
     loaded = with_other_kernel(loaded_in(torch.bfloat16))
-    loaded = replace(loaded, least_rows=rows_for("on", loaded.model))
+    loaded = replace(loaded, pass_rows=rows_for("on", loaded.model))
     segments = [Segment(tuple(range(3, 3 + n)), torch.arange(n, dtype=torch.float32)) for n in (5, 9, 16, 31)]
     together = encode_segments(loaded, segments, None, Overrides())
     for segment, expected in zip(segments, together, strict=True):
@@ -139,19 +143,71 @@ def test_least_rows_of_a_layer_that_has_no_such_number_is_none(monkeypatch):
     loaded = loaded_in(torch.bfloat16)
     monkeypatch.setattr(OtherKernelForFewRows, "few", ROW_COUNTS[-1])
     assert least_rows(with_other_kernel(loaded).model) is None
-    assert rows_for("on", loaded.model) == 1
+    assert rows_for("on", loaded.model) == PassRows(block=BLOCKS[0])
+
+
+def test_blocks_are_what_makes_them_the_same_where_no_padding_does(monkeypatch):
+    monkeypatch.setattr("rag_posfix.generation.model.batch_invariance.ROW_COUNTS", (1, 2, 4, 8))
+    monkeypatch.setattr(OtherKernelForFewRows, "few", 8)  # as many as the largest number that is tried
+    loaded = with_other_kernel(loaded_in(torch.bfloat16))
+    choices = [MitigationChoice("context_experts")] * 8  # 5 rows each
+    for setting, expected in (("off", False), ("on", True)):
+        engine = Engine(replace(loaded, pass_rows=rows_for(setting, loaded.model)), NumberEncoder(), "tiny", "print")
+        together, alone = (scores_of(engine, choices, together=where) for where in (True, False))
+        assert (different(together, alone) == 0) is expected
+
+
+class OtherKernelForTheLastRow(torch.nn.Linear):
+    """A layer that sums the last row of ``of`` rows in another order, as kernels that read two rows at a time do."""
+
+    of = frozenset({8})
+
+    def forward(self, rows):
+        outputs = super().forward(rows)
+        flat = rows.reshape(-1, self.in_features)
+        if len(flat) not in self.of:
+            return outputs
+        half = self.in_features // 2
+        outputs.view(-1, self.out_features)[-1] = sum(
+            flat[-1, part] @ self.weight[:, part].T for part in (slice(half), slice(half, None))
+        )
+        return outputs
+
+
+def test_a_block_gives_a_row_the_same_result_at_every_place(monkeypatch):
+    loaded = loaded_in(torch.float32)
+    assert block_rows(loaded.model) == BLOCKS[0]
+    for layer in loaded.model.model.layers:
+        layer.mlp.down_proj.__class__ = OtherKernelForTheLastRow
+    assert block_rows(loaded.model) == BLOCKS[1]
+    monkeypatch.setattr(OtherKernelForTheLastRow, "of", frozenset(BLOCKS))
+    assert block_rows(loaded.model) is None
+    assert rows_for("blocks", loaded.model) == PassRows()
+
+
+def test_a_model_in_blocks_reads_a_prompt_as_it_did():
+    loaded = loaded_in(torch.float32)
+    before = loaded.model(torch.arange(3, 20)[None]).logits
+    rows = rows_for("blocks", loaded.model)
+    assert torch.equal(loaded.model(torch.arange(3, 20)[None]).logits, before)
+    lines = []
+    handle = loaded.model.lm_head.register_forward_hook(lambda layer, inputs, output: lines.append(output.shape))
+    engine = Engine(replace(loaded, pass_rows=rows), NumberEncoder(), "tiny", "print")
+    engine.open(toy_layout(), MitigationChoice("context_experts"), 9).advance(7)
+    handle.remove()
+    assert lines[-1] == (5, 1, VOCABULARY), "five rows of a block of eight"
 
 
 def test_auto_pads_half_precision_on_cpus_and_off_pads_nothing():
     half, single = loaded_in(torch.bfloat16), loaded_in(torch.float32)
     for loaded in map(with_other_kernel, (half, single)):
-        assert rows_for("on", loaded.model) >= OtherKernelForFewRows.few
-        assert rows_for("off", loaded.model) == 1
-    assert rows_for("auto", half.model) >= OtherKernelForFewRows.few
-    assert rows_for("auto", single.model) == 1
+        assert rows_for("on", loaded.model).least >= OtherKernelForFewRows.few
+        assert rows_for("off", loaded.model) == PassRows()
+    assert rows_for("auto", half.model).least >= OtherKernelForFewRows.few
+    assert rows_for("auto", single.model) == PassRows()
 
 
 def test_a_large_vocabulary_is_measured_by_a_part_of_it(monkeypatch):
-    monkeypatch.setattr("rag_posfix.generation.model.one_pass.MAX_OUTPUTS", VOCABULARY - 1)
+    monkeypatch.setattr("rag_posfix.generation.model.batch_invariance.MAX_OUTPUTS", VOCABULARY - 1)
     loaded = loaded_in(torch.bfloat16)
     assert least_rows(loaded.model) == max(1, least_rows(loaded.model.model))
