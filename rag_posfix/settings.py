@@ -287,7 +287,7 @@ class Settings(CheckedSettings):
             processes. None keeps passages there only if they were precomputed into it, and no answers.
         max_tokens: Default maximum number of tokens of an answer.
         allow_ungrounded: Whether the model answers from its memory if no passage was found.
-        allow_unsupported: Whether the model answers if, by its own judgement, no passage answers the question.
+        allow_unsupported: Whether the model answers if, by its own judgement or its words, no passage supports it.
         no_passage_text: The answer if no passage was found and ``allow_ungrounded`` is off, and if no passage answers
             the question and ``allow_unsupported`` is off.
         tenant: Tenant of the process. Every cache key contains it, besides the tenant of the question.

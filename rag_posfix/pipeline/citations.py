@@ -61,12 +61,19 @@ _MARKER = re.compile(  # of a source: [1], [Document 1, 2], (source 1: a.pdf), p
     r"(?i:\s+(?:states?|says?|shows?|notes?|mentions?)\b)?|"
     r"(?:(?<=[^\w\s])|(?<=[^\W\d_]{4}))[\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
 )
-_NUMBER_WORDS = (
-    "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|"
-    "ein|eine|zwei|drei|vier|f\u00fcnf|sechs|sieben|acht|neun|zehn|elf|zw\u00f6lf|zwanzig|"
-    "un|une|deux|trois|quatre|cinq|sept|huit|neuf|dix|dos|tres|cuatro|cinco|seis|siete|ocho|nueve|diez"
-)
-_REPEATED = re.compile(rf"(\b(?:{_NUMBER_WORDS})) \(\d+\)", re.IGNORECASE)
+NUMBERS = {
+    word: str(value)
+    for words in (
+        "one two three four five six seven eight nine ten eleven twelve",
+        "ein zwei drei vier f\u00fcnf sechs sieben acht neun zehn elf zw\u00f6lf",
+        "eine zwo",
+        "un deux trois quatre cinq six sept huit neuf dix onze douze",
+        "une dos tres cuatro cinco seis siete ocho nueve diez once doce",
+    )
+    for value, word in enumerate(words.split(), start=1)
+} | {"twenty": "20", "thirty": "30", "zwanzig": "20", "drei\u00dfig": "30", "vingt": "20", "veinte": "20"}
+"""Numbers in words."""
+_REPEATED = re.compile(rf"(\b(?:{'|'.join(NUMBERS)})) \(\d+\)", re.IGNORECASE)
 """A number that is written twice, as contracts do: six (6)."""
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:[.,'\u2019\u00a0\u202f ]\d{3})+|(?:,\d\d)+,\d{3})(?!\d)")
 

@@ -199,7 +199,8 @@ class Defaults:
         attribution: Whether answers have citations by attention, which need the attention of four layers at each step
             and make decoding a few per cent slower.
         allow_ungrounded: Whether the model answers from its memory if there is no passage.
-        allow_unsupported: Whether the model answers if the judge finds the answer in no passage.
+        allow_unsupported: Whether the model answers if the judge finds the answer in no passage, or if no passage can
+            have given the answer of a small reader.
         no_passage_text: The answer if there is no passage and ``allow_ungrounded`` is False, and if none of them
             answers the question and ``allow_unsupported`` is False.
         templates: Prompt templates by the code of the question's language, in place of the pipeline's own; each may
@@ -210,7 +211,7 @@ class Defaults:
         best_passage: Finds a retrieved passage that is read alone where a question names no method, reranker or order;
             None reads all.
         is_small_reader: Whether the prompt of an English follow-up has the name that its first pronoun stands for,
-            and an answer that adds no word to an open question is read again.
+            an answer that adds no word to an open question is read again, and answers are tested by their words.
         filter: Joined with the filter of every question, which cannot widen it. Documents that come with a question
             are not filtered.
     """

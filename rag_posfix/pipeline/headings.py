@@ -57,7 +57,7 @@ class CopiedHeading:
         self._paths = {f"{first} > {second}" for path in paths for first, second in pairwise(path)}
         self._headings = {part for path in paths for part in path if " " in part and not find_evidence(part, question)}
         self._question = question
-        self._is_open = rewords and bool(_OPEN.match(question)) and not _CHOICE.search(question)
+        self._rewords = rewords
 
     def is_copied(self, answer: str) -> bool:
         """Return whether an answer begins with a path, or only repeats the question."""
@@ -75,10 +75,15 @@ class CopiedHeading:
 
     def _restates(self, text: str) -> bool:
         """Return whether a text adds no word to an open question, but other endings."""
-        if not self._is_open:
-            return False
-        added = find_evidence(text, self._question) - _PERSONS
-        return added == shared_words(added, passage_words(self._question))
+        return self._rewords and restates(text, self._question)
+
+
+def restates(text: str, question: str) -> bool:
+    """Return whether a text adds no word to an open question, but other endings."""
+    if not _OPEN.match(question) or _CHOICE.search(question):
+        return False
+    added = find_evidence(text, question) - _PERSONS
+    return added == shared_words(added, passage_words(question))
 
 
 def read_again(

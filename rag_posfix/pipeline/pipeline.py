@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -37,6 +37,7 @@ from rag_posfix.contracts.request import (
     GenerationRequest,
     MitigationInfo,
     Sampling,
+    Usage,
     own_tags,
     salted,
 )
@@ -75,6 +76,7 @@ from rag_posfix.pipeline.stored_answer import (
 from rag_posfix.pipeline.support import (
     UNSUPPORTED,
     SupportTest,
+    asks_for_fact,
     is_refused,
     odds_of,
     of_passages,
@@ -84,6 +86,7 @@ from rag_posfix.pipeline.support import (
 )
 from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
 from rag_posfix.pipeline.versions import leave_out_older
+from rag_posfix.pipeline.word_test import WordTest, failure_warning
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
 
 __all__ = ["Answer", "Defaults", "Pipeline", "Question"]
@@ -329,7 +332,8 @@ class Pipeline(AskedInBatches):
                 read = read_again(chunks, headings, lambda: self.generator.stream(self._without_headings(prepared)))
                 stack.callback(read.close)
                 chunks = read
-            return self._stream(prepared, chunks, odds, stack.pop_all())
+            written, test = self._stream(prepared, chunks, odds, stack.pop_all()), self._word_test(prepared, odds)
+            return written if test is None else test.hold_back(written)
 
     def _generate(self, prepared: PreparedQuestion) -> Generation:
         generation, headings = self.generator.generate(prepared.request), self._headings(prepared)
@@ -530,18 +534,30 @@ class Pipeline(AskedInBatches):
         allowed = self.defaults.allow_ungrounded if asked is None else asked
         return prepared.needs_passage and not prepared.prompt.assembled.documents and not allowed
 
-    def _finish_without_passage(self, prepared: PreparedQuestion, *, cached: bool = False) -> Answer:
+    def _finish_without_passage(
+        self, prepared: PreparedQuestion, *, cached: bool = False, usage: Usage | None = None
+    ) -> Answer:
         run, text = prepared.run, self.defaults.no_passage_text
         if text == NO_PASSAGE_TEXT:
             text = self._assembler_of(run.question).template.no_passage or text
         assembled = prepared.prompt.assembled
         answer = no_passage_answer(text, assembled, prepared.info.name, run.timings, cached=cached)
-        return self._traced(prepared, answer)
+        return self._traced(prepared, answer if usage is None else replace(answer, usage=usage))
 
     def _is_refused(self, prepared: PreparedQuestion, odds: Sequence[float | None]) -> bool:
+        return not self._allows_unsupported(prepared) and is_refused(odds)
+
+    def _allows_unsupported(self, prepared: PreparedQuestion) -> bool:
         asked = prepared.run.question.allow_unsupported
-        is_allowed = self.defaults.allow_unsupported if asked is None else asked
-        return not is_allowed and is_refused(odds)
+        return self.defaults.allow_unsupported if asked is None else asked
+
+    def _word_test(self, prepared: PreparedQuestion, odds: Collection[object]) -> WordTest | None:
+        """Return the test of answers of small readers to questions for a fact, where no judge was asked."""
+        question, documents = prepared.run.question, prepared.prompt.assembled.documents
+        is_form = prepared.request.sampling.json_schema is not None or question.tools is not None
+        if not self.defaults.is_small_reader or is_form or odds or self._allows_unsupported(prepared):
+            return None
+        return WordTest(read_texts(documents), question.text) if documents and asks_for_fact(question.text) else None
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
         return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_known_end=True)
@@ -605,6 +621,12 @@ class Pipeline(AskedInBatches):
             )
 
         answer = prompt.answer(stored, make) if cached else make()
+        if (test := self._word_test(prepared, odds)) is not None and test.fails(answer.text):
+            warning = failure_warning(
+                prompt.assembled.documents, [document.attention for document in answer.documents]
+            )
+            refused = replace(prepared, warnings=(*prepared.warnings, warning))
+            return self._finish_without_passage(refused, cached=cached, usage=answer.usage)
         warnings = [UNSUPPORTED] if answer.support == "no" and odds else []
         if answer.disagreements:
             assembled = prompt.assembled

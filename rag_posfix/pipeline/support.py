@@ -18,7 +18,7 @@ from rag_posfix.assembly.documents import content_key, document_id, without_sour
 from rag_posfix.contracts.answer import SupportVerdict
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed
-from rag_posfix.pipeline.citations import COVERAGE, PAIR_COVERAGE, STEM, find_evidence, passage_words
+from rag_posfix.pipeline.citations import COVERAGE, NUMBERS, PAIR_COVERAGE, STEM, find_evidence, passage_words
 from rag_posfix.pipeline.language import is_broad, same_language
 from rag_posfix.pipeline.run import QuestionRun
 from rag_posfix.text import clean_text, is_pair, titled_text
@@ -54,6 +54,12 @@ UNSUPPORTED = (
     "the passages do not support this answer: by the judge none of them answers the question, or none has its words"
 )
 """The warning with an answer that was written all the same."""
+
+ALL_THE_SAME = (
+    "to have an answer all the same: --allow-unsupported, the field allow_unsupported, or "
+    "RAG_POSFIX_ALLOW_UNSUPPORTED=true"
+)
+"""What has an unsupported answer written."""
 
 WordVerdict = Literal["all", "some", "none", "unknown"]
 
@@ -98,9 +104,20 @@ def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSu
 
 
 def shared_words(evidence: Set[str], words: Set[str]) -> Set[str]:
-    """Return the words of ``evidence`` that are in ``words``; of six letters and more, by their beginning."""
+    """Return the words of ``evidence`` that are in ``words``; of six letters and more, by their beginning.
+
+    A number in words is that number in digits.
+    """
     stems = {word[:STEM] for word in words if len(word) >= STEM}
-    return {word for word in evidence if word in words or (word[:STEM] in stems and not word[-1].isdigit())}
+    digits = {NUMBERS[word] for word in words if word in NUMBERS}
+    return {
+        word
+        for word in evidence
+        if word in words
+        or word in digits
+        or NUMBERS.get(word) in words | digits
+        or (word[:STEM] in stems and not word[-1].isdigit())
+    }
 
 
 def has_words_of(sentence: str, passage: str, question: str) -> bool:
@@ -222,6 +239,5 @@ def refusal_warning(documents: Sequence[Document], odds: Sequence[float | None])
     value, index = max((value, index) for index, value in enumerate(odds) if value is not None)
     return (
         f"no passage answers the question: the best is {passage_name(documents[index])}, with log-odds of "
-        f"{value:.2f}, at least {NO_BELOW:.2f} are needed; to have an answer all the same: --allow-unsupported, "
-        "the field allow_unsupported, or RAG_POSFIX_ALLOW_UNSUPPORTED=true"
+        f"{value:.2f}, at least {NO_BELOW:.2f} are needed; {ALL_THE_SAME}"
     )

@@ -413,8 +413,8 @@ class PosfixInput(RequestModel):
     )
     allow_unsupported: bool | None = Field(
         default=None,
-        description="Answer, with a warning, if by the model's judgement no passage answers the question; false "
-        "always has the answer that none does.",
+        description="Answer, with a warning, if by the model's judgement, or by the words of its answer, no passage "
+        "answers the question; false always has the answer that none does.",
     )
     source_text: bool | None = Field(
         default=None, description="Whether ``documents`` of the response have their text; those of an index have it."

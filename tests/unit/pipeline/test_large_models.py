@@ -33,7 +33,9 @@ def build(request, tmp_path, monkeypatch):
 
 
 def asked(pipeline, documents=DOCUMENTS, **changes):
-    answer = pipeline.ask(Question("Which one?", documents=documents, use_cache=False, **changes))
+    answer = pipeline.ask(
+        Question("Which one?", documents=documents, use_cache=False, allow_unsupported=True, **changes)
+    )
     assert not answer.warnings
     return answer
 

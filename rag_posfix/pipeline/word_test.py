@@ -1,0 +1,112 @@
+"""Answers of small readers that no passage can have given: none has a word of them, or they only repeat the question.
+
+Models whose judgements do not count (``support.JUDGING_HIDDEN_SIZE``) answer from memory, or with words of the
+question, where no passage has the answer. "Sunday" to "When does the museum close on Sundays?" is no answer.
+On the gate about own files no right answer of such a reader failed this test
+(``python -m benchmarks.end_to_end --questions own_files``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence, Set
+from contextlib import closing
+
+from langchain_core.documents import Document
+
+from rag_posfix.contracts.answer import AnswerChunk
+from rag_posfix.pipeline.citations import find_evidence, passage_words
+from rag_posfix.pipeline.headings import restates
+from rag_posfix.pipeline.language import same_language
+from rag_posfix.pipeline.support import ALL_THE_SAME, passage_name, shared_words
+from rag_posfix.text import is_pair
+
+MOST_WORDS = 8
+"""An answer with this many words that no passage has is in other words, or in another language: it is written."""
+
+LARGEST_COUNT = 10
+"""A bare number up to here may be a count of things that the passages name one by one."""
+
+LEAST_BEGINNING, LONGEST_ENDING = 3, 2
+"""Letters of the shortest common beginning of two forms of a word, and of the longest ending that differs."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+class WordTest:
+    """Whether an answer has a word of the passages that the question does not have.
+
+    Not tested are answers in another language than the passages, small counts, and answers of many words.
+
+    Args:
+        passages: Titles and texts, as the model reads them.
+        question: The question for a fact.
+    """
+
+    def __init__(self, passages: Sequence[str], question: str) -> None:
+        self._question = question
+        self._words = frozenset[str]().union(*map(passage_words, passages))
+        self._beginnings = {word[:length] for word in self._words for length in range(LEAST_BEGINNING, len(word))}
+        self._is_comparable = any(same_language(question, passage) for passage in passages)
+
+    def fails(self, answer: str) -> bool:
+        """Return whether no passage can have given a complete answer."""
+        if not answer.strip() or not self._is_comparable:
+            return False
+        if restates(answer, self._question):
+            return True
+        evidence = find_evidence(answer, self._question)
+        if not 0 < len(evidence) < MOST_WORDS or all(map(_is_count, evidence)):
+            return False
+        return not self._has_word(evidence)
+
+    def is_open(self, beginning: str) -> bool:
+        """Return whether an answer that begins so may fail: its complete words are not yet those of a passage."""
+        if not self._is_comparable:
+            return False
+        evidence = find_evidence(beginning, self._question)
+        complete = beginning[:-1] if any(map(is_pair, evidence)) else beginning.rpartition(" ")[0]
+        evidence = find_evidence(complete, self._question)
+        if len(evidence) >= MOST_WORDS:
+            return False
+        return not self._has_word(evidence) or restates(complete, self._question)
+
+    def _has_word(self, evidence: Set[str]) -> bool:
+        """Return whether a passage has one of the words, with another ending (boat, boats), or the whole (Sept)."""
+        if shared_words(evidence, self._words):
+            return True
+        shorter = {word[:length] for word in evidence for length in range(len(word) - LONGEST_ENDING, len(word))}
+        whole = {word for word in shorter | evidence if len(word) >= LEAST_BEGINNING and word.isalpha()}
+        return not whole.isdisjoint(self._words | self._beginnings)
+
+    def hold_back(self, chunks: Generator[AnswerChunk, None, None]) -> Generator[AnswerChunk, None, None]:
+        """Yield the chunks of an answer; its beginning is held back while it may fail.
+
+        The last chunk has the complete answer. A refusal, which has no documents, comes alone.
+        """
+        held: list[AnswerChunk] = []
+        text, is_open = "", True
+        with closing(chunks):
+            for chunk in chunks:
+                text += chunk.text
+                if chunk.answer is not None and not chunk.answer.documents:
+                    yield AnswerChunk(chunk.answer.text, chunk.answer)
+                    return
+                is_open = is_open and chunk.answer is None and self.is_open(text)
+                held.append(chunk)
+                if not is_open:
+                    yield from held
+                    held.clear()
+
+
+def failure_warning(documents: Sequence[Document], shares: Sequence[float]) -> str:
+    """Return why an answer is not shown, with the passage of most attention, and what shows it all the same."""
+    index = max(range(len(documents)), key=lambda number: shares[number])
+    return (
+        "no passage has a word of the answer that was written, beside those of the question; the best is "
+        f"{passage_name(documents[index])}; {ALL_THE_SAME}"
+    )
+
+
+def _is_count(word: str) -> bool:
+    return _NUMBER.fullmatch(word) is not None and int(word) <= LARGEST_COUNT
