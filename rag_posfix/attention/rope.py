@@ -149,15 +149,15 @@ def deviation(fresh: Tensor, cached: Tensor) -> Tensor:
     return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))
 
 
-def most_deviating(deviations: Tensor, start: int, fraction: float) -> Tensor:
-    """Return the ceil(fraction (T - start)) tokens from ``start`` on that deviate most, ascending.
+def largest(scores: Tensor, start: int, fraction: float) -> Tensor:
+    """Return the ceil(fraction (T - start)) tokens from ``start`` on with the largest scores, ascending.
 
-    Of tokens that deviate alike the first are taken, on every machine.
+    Of tokens with equal scores the first are taken, on every machine.
 
     Shapes:
-        deviations: (T,). returns: (n,) int64.
+        scores: (T,). returns: (n,) int64.
     """
-    some = deviations[start:]
+    some = scores[start:]
     order = some.argsort(descending=True, stable=True)[: _share(fraction, some.shape[0])]
     return (order + start).sort().values
 

@@ -1,4 +1,4 @@
-"""Blended: cached passages are moved to their positions, and the tokens that deviate most are recomputed."""
+"""Blended: cached passages are moved to their positions, and some of their tokens are recomputed."""
 
 from __future__ import annotations
 
@@ -16,34 +16,40 @@ from rag_posfix.plan.plan import Blend, Capability, ModelShape, Plan
 @MITIGATIONS.register("blended", aliases=("cacheblend",))
 @dataclass(frozen=True)
 class Blended(Mitigation):
-    """Reuse cached passages at new positions and recompute the tokens whose values deviate most.
+    """Reuse cached passages at new positions and recompute some of their tokens.
 
     This method saves time; it does not correct position bias. It approximates what the unmodified model computes for
     the prompt in the given order. Passages are encoded independently and cached, as under the order-invariant methods,
     which share the cache entries. Their keys are rotated to the new positions. Then the tokens whose values deviate
-    most from a full computation are recomputed with attention to everything before them.
+    most from a full computation, or that the question attends to, are recomputed with attention to everything before
+    them.
 
     Source: Yao et al. (2024), CacheBlend, section 4, https://arxiv.org/abs/2405.16444; ``choose="first"``: Hu et al.
-        (2024), EPIC (LegoLink), section 4, https://arxiv.org/abs/2410.15332
+        (2024), EPIC (LegoLink), section 4, https://arxiv.org/abs/2410.15332; ``choose="query"``: Wang et al. (2026),
+        ProphetKV, https://arxiv.org/abs/2602.02579
     Formula: k of a token at position m of a passage that was encoded at P and is at position a: R_(a - P) k. The
         layers 0..layers-1 are computed for all tokens; S = the ceil(fraction T) tokens of passages with the largest
         sum of (V - V cached)^2 in layer ``layers`` - 1; the tokens of S are computed in every layer and replace the
-        cached ones. fraction=1 is the unmodified model.
+        cached ones. fraction=1 is the unmodified model. With ``query``, S are the tokens with the largest attention of
+        the question, which is read once after the moved passages: the mean over layers, heads and its tokens.
     Differs from the paper: the chosen tokens are computed in one pass through all layers, including the first ones;
         the paper narrows the choice from layer to layer. Passages are encoded after the shared prefix, not alone. The
         number of recomputed tokens is rounded up and only tokens of passages are chosen; the authors' code rounds
         down, and tokens of the prefix compete. Recomputed tokens attend to earlier positions only; the mask of the
-        authors' code is aligned to the bottom right, so that they attend to later ones too.
+        authors' code is aligned to the bottom right, so that they attend to later ones too. ProphetKV fuses the
+        layers' attention in two stages; here all layers choose together, once.
     Helps: the time to first token of prompts with cached passages in other orders or next to other passages, where a
         prefix cache misses.
     Hurts: position bias is not corrected: the answer depends on the order as under the unmodified model, and slightly
         on the tokens that were not recomputed.
-    Cost: with all passages cached, ``layers`` / L of the whole prompt, and ``fraction`` of it.
+    Cost: with all passages cached, ``layers`` / L of the whole prompt, and ``fraction`` of it; with ``query`` the
+        question a second time in place of the layers.
     Limits: models in which every layer has all keys and whose rotary encoding is supported.
 
     Args:
         fraction: Share of the passages' tokens that is recomputed, 0 to 1. The paper uses .15 to .16.
-        choose: ``deviation`` (CacheBlend) or ``first``, the first tokens of each passage (LegoLink).
+        choose: ``deviation`` (CacheBlend); ``first``, the first tokens of each passage (LegoLink); or ``query``, the
+            tokens that the question attends to (ProphetKV).
         layers: Number of layers that are computed for all tokens to measure the deviation, from 2 to those of the
             model; for ``deviation``. After one layer no value deviates, since its input does not depend on other
             tokens.
@@ -57,7 +63,7 @@ class Blended(Mitigation):
     identity_parameters = MappingProxyType({"fraction": 1.0})
 
     fraction: Annotated[float, Number(0, 1)] = 0.15
-    choose: Literal["deviation", "first"] = "deviation"
+    choose: Literal["deviation", "first", "query"] = "deviation"
     layers: Annotated[int, Integer(1)] = 2
 
     def __post_init__(self) -> None:

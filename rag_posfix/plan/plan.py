@@ -283,13 +283,13 @@ class Blend:
 
     Attributes:
         fraction: Share of the passages' tokens that are recomputed, 0 to 1.
-        by: Which tokens: ``deviation``, whose values differ most from the values in the full prompt, or ``first``, the
-            first of each passage.
+        by: Which tokens: ``deviation``, whose values differ most from the values in the full prompt; ``first``, the
+            first of each passage; or ``query``, which the question attends to most.
         layers: The first layers, which are computed for all tokens; the last of them shows the deviation.
     """
 
     fraction: float
-    by: Literal["deviation", "first"]
+    by: Literal["deviation", "first", "query"]
     layers: int
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.masks import window_positions, windows_of
-from rag_posfix.attention.rope import SelectedAttention, deviation, first_tokens, most_deviating
+from rag_posfix.attention.rope import SelectedAttention, deviation, first_tokens, largest
 from rag_posfix.caching.kv.store import (
     CacheSnapshot,
     EncodingKey,
@@ -701,7 +701,8 @@ def prefill_blended(
 ) -> PrefilledGroup:
     """Encode or find passages, move them to their positions, recompute a fraction of their tokens, read the suffix.
 
-    Cost with all segments cached: the first layers of the whole prompt, a fraction of it in all layers, the suffix.
+    Cost with all segments cached: the first layers of the whole prompt (``query``: the question), a fraction of the
+    prompt in all layers, the suffix.
     """
     kv, cached = encode_passages(loaded, layout, [independent_row(layout, row)], kv_lookup)
     batch = _move_passages(loaded, row, kv)
@@ -736,15 +737,34 @@ def _tokens_to_recompute(loaded: LoadedModel, row: ResolvedRow, batch: SequenceB
     if blend.by == "first":
         spans = [(span.start, span.stop) for _, span in row.passage_spans]
         return first_tokens(spans, blend.fraction).to(loaded.device)
+    start = len(row.layout.prefix)
+    if blend.by == "query":
+        return largest(_question_attention(loaded, row, batch), start, blend.fraction)
     fresh = _first_layers(loaded, row, blend.layers)
     last = blend.layers - 1
-    start = len(row.layout.prefix)
     deviations = deviation(fresh.layers[last].values, batch.cache.layers[last].values)
-    chosen = most_deviating(loaded.spec.ranks.mean(deviations), start, blend.fraction)
+    chosen = largest(loaded.spec.ranks.mean(deviations), start, blend.fraction)
     for old, new in zip(batch.cache.layers[: blend.layers], fresh.layers, strict=False):
         old.keys.copy_(new.keys)
         old.values.copy_(new.values)
     return chosen
+
+
+def _question_attention(loaded: LoadedModel, row: ResolvedRow, batch: SequenceBatch) -> Tensor:
+    """Return the mean attention of the question to each token before the suffix, (T,), over layers, heads, its tokens.
+
+    A question that stands before the passages cannot see them: the suffix is read in its place.
+    """
+    start, question = row.layout.suffix.start, row.layout.question
+    if question.start < start:
+        question = row.layout.suffix
+    observer = Observer(queries=len(question))
+    ids = torch.tensor([row.layout.token_ids[start : question.stop]], device=loaded.device)
+    batch.branch().forward(ids, row.positions[:, start : question.stop], 1, observer)
+    attended = observer.mean()
+    if attended is None:
+        raise GenerationError("no layer reported its attention; please report this")
+    return loaded.spec.ranks.mean(attended)[0, :start]
 
 
 class _EnoughLayers(Exception):

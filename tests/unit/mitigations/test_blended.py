@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rag_posfix.attention.masks import windows_mask, windows_of
-from rag_posfix.attention.rope import SelectedAttention, deviation, first_tokens, most_deviating
+from rag_posfix.attention.rope import SelectedAttention, deviation, first_tokens, largest
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
@@ -10,9 +12,10 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.decode.answer_writer import Session
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
+from rag_posfix.plan.layout import Span
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
-from tests.support.tiny import FAMILIES, loaded_model, toy_layout
+from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
 
 
 def said(loaded, layout, **parameters):
@@ -36,10 +39,10 @@ def test_the_tokens_that_deviate_most_are_chosen():
     fresh[0, 1, 2, 1] = 1.0  # 1
     fresh[0, 0, 3] = torch.tensor([2.0, 1.0])  # 4 + 1
     fresh[0, 1, 5, 0] = -2.0  # 4
-    assert most_deviating(deviation(fresh, kept), 1, 0.4).tolist() == [3, 5]
-    assert most_deviating(deviation(fresh, kept), 1, 0.41).tolist() == [2, 3, 5], "rounded up"
-    assert most_deviating(deviation(fresh, kept), 1, 0.0).tolist() == []
-    assert most_deviating(deviation(kept, kept), 1, 0.2).tolist() == [1], "of equals the first"
+    assert largest(deviation(fresh, kept), 1, 0.4).tolist() == [3, 5]
+    assert largest(deviation(fresh, kept), 1, 0.41).tolist() == [2, 3, 5], "rounded up"
+    assert largest(deviation(fresh, kept), 1, 0.0).tolist() == []
+    assert largest(deviation(kept, kept), 1, 0.2).tolist() == [1], "of equals the first"
 
 
 def test_the_first_tokens_of_each_passage():
@@ -50,7 +53,7 @@ def test_the_first_tokens_of_each_passage():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_everything_again_is_the_unmodified_model(family):
     loaded, layout = loaded_model(family), toy_layout()
-    for choose in ("deviation", "first"):
+    for choose in ("deviation", "first", "query"):
         found = said(loaded, layout, fraction=1.0, choose=choose)
         assert float((found - stock(loaded, layout)).abs().max()) < 1e-5
 
@@ -140,3 +143,34 @@ def test_one_passage_needs_no_correction():
     loaded, layout = loaded_model(), toy_layout((9,))
     for fraction in (0.0, 0.5):
         assert float((said(loaded, layout, fraction=fraction) - stock(loaded, layout)).abs().max()) < 1e-5
+
+
+def test_the_tokens_that_the_question_attends_to_are_chosen(monkeypatch):
+    """By the attention of the stock model, whose passages do not see each other: they were read apart."""
+    scores = []
+
+    def chosen(values, start, fraction):
+        scores.append((values.clone(), start))
+        return largest(values, start, fraction)
+
+    monkeypatch.setattr("rag_posfix.generation.prefill.per_passage.largest", chosen)
+    layout = toy_layout((6, 4, 5), prefix=0)
+    said(loaded_model(), layout, choose="query")
+    ((values, start),) = scores
+    n_tokens, first = layout.question.stop, layout.suffix.start
+    positions = torch.arange(n_tokens)
+    visible = windows_mask(layout, windows_of(layout, None))(positions[:, None], positions[None])
+    bias = torch.zeros(1, 1, n_tokens, n_tokens).masked_fill(~visible, float("-inf"))
+    model = stock_model()
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([layout.token_ids[:n_tokens]])
+    attentions = model(ids, attention_mask=bias, output_attentions=True).attentions
+    expected = torch.stack([weights[0, :, layout.question.start :, :first] for weights in attentions]).mean((0, 1, 2))
+    assert start == 0
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+def test_a_question_before_the_passages_leaves_the_choice_to_the_end_of_the_prompt():
+    loaded, layout = loaded_model(), toy_layout()
+    before = replace(layout, question=Span(1, 3))
+    assert torch.isfinite(said(loaded, before, choose="query")).all()
