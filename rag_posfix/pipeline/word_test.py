@@ -15,7 +15,7 @@ from contextlib import closing
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.answer import AnswerChunk
-from rag_posfix.pipeline.citations import find_evidence, passage_words
+from rag_posfix.pipeline.citations import NUMBERS, find_evidence, passage_words
 from rag_posfix.pipeline.headings import restates
 from rag_posfix.pipeline.language import same_language
 from rag_posfix.pipeline.support import ALL_THE_SAME, passage_name, shared_words
@@ -90,7 +90,7 @@ class WordTest:
             for chunk in chunks:
                 text += chunk.text
                 if chunk.answer is not None and not chunk.answer.documents:
-                    yield AnswerChunk(chunk.answer.text, chunk.answer)
+                    yield AnswerChunk(chunk.answer.text if is_open else "", chunk.answer)
                     return
                 is_open = is_open and chunk.answer is None and self.is_open(text)
                 held.append(chunk)
@@ -109,4 +109,5 @@ def failure_warning(documents: Sequence[Document], shares: Sequence[float]) -> s
 
 
 def _is_count(word: str) -> bool:
-    return _NUMBER.fullmatch(word) is not None and int(word) <= LARGEST_COUNT
+    digits = NUMBERS.get(word, word)
+    return _NUMBER.fullmatch(digits) is not None and int(digits) <= LARGEST_COUNT

@@ -30,6 +30,7 @@ COSTS = "How much is the admission for children?"
         (COSTS, "3 euros", False),
         (COSTS, "3", False),
         (COSTS, "7", False),  # a passage may name seven things one by one
+        (COSTS, "Seven", False),
         (COSTS, "70", True),
         (COSTS, "1.50", True),
         (COSTS, "70 euros", False),  # it has a word: partly supported
