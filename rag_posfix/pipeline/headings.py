@@ -37,7 +37,7 @@ _PERSONS = frozenset(
     }
 )  # fmt: skip
 """An answer may turn "my account" into "your account"."""
-_CHOICE = re.compile(r"\b(?:or|oder|ou|o)\b", re.IGNORECASE)
+_CHOICE = re.compile(r"\b(?:or|oder|ou|o|between|zwischen|entre)\b", re.IGNORECASE)
 
 
 class CopiedHeading:
