@@ -34,7 +34,8 @@ from rag_posfix.evaluation.record import environment, model_facts, read_record, 
 from rag_posfix.evaluation.statistics import best_subspan_em
 from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix.pipeline.support import NO_BELOW, YES_FROM, compare_words, read_texts
+from rag_posfix.pipeline.support import NO_BELOW, YES_FROM, asks_for_fact, compare_words, read_texts
+from rag_posfix.pipeline.word_test import WordTest
 from rag_posfix.reranking.yes_no import YesNoReranker
 from rag_posfix.settings import CacheSettings, Settings
 
@@ -184,7 +185,10 @@ def summarize_planted(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def words_of_record(record: Path, data: Path) -> dict[str, dict[str, int]]:
-    """Return how many answers have all, some or no words in their passages: right ones, wrong ones, from memory."""
+    """Return how many answers have all, some or no words in their passages: right ones, wrong ones, from memory.
+
+    ``refused`` are those of ``tested`` that a small reader's pipeline does not show.
+    """
     examples = {example.id: example for example in load_examples(data)}
     counts = {kind: Counter[str]() for kind in ("right", "wrong", "memory")}
     seen = set()
@@ -197,8 +201,13 @@ def words_of_record(record: Path, data: Path) -> dict[str, dict[str, int]]:
         passages = (*example.gold, *example.distractors)
         read = [one for one in passages if one.id in row["passages"]] or list(example.distractors[:9])
         kind = "memory" if is_memory else "right" if row["accuracy"] > 0 else "wrong"
-        counts[kind][compare_words(row["answer"], read_texts(read), example.question).verdict] += 1
-    return {kind: {name: count[name] for name in ("all", "some", "none", "unknown")} for kind, count in counts.items()}
+        texts = read_texts(read)
+        counts[kind][compare_words(row["answer"], texts, example.question).verdict] += 1
+        if asks_for_fact(example.question):
+            counts[kind]["tested"] += 1
+            counts[kind]["refused"] += WordTest(texts, example.question).fails(row["answer"])
+    names = ("all", "some", "none", "unknown", "tested", "refused")
+    return {kind: {name: count[name] for name in names} for kind, count in counts.items()}
 
 
 def measure_words(sources: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
