@@ -96,7 +96,7 @@ def test_words_of_a_record_are_counted_by_whether_its_answers_are_right(tmp_path
     ])  # fmt: skip
     counts = main(["--words", f"{record}={data}"])["all records"]
     assert counts == {
-        "right": {"all": 1, "some": 0, "none": 0, "unknown": 0},
-        "wrong": {"all": 0, "some": 0, "none": 1, "unknown": 0},
-        "memory": {"all": 0, "some": 0, "none": 1, "unknown": 0},
+        "right": {"all": 1, "some": 0, "none": 0, "unknown": 0, "tested": 1, "refused": 0},
+        "wrong": {"all": 0, "some": 0, "none": 1, "unknown": 0, "tested": 1, "refused": 1},
+        "memory": {"all": 0, "some": 0, "none": 1, "unknown": 0, "tested": 1, "refused": 1},
     }
