@@ -158,13 +158,13 @@ def test_drope_equals_rope_before_the_drop_and_nope_after_it(generator):
 
 def test_scores_of_drope_grow_with_the_logarithm_beyond_the_trained_length(generator):
     query, key, value = states(generator, tokens=8)
-    module = built("drope", growth=0.5, train_length=2)
+    module = built("drope", growth=0.5, train_length=4)
     assert torch.equal(module.attend(0, query, key, value), built("rope").attend(0, query, key, value))
     module.finalize()
-    # Queries at positions 1 and 2 are within the trained length: beta = 1. Position 4: 1 + ln(2) / 2 = 1.3466.
-    # Position 8: 1 + ln(4) / 2 = 1.6931.
+    # Queries at positions 2 and 4 are within the trained length: beta = 1. Position 6: 1 + ln(1.5) / 2 = 1.2027.
+    # Position 8: 1 + ln(2) / 2 = 1.3466.
     found = module.attend(0, query, key, value)
-    for index, beta in ((0, 1.0), (1, 1.0), (3, 1.3465736), (7, 1.6931472)):
+    for index, beta in ((1, 1.0), (3, 1.0), (5, 1.2027326), (7, 1.3465736)):
         seen = slice(0, index + 1)
         expected = built("nope", scale=beta).attend(
             0, query[:, :, index : index + 1], key[:, :, seen], value[:, :, seen]
