@@ -15,6 +15,8 @@ from rag_posfix.parameters import Integer, Number
 
 
 class _DroppedRotation(Positions):
+    dropped: Tensor
+
     def __init__(self, rotary: RotaryAngles, growth: float, train_length: int) -> None:
         super().__init__()
         self.rotary, self.growth, self.train_length = rotary, growth, train_length
