@@ -133,6 +133,9 @@ class Positions(nn.Module):
         """
         return attend_causal(query, key, value, query.shape[-1] ** -0.5)
 
+    def finalize(self) -> None:
+        """Turn into what the trained decoder has; training calls it before each step from ``final_from`` on."""
+
 
 @dataclass(frozen=True)
 class Encoding(Parametrised, ABC):
@@ -146,6 +149,11 @@ class Encoding(Parametrised, ABC):
 
     memory: ClassVar[Memory] = "linear"
     causal: ClassVar[bool] = True
+
+    @property
+    def final_from(self) -> float:
+        """Share of the training steps after which positions are those of the trained decoder, below 1."""
+        return 0.0
 
     @abstractmethod
     def build(self, shape: DecoderShape) -> Positions:

@@ -54,7 +54,7 @@ class TrainingSettings:
         evaluate_every: Steps between two evaluations; a checkpoint follows each.
         examples: Examples of an evaluation, per split.
         patience: Evaluations after which training stops early: that many in a row without error, or, for perplexity,
-            without a new best; 0 never stops early.
+            without a new best; 0 never stops early. Evaluations before DroPE drops its rotation do not count.
         layers: Layers of the decoder.
         heads: Attention heads of a layer.
         width: Channels of a hidden state.
@@ -327,6 +327,20 @@ class RunConfig:
     settings: TrainingSettings
     seed: int
 
+    @property
+    def final_step(self) -> int:
+        """The first step, from 0, with the positions of the trained decoder; the last step has them at least."""
+        return min(self.settings.steps - 1, round(self.settings.steps * self.encoding.final_from))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step; it rises and falls again from ``final_step`` on."""
+        first = self.final_step
+        if step < first:
+            return replace(self.settings, steps=first).rate(step)
+        steps = self.settings.steps - first
+        warmup = self.settings.warmup * steps // self.settings.steps
+        return replace(self.settings, steps=steps, warmup=warmup).rate(step - first)
+
 
 def new_decoder(config: RunConfig, device: torch.device) -> Decoder:
     """Return a decoder at its start values; equal seeds give equal ones."""
@@ -356,7 +370,7 @@ def train(
     decoder = new_decoder(config, device).train()
     optimizer = torch.optim.Adam(decoder.parameters(), lr=settings.learning_rate)
     snapshot = files.resume(decoder, optimizer)
-    while snapshot.step < settings.steps and not _is_enough(snapshot, settings, task):
+    while snapshot.step < settings.steps and not _is_enough(snapshot, config):
         snapshot = _train_interval(config, decoder, optimizer, snapshot, device, report)
         files.keep(decoder, optimizer, snapshot)
         _log.info("%s, step %d: %.2f", config.encoding.label, snapshot.step, snapshot.history[-1][1].value)
@@ -380,7 +394,7 @@ def _train_interval(
     stop = min(settings.steps, snapshot.step + settings.evaluate_every)
     for step in range(snapshot.step, stop):
         for group in optimizer.param_groups:
-            group["lr"] = settings.rate(step)
+            group["lr"] = config.rate(step)
         _train_step(config, decoder, optimizer, step, device)
         report(step + 1, settings.steps)
     result = measure(decoder, config.task, TRAINED, settings.examples, device)
@@ -392,6 +406,8 @@ def _train_step(
     config: RunConfig, decoder: Decoder, optimizer: torch.optim.Optimizer, step: int, device: torch.device
 ) -> None:
     """Take one step on examples that the seed and the step alone decide."""
+    if step >= config.final_step:
+        decoder.positions.finalize()
     generator = generator_for("training", config.task.label, config.seed, step)
     batch = config.task.batch(TRAINED, config.settings.batch, generator).to(device)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"):
@@ -405,15 +421,17 @@ def _train_step(
     optimizer.step()
 
 
-def _is_enough(snapshot: Snapshot, settings: TrainingSettings, task: Task) -> bool:
-    """Return whether training may stop early: no error, or no better perplexity, for ``patience`` evaluations."""
-    values = [result.value for _, result in snapshot.history]
-    if not settings.patience or len(values) <= settings.patience:
-        return bool(settings.patience) and task.metric == "error" and values == [0.0] * settings.patience
-    last = values[-settings.patience :]
-    if task.metric == "error":
-        return not any(last)
-    return min(last) >= min(values[: -settings.patience])
+def _is_enough(snapshot: Snapshot, config: RunConfig) -> bool:
+    """Return whether training may stop early: no error, or no better perplexity, for ``patience`` evaluations.
+
+    Evaluations count once the positions are those of the trained decoder.
+    """
+    values = [result.value for step, result in snapshot.history if step > config.final_step]
+    patience, counts_errors = config.settings.patience, config.task.metric == "error"
+    if not patience or len(values) <= patience:
+        return bool(patience) and counts_errors and values == [0.0] * patience
+    last = values[-patience:]
+    return not any(last) if counts_errors else min(last) >= min(values[:-patience])
 
 
 def draw_laboratory(head: Mapping[str, Any]) -> Figure:

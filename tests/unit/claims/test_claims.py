@@ -33,6 +33,7 @@ TINY = {
     "geometry": {"contexts": 4, "tokens": 24},
     "position-heads": {"strings": 4, "tokens": 16, "skip": 4},
     "position-vectors": {"strings": 4, "tokens": 24},
+    "causes": {"questions": 1, "pairs": 2, "positions": 2, "strings": 2, "tokens": 64},
     "stable-mask": {**TRAINED, "length": 8},
     "word-counting": {"limit": 2},
     "bound": {"strings": 2, "farthest": 4},

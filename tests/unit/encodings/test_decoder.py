@@ -15,6 +15,7 @@ SHAPE = DecoderShape(vocabulary=11, layers=2, heads=2, width=16, inner=32)
 VARIANTS = [
     *(name for name, cls in ENCODINGS.items() if cls.causal),
     "nope per head", "cope shared", "stable_mask alibi", "stable_mask none", "rope ntk",
+    "drope dropped", "drope growth",
 ]  # fmt: skip
 PARAMETERS = {
     "nope per head": ("nope", {"per_head": True, "scale": 1.3}),
@@ -23,6 +24,9 @@ PARAMETERS = {
     "stable_mask": ("stable_mask", {"train_length": 7}),
     "stable_mask alibi": ("stable_mask", {"train_length": 7, "positions": "alibi"}),
     "stable_mask none": ("stable_mask", {"train_length": 20, "positions": "none"}),
+    "drope dropped": ("drope", {}),
+    "drope growth": ("drope", {"growth": 0.7, "train_length": 5}),
+    "rope_nope": ("rope_nope", {"every": 2}),
     "rope ntk": ("rope", {"ntk": 2.0, "interpolation": 1.5}),
 }
 
@@ -35,6 +39,8 @@ def decoder(variant, shape=SHAPE, seed=0):
         with torch.no_grad():
             for parameter in made.positions.parameters():
                 parameter.add_(torch.rand_like(parameter))
+    if variant.startswith("drope "):
+        made.positions.finalize()
     return made.eval()
 
 
@@ -145,6 +151,8 @@ def test_shapes_and_names_that_do_not_fit_are_refused():
         create_encoding("rope", {"ntk": 2.0}).build(DecoderShape(vocabulary=4, heads=2, width=4))
     with pytest.raises(ConfigError, match="max_distance=16 must be above half of buckets=32"):
         create_encoding("t5", {"max_distance": 16})
+    with pytest.raises(ConfigError, match="every=4 must be at most layers=2, or no layer is without positions"):
+        create_encoding("rope_nope").build(SHAPE)
 
 
 def test_a_label_names_what_differs_from_the_defaults_and_aliases_are_known():

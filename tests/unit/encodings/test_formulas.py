@@ -145,6 +145,43 @@ def test_a_scale_of_nope_multiplies_scores_and_a_head_has_its_own_of_at_least_on
     torch.testing.assert_close(module.attend(0, query, key, value)[:, 0], plain[:, 0])
 
 
+def test_drope_equals_rope_before_the_drop_and_nope_after_it(generator):
+    query, key, value = states(generator)
+    module = built("drope", base=50.0)
+    rotated = built("rope", base=50.0).attend(0, query, key, value)
+    assert torch.equal(module.attend(0, query, key, value), rotated)
+    for _ in range(2):  # training says so before every step
+        module.finalize()
+        assert torch.equal(module.attend(0, query, key, value), built("nope").attend(0, query, key, value))
+    assert not torch.allclose(rotated, module.attend(0, query, key, value), atol=1e-3)
+
+
+def test_scores_of_drope_grow_with_the_logarithm_beyond_the_trained_length(generator):
+    query, key, value = states(generator, tokens=8)
+    module = built("drope", growth=0.5, train_length=4)
+    assert torch.equal(module.attend(0, query, key, value), built("rope").attend(0, query, key, value))
+    module.finalize()
+    # Queries at positions 2 and 4 are within the trained length: beta = 1. Position 6: 1 + ln(1.5) / 2 = 1.2027.
+    # Position 8: 1 + ln(2) / 2 = 1.3466.
+    found = module.attend(0, query, key, value)
+    for index, beta in ((1, 1.0), (3, 1.0), (5, 1.2027326), (7, 1.3465736)):
+        seen = slice(0, index + 1)
+        expected = built("nope", scale=beta).attend(
+            0, query[:, :, index : index + 1], key[:, :, seen], value[:, :, seen]
+        )
+        torch.testing.assert_close(found[:, :, index : index + 1], expected)
+
+
+def test_every_third_layer_of_rope_nope_has_no_rotation_and_all_others_rotate(generator):
+    query, key, value = states(generator)
+    rotated, plain = (built(name).attend(0, query, key, value) for name in ("rope", "nope"))
+    module = built("rope_nope", shape(layers=7), every=3)
+    unrotated = [torch.equal(module.attend(layer, query, key, value), plain) for layer in range(7)]
+    assert unrotated == [False, False, True, False, False, True, False]
+    for layer in (0, 1, 3, 4, 6):
+        assert torch.equal(module.attend(layer, query, key, value), rotated)
+
+
 def test_shaw_by_hand():
     module = built("shaw", shape(heads=1, width=4), max_distance=1)
     with torch.no_grad():

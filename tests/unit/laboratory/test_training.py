@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rag_posfix.encodings import create_encoding, load_decoder
 from rag_posfix.errors import ConfigError
@@ -139,6 +140,71 @@ def test_without_patience_all_steps_are_taken(monkeypatch):
     )
     run = train(config(settings=dataclasses.replace(TINY, patience=0)), CPU, RunFiles(None))
     assert run.snapshot.step == 12
+
+
+@pytest.mark.parametrize(
+    ("steps", "recalibration", "first"),
+    # 12 * .25 = 3 steps, the last ones: from 9. 12 * .01 = .12 step: at least one. All of 12. One of one.
+    [(12, 0.25, 9), (12, 0.01, 11), (12, 1.0, 0), (1, 0.1, 0)],
+)
+def test_the_recalibration_of_drope_is_its_share_of_the_steps_and_one_at_least(steps, recalibration, first):
+    settings = dataclasses.replace(TINY, steps=steps)
+    assert config(encoding="drope", settings=settings, recalibration=recalibration).final_step == first
+    assert config(encoding="rope", settings=settings).final_step == 0
+
+
+def test_the_learning_rate_rises_and_falls_again_after_the_drop_of_drope():
+    settings = dataclasses.replace(TINY, steps=220, warmup=22, learning_rate=1.0)
+    plan = config(encoding="drope", settings=settings, recalibration=0.5)
+    # Two phases of 110 steps. The second one's warmup is its share of 22 steps: 22 * 110 / 220 = 11.
+    assert plan.rate(21) == plan.rate(22) == 1.0
+    assert plan.rate(66) == pytest.approx(0.55)  # halfway from 22 to 110: 0.1 + 0.45 (1 + cos(pi / 2))
+    assert plan.rate(109) < 0.101
+    assert plan.rate(110) == pytest.approx(1 / 11)
+    assert plan.rate(120) == plan.rate(121) == 1.0
+    plain = config(encoding="rope", settings=settings)
+    assert [plain.rate(step) for step in range(220)] == [settings.rate(step) for step in range(220)]
+
+
+def test_drope_trains_as_rope_before_the_drop_and_its_trained_decoder_is_nope(tmp_path):
+    plan = config(encoding="drope", recalibration=0.25)  # drops before step 9 of 12; a checkpoint is after step 8
+    nine = config(encoding="rope", settings=dataclasses.replace(TINY, steps=9))
+    for name, run in (("rope", nine), ("drope", plan)):
+        with pytest.raises(Killed):
+            train(run, CPU, RunFiles(tmp_path / name), killed_at(9))
+    before = {name: load_file(tmp_path / name / "checkpoint.safetensors") for name in ("rope", "drope")}
+    assert not before["drope"].pop("model.positions.dropped")
+    assert all(torch.equal(before["drope"][name], tensor) for name, tensor in before["rope"].items())
+    resumed, whole = (train(plan, CPU, RunFiles(tmp_path / name)) for name in ("drope", "whole"))
+    assert resumed.splits == whole.splits
+
+    loaded, ids = load_decoder(tmp_path / "drope").eval(), torch.arange(8)[None] % 4
+    weights = loaded.state_dict()
+    assert weights.pop("positions.dropped")
+    logits = {}
+    for name in ("rope", "nope"):
+        other = new_decoder(config(encoding=name), CPU).eval()
+        other.load_state_dict(weights)
+        logits[name] = other(ids)[0]
+    assert torch.equal(loaded(ids)[0], logits["nope"])
+    assert not torch.allclose(logits["rope"], logits["nope"], atol=1e-3)
+
+
+def test_drope_with_a_recalibration_of_all_steps_trains_as_nope():
+    without = train(config(encoding="nope"), CPU, RunFiles(None))
+    assert train(config(encoding="drope", recalibration=1.0), CPU, RunFiles(None)).splits == without.splits
+
+
+def test_evaluations_before_the_drop_of_drope_do_not_end_the_training(monkeypatch):
+    monkeypatch.setattr(
+        "rag_posfix.laboratory.experiment.measure",
+        lambda *arguments: dataclasses.replace(measure(*arguments), value=0.0),
+    )
+    settings = dataclasses.replace(TINY, steps=20, evaluate_every=2, patience=2)
+    # The drop is before step 10. The evaluation after 10 steps is still that of RoPE; those after 12 and 14 count.
+    for encoding, parameters, end in (("rope", {}, 4), ("drope", {"recalibration": 0.5}, 14)):
+        run = train(config(encoding=encoding, settings=settings, **parameters), CPU, RunFiles(None))
+        assert run.snapshot.step == end
 
 
 def test_the_measure_of_a_decoder_that_knows_nothing_is_chance_and_by_place():
