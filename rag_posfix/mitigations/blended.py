@@ -18,9 +18,8 @@ from rag_posfix.plan.plan import Blend, Capability, ModelShape, Plan
 class Blended(Mitigation):
     """Reuse cached passages at new positions and recompute some of their tokens.
 
-    This method saves time; it does not correct position bias. It approximates what the unmodified model computes for
-    the prompt in the given order. Passages are encoded independently and cached, as under the order-invariant methods,
-    which share the cache entries. Their keys are rotated to the new positions. Then the tokens whose values deviate
+    It approximates what the unmodified model computes for the prompt in the given order, in less time. Passages are
+    encoded independently and cached, as under the order-invariant methods, which share the cache entries. Their keys are rotated to the new positions. Then the tokens whose values deviate
     most from a full computation, or that the question attends to, are recomputed with attention to everything before
     them.
 
@@ -40,8 +39,7 @@ class Blended(Mitigation):
         layers' attention in two stages; here all layers choose together, once.
     Helps: the time to first token of prompts with cached passages in other orders or next to other passages, where a
         prefix cache misses.
-    Hurts: position bias is not corrected: the answer depends on the order as under the unmodified model, and slightly
-        on the tokens that were not recomputed.
+    Hurts: position bias stays, and the answer depends slightly on the tokens that are not recomputed.
     Cost: with all passages cached, ``layers`` / L of the whole prompt, and ``fraction`` of it; with ``query`` the
         question a second time in place of the layers.
     Limits: models in which every layer has all keys and whose rotary encoding is supported.

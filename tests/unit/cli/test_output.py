@@ -66,7 +66,7 @@ def test_lines_tabs_and_letters_of_any_script_are_printed_as_they_are():
 
 @pytest.mark.parametrize(("command", "is_warned"), [("ask", False), ("demo", False), ("eval", False), ("serve", True)])
 def test_only_a_service_is_warned_that_answers_are_decoded_together(command, is_warned):
-    logger = logging.getLogger("rag_posfix.generation.model.one_pass")
+    logger = logging.getLogger("rag_posfix.generation.model.batch_invariance")
     with typer.Context(typer.main.get_command(app), info_name="rag-posfix") as context:
         context.invoked_subcommand = command
         options(context, verbose=False, version=False)
