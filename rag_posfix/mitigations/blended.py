@@ -19,9 +19,9 @@ class Blended(Mitigation):
     """Reuse cached passages at new positions and recompute some of their tokens.
 
     It approximates what the unmodified model computes for the prompt in the given order, in less time. Passages are
-    encoded independently and cached, as under the order-invariant methods, which share the cache entries. Their keys are rotated to the new positions. Then the tokens whose values deviate
-    most from a full computation, or that the question attends to, are recomputed with attention to everything before
-    them.
+    encoded independently and cached, as under the order-invariant methods, which share the cache entries. Their keys
+    are rotated to the new positions. Then the tokens whose values deviate most from a full computation, or that the
+    question attends to, are recomputed with attention to everything before them.
 
     Source: Yao et al. (2024), CacheBlend, section 4, https://arxiv.org/abs/2405.16444; ``choose="first"``: Hu et al.
         (2024), EPIC (LegoLink), section 4, https://arxiv.org/abs/2410.15332; ``choose="query"``: Wang et al. (2026),
