@@ -133,7 +133,7 @@ def causes(
 CAUSES = Claim(
     1, "causes", "A method that corrects a known cause of position bias removes a part of the bias.", causes,
     tuple(Condition(number_name(name, REMOVED), above=0) for name in METHODS),
-    {"questions": 6, "pairs": 5, "positions": 3, "strings": 8, "tokens": 128},
+    {"questions": 4, "pairs": 5, "positions": 3, "strings": 8, "tokens": 128},
     {"questions": 200, "pairs": 20, "positions": 5, "strings": 64, "tokens": 1000},
     see="The share of the spread over positions that each method removes, best worst position first: it follows.",
     beware="Order-invariant methods (inter_document, set_prompting) always remove all; read what the worst gains.",
