@@ -44,6 +44,9 @@ PROFILE_KIND = "measured_profile"
 LARGE_HIDDEN_SIZE = 1536
 """Channels of the hidden state of a model of 1.5 billion parameters. Smaller models judge passages badly."""
 
+SMALL_HIDDEN_SIZE = 256
+"""Channels from which a model answers questions at all; answers of smaller models are shown as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:

@@ -31,11 +31,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands use that model, counts of letters for vectors, and every passage found; they show what it writes."""
+    """Commands of this process use that model, counts of letters for vectors, and every passage that they find."""
     monkeypatch.setattr("rag_posfix.pipeline.build.SentenceEmbeddings", lambda name, **_: LetterEmbeddings(name))
     monkeypatch.setenv("RAG_POSFIX_MODEL", str(tiny_model))
     monkeypatch.setenv("RAG_POSFIX_MIN_RELEVANCE", "off")
-    monkeypatch.setenv("RAG_POSFIX_ALLOW_UNSUPPORTED", "true")
     return tiny_model
 
 

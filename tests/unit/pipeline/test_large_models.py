@@ -33,9 +33,7 @@ def build(request, tmp_path, monkeypatch):
 
 
 def asked(pipeline, documents=DOCUMENTS, **changes):
-    answer = pipeline.ask(
-        Question("Which one?", documents=documents, use_cache=False, allow_unsupported=True, **changes)
-    )
+    answer = pipeline.ask(Question("Which one?", documents=documents, use_cache=False, **changes))
     assert not answer.warnings
     return answer
 
@@ -78,6 +76,16 @@ def test_a_smaller_model_and_what_is_named_stay(build):
     with closing(build(1)) as pipeline:
         assert len(asked(pipeline, mitigation=MitigationChoice("context_experts")).documents) == len(DOCUMENTS)
         assert len(asked(pipeline, mitigation=MitigationChoice("auto")).documents) == 3
+
+
+@pytest.mark.parametrize(("small", "is_shown"), [(1, False), (10**6, True)])
+def test_the_answers_of_small_readers_are_tested_by_their_words_and_those_of_toys_are_not(
+    build, monkeypatch, small, is_shown
+):
+    monkeypatch.setattr("rag_posfix.pipeline.build.SMALL_HIDDEN_SIZE", small)
+    with closing(build(10**6)) as pipeline:
+        answer = pipeline.ask(Question("Which one?", documents=DOCUMENTS, use_cache=False))
+    assert bool(answer.documents) is is_shown, "a random model writes words of no passage"
 
 
 def test_support_needs_no_pass_of_its_own_where_the_judge_chose_the_passages(build, monkeypatch):

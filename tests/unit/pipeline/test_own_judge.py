@@ -49,7 +49,7 @@ def build(tmp_path, monkeypatch):
 
 
 def judged(pipeline):
-    answer = pipeline.ask(Question("Which one?", documents=DOCUMENTS, use_cache=False, allow_unsupported=True))
+    answer = pipeline.ask(Question("Which one?", documents=DOCUMENTS, use_cache=False))
     assert not answer.warnings
     return {document.text: document.score for document in answer.documents}
 
