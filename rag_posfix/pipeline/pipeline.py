@@ -621,7 +621,8 @@ class Pipeline(AskedInBatches):
             )
 
         answer = prompt.answer(stored, make) if cached else make()
-        if (test := self._word_test(prepared, odds)) is not None and test.fails(answer.text):
+        test = self._word_test(prepared, odds) if answer.finish_reason == "stop" else None  # cut answers may go on
+        if test is not None and test.fails(answer.text):
             warning = failure_warning(
                 prompt.assembled.documents, [document.attention for document in answer.documents]
             )

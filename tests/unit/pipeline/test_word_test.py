@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from langchain_core.documents import Document
 
@@ -125,6 +127,22 @@ def test_a_stream_that_is_closed_after_what_was_held_back_stops_the_words():
 )
 def test_other_answers_are_shown_as_they_were_written(question, options):
     assert small_reader("At noon.", **options).ask(question, documents()).text == "At noon."
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_was_cut_is_shown_since_it_may_go_on(streams):
+    class Cut(ScriptedReader):
+        def stream(self, request):
+            *pieces, last = super().stream(request)
+            yield from pieces
+            yield replace(last, generation=replace(last.generation, finish_reason="length"))
+
+    pipeline = small_reader()
+    pipeline.generator = Cut(written="The")
+    if streams:
+        assert "".join(chunk.text for chunk in pipeline.stream(CLOSES, documents())) == "The"
+    else:
+        assert pipeline.ask(CLOSES, documents()).text == "The"
 
 
 def test_large_readers_may_answer_in_their_own_words():
