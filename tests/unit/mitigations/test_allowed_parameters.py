@@ -9,7 +9,7 @@ from rag_posfix.mitigations import create
 
 ALLOWED = """
 blended: fraction a number between 0 and 1
-blended: choose 'deviation' or 'first'
+blended: choose one of 'deviation', 'first', 'query'
 blended: layers a whole number >= 1
 calibrated_attention: temperature a number above 0 and at most 100
 calibrated_attention: strength a number between 0 and 1
