@@ -5,8 +5,8 @@
 
 Every question of the demo corpus, with passages drawn around the gold one, is asked alone and then by several
 connections at a time. Each connection asks its next question when it has an answer, so requests join and leave.
-Answers and log-probabilities are compared exactly, and each load is timed. The
-passages of order-invariant methods are shuffled meanwhile.
+Answers and log-probabilities are compared exactly, and each load is timed. The passages of order-invariant methods are
+shuffled meanwhile.
 """
 
 from __future__ import annotations

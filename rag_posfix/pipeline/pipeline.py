@@ -64,6 +64,7 @@ from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query
 from rag_posfix.pipeline.run import PreparedQuestion, PromptMemory, QuestionRun, RememberedPrompt, document_values
 from rag_posfix.pipeline.stored_answer import (
+    StoredAnswer,
     answer_from,
     answer_key,
     conversation_text,
@@ -295,8 +296,7 @@ class Pipeline(AskedInBatches):
                 generation = self._generate(prepared)
                 stage.done(generation)
             run.timings.update(generation.timings)
-            stored = to_store(prepared.prompt.assembled, generation, odds, self._rivals(prepared, generation, odds))
-            return self._store(prepared, stored, generation.is_known_end)
+            return self._store(prepared, self._stored(prepared, generation, odds), generation.is_known_end)
 
     def stream(
         self,
@@ -332,7 +332,8 @@ class Pipeline(AskedInBatches):
                 read = read_again(chunks, headings, lambda: self.generator.stream(self._without_headings(prepared)))
                 stack.callback(read.close)
                 chunks = read
-            written, test = self._stream(prepared, chunks, odds, stack.pop_all()), self._word_test(prepared, odds)
+            written = self._stream(prepared, chunks, odds, stack.pop_all())
+            test = None if self._allows_unsupported(prepared) else self._word_test(prepared, odds)
             return written if test is None else test.hold_back(written)
 
     def _generate(self, prepared: PreparedQuestion) -> Generation:
@@ -373,8 +374,7 @@ class Pipeline(AskedInBatches):
                     continue
                 stage.done(chunk.generation)
                 run.timings.update(chunk.generation.timings)
-                rivals = self._rivals(prepared, chunk.generation, odds)
-                stored = to_store(prepared.prompt.assembled, chunk.generation, odds, rivals)
+                stored = self._stored(prepared, chunk.generation, odds)
                 answer = self._store(prepared, stored, chunk.generation.is_known_end)
                 text += "" if reader is None else reader.finish()[0]
                 yield AnswerChunk(text, answer, chunk.log_probs, prompt_tokens)
@@ -555,9 +555,19 @@ class Pipeline(AskedInBatches):
         """Return the test of answers of small readers to questions for a fact, where no judge was asked."""
         question, documents = prepared.run.question, prepared.prompt.assembled.documents
         is_form = prepared.request.sampling.json_schema is not None or question.tools is not None
-        if not self.defaults.is_small_reader or is_form or odds or self._allows_unsupported(prepared):
+        if not self.defaults.is_small_reader or is_form or odds:
             return None
         return WordTest(read_texts(documents), question.text) if documents and asks_for_fact(question.text) else None
+
+    def _stored(self, prepared: PreparedQuestion, generation: Generation, odds: Mapping[str, float]) -> StoredAnswer:
+        rivals = self._rivals(prepared, generation, odds)
+        stored = to_store(prepared.prompt.assembled, generation, odds, rivals)
+        test = (
+            self._word_test(prepared, odds) if generation.finish_reason == "stop" else None
+        )  # a cut answer may go on
+        if test is not None and test.fails(generation.text):
+            stored["foreign"] = True
+        return stored
 
     def _refuse(self, prepared: PreparedQuestion, odds: Mapping[str, float]) -> Answer:
         return self._store(prepared, refusal_to_store(prepared.prompt.assembled, odds), is_known_end=True)
@@ -621,8 +631,7 @@ class Pipeline(AskedInBatches):
             )
 
         answer = prompt.answer(stored, make) if cached else make()
-        test = self._word_test(prepared, odds) if answer.finish_reason == "stop" else None  # cut answers may go on
-        if test is not None and test.fails(answer.text):
+        if stored.get("foreign") and not self._allows_unsupported(prepared):
             warning = failure_warning(
                 prompt.assembled.documents, [document.attention for document in answer.documents]
             )

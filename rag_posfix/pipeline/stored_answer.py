@@ -42,7 +42,7 @@ class StoredAnswer(TypedDict):
     """The cache entry of an answer, or of a question that was ``refused``. Entries of earlier releases lack fields.
 
     ``odds`` are the judge's log-odds of passages, by the names of ``_passage_names``; ``rivals`` are answers that
-    contradict this one, each with the name of its passage.
+    contradict this one, each with the name of its passage. Of a ``foreign`` answer no passage has a word.
     """
 
     text: Annotated[str, Strict()]
@@ -57,6 +57,7 @@ class StoredAnswer(TypedDict):
     stop_string: NotRequired[Annotated[str, Strict()]]
     odds: NotRequired[dict[str, _Number]]
     refused: NotRequired[Annotated[bool, Strict()]]
+    foreign: NotRequired[Annotated[bool, Strict()]]
     rivals: NotRequired[list[tuple[Annotated[str, Strict()], Annotated[str, Strict()]]]]
 
 

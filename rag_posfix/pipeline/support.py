@@ -109,14 +109,11 @@ def shared_words(evidence: Set[str], words: Set[str]) -> Set[str]:
     A number in words is that number in digits.
     """
     stems = {word[:STEM] for word in words if len(word) >= STEM}
-    digits = {NUMBERS[word] for word in words if word in NUMBERS}
+    known = words | {NUMBERS[word] for word in words if word in NUMBERS}
     return {
         word
         for word in evidence
-        if word in words
-        or word in digits
-        or NUMBERS.get(word) in words | digits
-        or (word[:STEM] in stems and not word[-1].isdigit())
+        if word in known or NUMBERS.get(word) in known or (word[:STEM] in stems and not word[-1].isdigit())
     }
 
 

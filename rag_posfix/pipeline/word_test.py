@@ -2,8 +2,7 @@
 
 Models whose judgements do not count (``support.JUDGING_HIDDEN_SIZE``) answer from memory, or with words of the
 question, where no passage has the answer. "Sunday" to "When does the museum close on Sundays?" is no answer.
-On the gate about own files no right answer of such a reader failed this test
-(``python -m benchmarks.end_to_end --questions own_files``).
+How many right and wrong answers fail: ``python -m benchmarks.support --words RECORD=DATA``.
 """
 
 from __future__ import annotations
