@@ -61,6 +61,9 @@ ALL_THE_SAME = (
 )
 """What has an unsupported answer written."""
 
+LEAST_FORM = 3
+"""Letters of the shortest form of a word that has another ending elsewhere."""
+
 WordVerdict = Literal["all", "some", "none", "unknown"]
 
 
@@ -82,7 +85,7 @@ class WordSupport:
 def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSupport:
     """Return whether ``passages`` have the words of ``answer`` that are neither asked nor function words.
 
-    A word is there if the passage has it, or for six letters and more a word with the same beginning. A passage has
+    A word is there if the passage has it (``shared_words``). A passage has
     enough of them with all numbers and ``COVERAGE`` of the words (``PAIR_COVERAGE`` of pairs of characters).
 
     Cost: linear in the passages.
@@ -104,17 +107,26 @@ def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSu
 
 
 def shared_words(evidence: Set[str], words: Set[str]) -> Set[str]:
-    """Return the words of ``evidence`` that are in ``words``; of six letters and more, by their beginning.
+    """Return the words of ``evidence`` that are in ``words``, also with another ending (boat, boats).
 
-    A number in words is that number in digits.
+    Words of six letters and more may differ in all that follows. A number in words is that number in digits.
     """
     stems = {word[:STEM] for word in words if len(word) >= STEM}
     known = words | {NUMBERS[word] for word in words if word in NUMBERS}
+    known |= {shorter for word in words for shorter in _without_ending(word)}
     return {
         word
         for word in evidence
-        if word in known or NUMBERS.get(word) in known or (word[:STEM] in stems and not word[-1].isdigit())
+        if word in known
+        or NUMBERS.get(word) in known
+        or not words.isdisjoint(_without_ending(word))
+        or (word[:STEM] in stems and not word[-1].isdigit())
     }
+
+
+def _without_ending(word: str) -> tuple[str, ...]:
+    """Return a word without one and without two letters, where ``LEAST_FORM`` are left."""
+    return tuple(word[:-cut] for cut in (1, 2) if word.isalpha() and len(word) - cut >= LEAST_FORM)
 
 
 def has_words_of(sentence: str, passage: str, question: str) -> bool:

@@ -8,7 +8,7 @@ How many right and wrong answers fail: ``python -m benchmarks.support --words RE
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence, Set
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from langchain_core.documents import Document
@@ -26,9 +26,6 @@ MOST_WORDS = 8
 LARGEST_COUNT = 10
 """A bare number up to here may be a count of things that the passages name one by one."""
 
-LEAST_BEGINNING, LONGEST_ENDING = 3, 2
-"""Letters of the shortest common beginning of two forms of a word, and of the longest ending that differs."""
-
 _NUMBER = re.compile(r"\d+")
 
 
@@ -45,7 +42,6 @@ class WordTest:
     def __init__(self, passages: Sequence[str], question: str) -> None:
         self._question = question
         self._words = frozenset[str]().union(*map(passage_words, passages))
-        self._beginnings = {word[:length] for word in self._words for length in range(LEAST_BEGINNING, len(word))}
         self._is_comparable = any(same_language(question, passage) for passage in passages)
 
     def fails(self, answer: str) -> bool:
@@ -57,7 +53,7 @@ class WordTest:
         evidence = find_evidence(answer, self._question)
         if not 0 < len(evidence) < MOST_WORDS or all(map(_is_count, evidence)):
             return False
-        return not self._has_word(evidence)
+        return not shared_words(evidence, self._words)
 
     def is_open(self, beginning: str) -> bool:
         """Return whether an answer that begins so may fail: its complete words are not yet those of a passage."""
@@ -68,15 +64,7 @@ class WordTest:
         evidence = find_evidence(complete, self._question)
         if len(evidence) >= MOST_WORDS:
             return False
-        return not self._has_word(evidence) or restates(complete, self._question)
-
-    def _has_word(self, evidence: Set[str]) -> bool:
-        """Return whether a passage has one of the words, with another ending (boat, boats), or the whole (Sept)."""
-        if shared_words(evidence, self._words):
-            return True
-        shorter = {word[:length] for word in evidence for length in range(len(word) - LONGEST_ENDING, len(word))}
-        whole = {word for word in shorter | evidence if len(word) >= LEAST_BEGINNING and word.isalpha()}
-        return not whole.isdisjoint(self._words | self._beginnings)
+        return not shared_words(evidence, self._words) or restates(complete, self._question)
 
     def hold_back(self, chunks: Generator[AnswerChunk, None, None]) -> Generator[AnswerChunk, None, None]:
         """Yield the chunks of an answer; its beginning is held back while it may fail.
