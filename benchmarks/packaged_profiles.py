@@ -11,10 +11,10 @@ import json
 import sys
 from pathlib import Path
 
+from rag_posfix.lab.probing.retrieval_heads import probe_retrieval_heads
+from rag_posfix.lab.probing.slot_attention import probe_slot_attention
 from rag_posfix.pipeline.build import build_engine
 from rag_posfix.plan import bias_profile
-from rag_posfix.probing.retrieval_heads import probe_retrieval_heads
-from rag_posfix.probing.slot_attention import probe_slot_attention
 from rag_posfix.settings import Settings
 
 OUT = Path(bias_profile.__file__).parent / "profiles"

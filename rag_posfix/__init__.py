@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from rag_posfix.errors import missing_package
 
 if TYPE_CHECKING:
+    from rag_posfix.adapters.langchain.cache import RagPosfixCache, RagPosfixStore
+    from rag_posfix.adapters.langchain.chat_model import RagPosfixChatModel
+    from rag_posfix.adapters.langchain.content_blocks import document_block
+    from rag_posfix.adapters.langchain.rag import PosfixRAG
+    from rag_posfix.adapters.langchain.retriever import PosfixRetriever
     from rag_posfix.assembly.assembler import Assembler
     from rag_posfix.contracts.request import MitigationChoice, Sampling
     from rag_posfix.errors import RagPosfixError
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
     from rag_posfix.generation.load import load_engine
-    from rag_posfix.integrations.langchain.cache import RagPosfixCache, RagPosfixStore
-    from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
-    from rag_posfix.integrations.langchain.content_blocks import document_block
-    from rag_posfix.integrations.langchain.rag import PosfixRAG
-    from rag_posfix.integrations.langchain.retriever import PosfixRetriever
     from rag_posfix.pipeline.build import build_pipeline
     from rag_posfix.pipeline.pipeline import Answer, Pipeline, Question
     from rag_posfix.retrieval.base import PassageRetriever
@@ -65,20 +65,20 @@ _EXPORTS = {
     "BatchingGenerator": "rag_posfix.generation.batching.scheduler",
     "BM25Retriever": "rag_posfix.retrieval.bm25",
     "build_pipeline": "rag_posfix.pipeline.build",
-    "document_block": "rag_posfix.integrations.langchain.content_blocks",
+    "document_block": "rag_posfix.adapters.langchain.content_blocks",
     "FaissVectorStore": "rag_posfix.retrieval.faiss_store",
     "HybridRetriever": "rag_posfix.retrieval.hybrid",
     "load_engine": "rag_posfix.generation.load",
     "MitigationChoice": "rag_posfix.contracts.request",
     "PassageRetriever": "rag_posfix.retrieval.base",
     "Pipeline": "rag_posfix.pipeline.pipeline",
-    "PosfixRAG": "rag_posfix.integrations.langchain.rag",
-    "PosfixRetriever": "rag_posfix.integrations.langchain.retriever",
+    "PosfixRAG": "rag_posfix.adapters.langchain.rag",
+    "PosfixRetriever": "rag_posfix.adapters.langchain.retriever",
     "Question": "rag_posfix.pipeline.pipeline",
-    "RagPosfixCache": "rag_posfix.integrations.langchain.cache",
-    "RagPosfixChatModel": "rag_posfix.integrations.langchain.chat_model",
+    "RagPosfixCache": "rag_posfix.adapters.langchain.cache",
+    "RagPosfixChatModel": "rag_posfix.adapters.langchain.chat_model",
     "RagPosfixError": "rag_posfix.errors",
-    "RagPosfixStore": "rag_posfix.integrations.langchain.cache",
+    "RagPosfixStore": "rag_posfix.adapters.langchain.cache",
     "read_documents": "rag_posfix.retrieval.ingest.ingest",
     "Sampling": "rag_posfix.contracts.request",
     "SentenceEmbeddings": "rag_posfix.retrieval.embeddings",

@@ -41,9 +41,9 @@ _REGISTRIES: Final = {
     "mitigation": ("rag_posfix.mitigations", "MITIGATIONS"),
     "reranker": ("rag_posfix.reranking", "RERANKERS"),
     "order": ("rag_posfix.assembly.orders", "ORDERS"),
-    "probe": ("rag_posfix.probing", "PROBES"),
-    "encoding": ("rag_posfix.encodings", "ENCODINGS"),
-    "task": ("rag_posfix.laboratory.tasks", "TASKS"),
+    "probe": ("rag_posfix.lab.probing", "PROBES"),
+    "encoding": ("rag_posfix.lab.encodings", "ENCODINGS"),
+    "task": ("rag_posfix.lab.tasks", "TASKS"),
     "file reader": ("rag_posfix.retrieval.ingest.readers", "READERS"),
     "cache backend": ("rag_posfix.caching.tier", "TIERS"),
 }

@@ -10,10 +10,10 @@ import pytest
 
 import rag_posfix
 from rag_posfix.assembly.orders import ORDERS
-from rag_posfix.encodings import ENCODINGS
-from rag_posfix.laboratory.tasks import TASKS
+from rag_posfix.lab.encodings import ENCODINGS
+from rag_posfix.lab.probing import PROBES
+from rag_posfix.lab.tasks import TASKS
 from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.probing import PROBES
 from rag_posfix.reranking import RERANKERS
 from tests.support.serving import limits, make_pipeline
 

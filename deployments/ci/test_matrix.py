@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "langchain-core")
 TESTS = {
     "transformers": ("tests/unit/patching", "tests/contract"),
     "langchain-core": (
-        "tests/unit/integrations/langchain", "tests/services/test_chat.py", "tests/services/test_chat_log_probs.py",
+        "tests/unit/adapters/langchain", "tests/services/test_chat.py", "tests/services/test_chat_log_probs.py",
     ),
 }  # fmt: skip
 """By the package that they are about."""

@@ -15,7 +15,7 @@ from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rag_posfix.encodings import Encoding
+    from rag_posfix.lab.encodings import Encoding
 
 app = typer.Typer(help="Train small decoders with position encodings.", no_args_is_help=True)
 
@@ -23,8 +23,8 @@ app = typer.Typer(help="Train small decoders with position encodings.", no_args_
 @app.command("list")
 def list_laboratory(as_json: AsJson = False) -> None:
     """List tasks and encodings with their parameters."""
-    from rag_posfix.encodings import ENCODINGS
-    from rag_posfix.laboratory.tasks import TASKS
+    from rag_posfix.lab.encodings import ENCODINGS
+    from rag_posfix.lab.tasks import TASKS
 
     tasks = [
         {
@@ -102,8 +102,8 @@ def run(
     Measures in and out of the training distribution. rag-posfix lab list names tasks and encodings. The same command
     continues after an interruption.
     """
-    from rag_posfix.laboratory.experiment import TrainingSettings, run_laboratory
-    from rag_posfix.laboratory.tasks import TASKS
+    from rag_posfix.lab.experiment import TrainingSettings, run_laboratory
+    from rag_posfix.lab.tasks import TASKS
 
     settings = TrainingSettings(
         steps=steps, batch=batch, learning_rate=learning_rate, warmup=warmup, evaluate_every=evaluate_every,
@@ -118,7 +118,7 @@ def run(
 
 
 def _read_encodings(text: str) -> list[Encoding]:
-    from rag_posfix.encodings import ENCODINGS
+    from rag_posfix.lab.encodings import ENCODINGS
 
     return [ENCODINGS.create(parse_method(spec, "encoding", "p_max=16")) for spec in split_outside(text, ",")]
 
@@ -159,7 +159,7 @@ def maps(
 
     The decoder was trained on the task language.
     """
-    from rag_posfix.laboratory.contextual_maps import map_contextual_positions
+    from rag_posfix.lab.contextual_maps import map_contextual_positions
 
     record = map_contextual_positions(
         decoder, texts=texts, words=words, seed=seed, people=people, out=output, progress=experiment_step
@@ -202,9 +202,9 @@ def reproduce(
     1: positional bias in auto-regressive transformers. 2: why decoder-only models need position encodings.
     3: contextual position encoding.
     """
-    from rag_posfix.claims import CLAIMS
-    from rag_posfix.claims import reproduce as reproduce_claims
-    from rag_posfix.probing import open_subject
+    from rag_posfix.lab.claims import CLAIMS
+    from rag_posfix.lab.claims import reproduce as reproduce_claims
+    from rag_posfix.lab.probing import open_subject
 
     numbers = texts or sorted({claim.text for claim in CLAIMS})
     chosen = [claim for claim in CLAIMS if claim.text in numbers]

@@ -25,7 +25,7 @@ from rag_posfix.cli.options import (
 from rag_posfix.settings import Settings
 
 if TYPE_CHECKING:
-    from rag_posfix.probing.base import Probe
+    from rag_posfix.lab.probing.base import Probe
 
 Out = Annotated[Path, out_option("Write the record and the figure here.")]
 
@@ -49,7 +49,7 @@ app = typer.Typer(help="Measure how a model uses positions.", no_args_is_help=Tr
 @app.command("list")
 def list_probes(as_json: AsJson = False) -> None:
     """List the probes with their sources and parameters."""
-    from rag_posfix.probing import PROBES
+    from rag_posfix.lab.probing import PROBES
 
     probes = [
         {
@@ -95,8 +95,8 @@ def probe_all(
 
     The probes read as many texts as alone, but shorter ones.
     """
-    from rag_posfix.probing import open_subject
-    from rag_posfix.probing.base import run_probes
+    from rag_posfix.lab.probing import open_subject
+    from rag_posfix.lab.probing.base import run_probes
 
     chosen = _select_probes(probes, data)
     for probe in chosen:
@@ -114,7 +114,7 @@ def _select_probes(names: str | None, data: Path | None) -> list[Probe]:
     """Return the probes of a list, or all that can run."""
     from rag_posfix.contracts.method_spec import MethodSpec
     from rag_posfix.errors import ConfigError
-    from rag_posfix.probing import PROBES
+    from rag_posfix.lab.probing import PROBES
 
     probes = []
     for name in PROBES.names() if names is None else [PROBES.resolve(name.strip()) for name in names.split(",")]:
@@ -129,7 +129,7 @@ def _select_probes(names: str | None, data: Path | None) -> list[Probe]:
 
 
 def _probe_commands() -> dict[str, Any]:
-    from rag_posfix.probing import PROBES
+    from rag_posfix.lab.probing import PROBES
 
     commands = typer.Typer()
     for name, cls in PROBES.items():
@@ -142,7 +142,7 @@ def _probe_command(cls: type[Probe]) -> Callable[..., None]:
     @with_options_of(cls, "probe")
     @with_settings("model", "adapter", "device")
     def command(output: Out, probe: Any, settings: Settings, as_json: AsJson = False) -> None:
-        from rag_posfix.probing import open_subject
+        from rag_posfix.lab.probing import open_subject
 
         probe.check()
         with experiment_step("loading the model"):

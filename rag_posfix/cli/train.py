@@ -25,14 +25,14 @@ from rag_posfix.cli.options import (
     with_settings,
 )
 from rag_posfix.errors import ConfigError
+from rag_posfix.lab.training.data.settings import DataSettings, TrainSettings
 from rag_posfix.settings import Settings
-from rag_posfix.training.data.settings import DataSettings, TrainSettings
 
 if TYPE_CHECKING:
     from rag_posfix.contracts.generator import Generator
     from rag_posfix.evaluation.data.questions import PositionExample
+    from rag_posfix.lab.training.objectives import Objective
     from rag_posfix.mitigations.base import Mitigation
-    from rag_posfix.training.objectives import Objective
 
 SEGMENT_WORDS = 300
 
@@ -92,9 +92,9 @@ def data(
     The passages are at uniform positions among others. Pairs are Lost-in-the-Middle or HotpotQA rows, a file in the
     format of SQuAD, or demo for the shipped questions. The same command continues after an interruption.
     """
+    from rag_posfix.lab.training.data.make_data import DataSources, make_training_data
+    from rag_posfix.lab.training.data.pairs import read_examples, read_segments
     from rag_posfix.pipeline.build import build_tokenizer
-    from rag_posfix.training.data.make_data import DataSources, make_training_data
-    from rag_posfix.training.data.pairs import read_examples, read_segments
 
     excluded: list[PositionExample] = []
     for path in decontaminate or []:
@@ -167,7 +167,7 @@ def in2(
 
     The same command continues after an interruption.
     """
-    from rag_posfix.training.objectives import InformationIntensive
+    from rag_posfix.lab.training.objectives import InformationIntensive
 
     _run(InformationIntensive(_method(mitigation)), data, output, training, settings, as_json)
 
@@ -189,7 +189,7 @@ def block(
 
     The block mask has independent passages and a final block. The same command continues after an interruption.
     """
-    from rag_posfix.training.objectives import Block
+    from rag_posfix.lab.training.objectives import Block
 
     _run(Block(_method("none"), _method(mitigation)), data, output, training, settings, as_json)
 
@@ -214,7 +214,7 @@ def distill(
     The teacher is the untrained model with the gold passage at its best position. The same command continues after an
     interruption.
     """
-    from rag_posfix.training.objectives import Distill
+    from rag_posfix.lab.training.objectives import Distill
 
     _run(Distill(_method(mitigation), anchor, temperature), data, output, training, settings, as_json)
 
@@ -230,7 +230,7 @@ def _run(
     objective: Objective, data: Path, output: Path, training: TrainSettings, settings: Settings, as_json: bool
 ) -> None:
     from rag_posfix.generation.load import source_of
-    from rag_posfix.training.loop import tune
+    from rag_posfix.lab.training.loop import tune
 
     if settings.adapter is not None:
         raise ConfigError(
@@ -277,8 +277,8 @@ def forgetting(
     Shows what a model forgot. Give texts that have nothing to do with the training data. A text is at most 300 words
     of a document.
     """
-    from rag_posfix.training.data.pairs import read_segments
-    from rag_posfix.training.objectives import BASE, compare_perplexity
+    from rag_posfix.lab.training.data.pairs import read_segments
+    from rag_posfix.lab.training.objectives import BASE, compare_perplexity
 
     segments = [segment.text for segment in read_segments(texts, SEGMENT_WORDS)][:limit]
     engines = {BASE: load_engine(settings.model_copy(update={"adapter": None}))}

@@ -16,7 +16,7 @@ of_each_probe = pytest.mark.parametrize(("name", "cls"), plugins("probe"))
 
 
 def decoder(cls: Any) -> Any:
-    from rag_posfix.encodings import Decoder, DecoderShape
+    from rag_posfix.lab.encodings import Decoder, DecoderShape
 
     torch.manual_seed(0)
     return Decoder(cls(), DecoderShape(32, layers=2)).eval()
@@ -24,7 +24,7 @@ def decoder(cls: Any) -> Any:
 
 @of_each_encoding
 def test_attention_has_the_shape_of_the_queries_and_finite_gradients(name: str, cls: Any) -> None:
-    from rag_posfix.encodings import DecoderShape
+    from rag_posfix.lab.encodings import DecoderShape
 
     torch.manual_seed(0)
     positions = cls().build(DecoderShape(32))
@@ -50,7 +50,7 @@ def test_later_tokens_change_no_earlier_one(name: str, cls: Any) -> None:
 
 @of_each_task
 def test_batches_have_tokens_of_the_vocabulary_and_depend_on_the_generator_alone(name: str, cls: Any) -> None:
-    from rag_posfix.laboratory.tasks import IGNORED, TRAINED
+    from rag_posfix.lab.tasks import IGNORED, TRAINED
 
     task = cls()
     assert next(iter(task.splits)) == TRAINED
@@ -67,8 +67,8 @@ def test_batches_have_tokens_of_the_vocabulary_and_depend_on_the_generator_alone
 
 @of_each_probe
 def test_a_probe_writes_a_record_and_a_figure_of_a_small_decoder(name: str, cls: Any, tmp_path: Any) -> None:
-    from rag_posfix.encodings import create_encoding
-    from rag_posfix.probing.subject import SmallDecoder
+    from rag_posfix.lab.encodings import create_encoding
+    from rag_posfix.lab.probing.subject import SmallDecoder
 
     if cls.reads_text:
         pytest.skip("reads_text is True: it needs a language model")

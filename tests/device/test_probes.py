@@ -5,10 +5,10 @@ import inspect
 import pytest
 
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
-from rag_posfix.probing import PROBES
-from rag_posfix.probing.retrieval_heads import probe_retrieval_heads
-from rag_posfix.probing.slot_attention import dummy_attention
-from rag_posfix.probing.subject import LanguageModel
+from rag_posfix.lab.probing import PROBES
+from rag_posfix.lab.probing.retrieval_heads import probe_retrieval_heads
+from rag_posfix.lab.probing.slot_attention import dummy_attention
+from rag_posfix.lab.probing.subject import LanguageModel
 from tests.support.tiny import toy_layout
 from tests.support.tiny_evaluation import EXAMPLES
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on

@@ -11,9 +11,9 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model.one_pass import forward_with_answers
 from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.lab.training.loop import tune
+from rag_posfix.lab.training.prompts import answer_logits, answer_loss, answered_prompt, distillation_loss
 from rag_posfix.mitigations import create
-from rag_posfix.training.loop import tune
-from rag_posfix.training.prompts import answer_logits, answer_loss, answered_prompt, distillation_loss
 from tests.support.tiny import toy_layout
 from tests.support.tiny_training import OBJECTIVES, SETTINGS, tiny_folders
 from tests.support.twin_engines import TOLERANCE, tiny_engine_on

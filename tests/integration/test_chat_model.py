@@ -8,10 +8,10 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from rag_posfix.adapters.langchain.chat_model import RagPosfixChatModel
+from rag_posfix.adapters.langchain.content_blocks import document_block
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
-from rag_posfix.integrations.langchain.chat_model import RagPosfixChatModel
-from rag_posfix.integrations.langchain.content_blocks import document_block
 from tests.support.tool_models import tool_engine
 
 pytestmark = pytest.mark.slow

@@ -19,9 +19,9 @@ from rag_posfix.evaluation import (
     measure_speed,
     read_record,
 )
-from rag_posfix.probing.positional_dimensions import PositionalDimensions
-from rag_posfix.probing.slot_attention import probe_slot_attention
-from rag_posfix.probing.subject import open_subject
+from rag_posfix.lab.probing.positional_dimensions import PositionalDimensions
+from rag_posfix.lab.probing.slot_attention import probe_slot_attention
+from rag_posfix.lab.probing.subject import open_subject
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection

@@ -5,9 +5,9 @@ from contextlib import closing
 import pytest
 from langchain_tests.integration_tests.cache import AsyncCacheTestSuite, SyncCacheTestSuite
 
+from rag_posfix.adapters.langchain.cache import RagPosfixCache
 from rag_posfix.caching.answers.tiered import BlobCodec, TieredAnswerCache
 from rag_posfix.caching.redis import RedisTier
-from rag_posfix.integrations.langchain.cache import RagPosfixCache
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Sys
 from langchain_core.tools import tool
 
 from rag_posfix import RagPosfixChatModel
+from rag_posfix.adapters.langchain.content_blocks import openai_tools, read_conversation
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.templates import ToolCallReader, find_tool_format, resolve_tools
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.generation.model.tokenizer import Tokenizer
-from rag_posfix.integrations.langchain.content_blocks import openai_tools, read_conversation
 from tests.support.serving import make_pipeline
 from tests.support.tool_models import CONTROLS, ELEMENTS, LLAMA, MISTRAL, QWEN, stock_tool_tokenizer, tool_engine
 

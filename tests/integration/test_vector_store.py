@@ -3,7 +3,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
 
-from rag_posfix.integrations.langchain.retriever import PosfixRetriever
+from rag_posfix.adapters.langchain.retriever import PosfixRetriever
 from rag_posfix.retrieval.base import PassageRetriever
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rag_posfix.generation.load import load_engine
+from rag_posfix.lab.training.data.make_data import DataSources, make_training_data
+from rag_posfix.lab.training.data.settings import DataSettings, TrainSettings
+from rag_posfix.lab.training.loop import tune
+from rag_posfix.lab.training.objectives import Block, Distill, InformationIntensive
 from rag_posfix.mitigations import create
-from rag_posfix.training.data.make_data import DataSources, make_training_data
-from rag_posfix.training.data.settings import DataSettings, TrainSettings
-from rag_posfix.training.loop import tune
-from rag_posfix.training.objectives import Block, Distill, InformationIntensive
 from tests.support.tiny import save_tiny
 
 SETTINGS = TrainSettings(

@@ -11,13 +11,13 @@ import pytest
 from langchain_core.documents import Document
 
 from rag_posfix import Question, Sampling
+from rag_posfix.adapters.langchain.rag import PosfixRAG
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched, unbatched
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.integrations.langchain.rag import PosfixRAG
 from rag_posfix.pipeline.batch import as_completed
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline

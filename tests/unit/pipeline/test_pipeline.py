@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableLambda
 
+from rag_posfix.adapters.langchain.retriever import PosfixRetriever
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import AnswerDocument, Citation
 from rag_posfix.contracts.request import MitigationChoice, Usage, current_salt
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.reranking import GuardedReranker
 from tests.support.pipelines import BREAD, PARIS, QUESTION, ROME, ByLength, Shelf, ids, memory_cache, pipeline

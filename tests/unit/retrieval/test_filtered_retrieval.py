@@ -9,9 +9,9 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 
+from rag_posfix.adapters.langchain.retriever import PosfixRetriever
 from rag_posfix.contracts.retrieval import matches, parse_filter, retrieve_matching
 from rag_posfix.errors import ConfigError, RetrievalError
-from rag_posfix.integrations.langchain.retriever import PosfixRetriever
 from rag_posfix.retrieval.base import PassageRetriever, as_retriever, cosine_relevance
 from rag_posfix.retrieval.bm25 import BM25Retriever
 from rag_posfix.retrieval.faiss_store import FaissVectorStore

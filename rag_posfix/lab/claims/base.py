@@ -1,0 +1,298 @@
+"""A claim, what was measured of it, its verdict, and the page of a text.
+
+A claim is data: a sentence, a function that measures, and conditions on the intervals of the numbers, which are
+written down before anybody looks. A new claim is one entry in the file of its text.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, png_of
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record, write_whole
+from rag_posfix.lab.encodings import Decoder, load_decoder
+from rag_posfix.lab.experiment import RunConfig, RunFiles, train
+from rag_posfix.lab.probing.base import Probe, draw_estimates, html_figure, html_page, html_table, shown
+from rag_posfix.lab.probing.subject import Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEXTS = {
+    1: "Positional bias in auto-regressive transformers",
+    2: "Why decoder-only models need position encodings",
+    3: "Contextual position encoding",
+}
+SEEN, NOT_SEEN, NOT_TESTABLE, FAILED = "seen", "not seen", "not testable here", "failed"
+NO_MODEL = "small decoders"
+
+Numbers = Mapping[str, Mapping[str, Any]]
+"""Estimates by name: ``value``, ``ci95`` and ``n``; ``n`` is 1 for what is exact."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What the whole 95 % interval of a number must be for its claim to be seen."""
+
+    number: str
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, numbers: Numbers) -> bool:
+        """Return whether the interval is on the right side of each bound."""
+        low, high = numbers[self.number]["ci95"]
+        return (self.above is None or low > self.above) and (self.below is None or high < self.below)
+
+    def __str__(self) -> str:
+        bounds = {"above": self.above, "below": self.below}
+        sides = " and ".join(f"{side} {bound:g}" for side, bound in bounds.items() if bound is not None)
+        return f"{self.number}: {sides}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """What a claim's measurement found: its numbers, and how its figure is drawn."""
+
+    numbers: Numbers
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """One sentence of a text, and how it is tested.
+
+    Attributes:
+        text: Number of the text, a key of ``TEXTS``.
+        name: Its name in commands.
+        says: The claim in one sentence.
+        measure: Called with the model (None if ``reads_model`` is False), the progress and the sizes; None: not
+            testable here.
+        conditions: All must hold for the verdict "seen".
+        small, full: Sizes of a short run, and those that differ with ``--full``.
+        reads_model: Whether each model is measured; False for small decoders that the claim makes itself.
+        see: What one sees in the figure.
+        beware: What one must not conclude.
+        missing: Why it is not testable here.
+    """
+
+    text: int
+    name: str
+    says: str
+    measure: Callable[..., Evidence] | None = None
+    conditions: Sequence[Condition] = ()
+    small: Mapping[str, Any] = field(default_factory=dict)
+    full: Mapping[str, Any] = field(default_factory=dict)
+    reads_model: bool = True
+    see: str = ""
+    beware: str = ""
+    missing: str = ""
+
+    def command(self, full: bool, model: str | None = None) -> str:
+        """Return the command that measures this claim alone."""
+        options = f" --model {model}" if model and self.reads_model else ""
+        return f"rag-posfix lab reproduce {self.text} --claim {self.name}{options}{' --full' * full} --out reproduced"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """The verdict on a claim for one model.
+
+    Attributes:
+        model: Its name, or ``NO_MODEL``.
+        reason: Why there are no numbers, or the conditions that do not hold.
+        figure: PNG, None without one.
+    """
+
+    claim: Claim
+    model: str
+    verdict: str
+    reason: str = ""
+    numbers: Numbers = field(default_factory=dict)
+    figure: bytes | None = None
+
+
+def by_probe(
+    probe: type[Probe], numbers: Callable[[ExperimentRecord], Numbers]
+) -> Callable[[Subject, Progress], Evidence]:
+    """Return a measurement by a probe, whose parameters are the sizes."""
+
+    def measure(subject: Subject, progress: Progress, **sizes: Any) -> Evidence:
+        chosen = probe(**sizes)
+        record = chosen.run(subject, progress=progress)
+        return Evidence(numbers(record), partial(chosen.draw, record.head))
+
+    return measure
+
+
+def trained_decoder(config: RunConfig, progress: Progress) -> Decoder:
+    """Return a decoder that was trained on the CPU."""
+    with tempfile.TemporaryDirectory() as folder, progress(f"training {config.encoding.label}") as report:
+        train(config, torch.device("cpu"), RunFiles(Path(folder)), report)
+        return load_decoder(Path(folder)).eval()
+
+
+def exact(value: float) -> dict[str, Any]:
+    """Return the estimate of a number that is not sampled."""
+    return {"value": value, "ci95": [value, value], "n": 1}
+
+
+def number_text(measured: Mapping[str, Any]) -> str:
+    """Return an estimate as text: three digits, and n."""
+    return f"{measured['value']:.3g}" if measured["n"] == 1 else f"{shown(measured, '.3g')}, n = {measured['n']}"
+
+
+def judge(claim: Claim, subject: Subject | None, model: str, full: bool, progress: Progress = silent) -> Outcome:
+    """Return the verdict on a claim; one that cannot be measured says why and raises nothing."""
+    if claim.measure is None:
+        return Outcome(claim, NO_MODEL, NOT_TESTABLE, claim.missing)
+    sizes = {**claim.small, **(claim.full if full else {})}
+    try:
+        evidence = claim.measure(subject, progress, **sizes)
+    except (UnsupportedModelError, ConfigError, EvaluationError) as error:
+        return Outcome(claim, model, NOT_TESTABLE, str(error))
+    except Exception as error:  # the other claims are measured all the same
+        _log.exception("the claim %s of text %d failed", claim.name, claim.text)
+        return Outcome(claim, model, FAILED, f"{type(error).__name__}: {error}")
+    broken = [str(condition) for condition in claim.conditions if not condition.holds(evidence.numbers)]
+    try:
+        figure = png_of(evidence.draw())
+    except ConfigError as error:  # the extra with matplotlib is not installed
+        _log.warning("no figure was drawn: %s", error)
+        figure = None
+    verdict, reason = (NOT_SEEN, f"does not hold: {'; '.join(broken)}") if broken else (SEEN, "")
+    return Outcome(claim, model, verdict, reason, evidence.numbers, figure)
+
+
+def reproduce(
+    claims: Sequence[Claim],
+    models: Sequence[str],
+    open_model: Callable[[str], Subject],
+    *,
+    full: bool = False,
+    out: Path,
+    progress: Progress = silent,
+) -> dict[int, ExperimentRecord]:
+    """Measure claims, and write a page and a record per text to a folder.
+
+    Each model is loaded once. A claim or a model that fails is a row of the page that says the error.
+
+    Args:
+        open_model: Returns a model by its name.
+        full: Use the published sizes.
+
+    Returns:
+        The record of each text, with its page as the file ``page``.
+    """
+
+    def judged(claim: Claim, subject: Subject | None, model: str) -> Outcome:
+        with progress(f"text {claim.text}: {claim.name}, {model}"):
+            pass
+        return judge(claim, subject, model, full, progress)
+
+    of_models = [claim for claim in claims if claim.reads_model and claim.measure is not None]
+    outcomes = [judged(claim, None, NO_MODEL) for claim in claims if claim not in of_models]
+    for model in models if of_models else ():
+        try:
+            subject = open_model(model)
+        except (UnsupportedModelError, ConfigError) as error:
+            outcomes += [Outcome(claim, model, NOT_TESTABLE, str(error)) for claim in of_models]
+            continue
+        outcomes += [judged(claim, subject, model) for claim in of_models]
+        del subject
+    records = {}
+    for text in sorted({claim.text for claim in claims}):
+        ordered = [outcome for claim in claims if claim.text == text for outcome in outcomes if outcome.claim is claim]
+        head = {
+            "kind": f"lab-reproduce-{text}",
+            "text": TEXTS[text],
+            "settings": {"models": list(models), "full": full},
+            "summary": {"claims": [_to_json(outcome, full) for outcome in ordered]},
+            "environment": environment(),
+        }
+        page = out / f"text-{text}.html"
+        write_whole(page, [_page(text, ordered, full).encode()])
+        written = write_record(out, f"lab-reproduce-{text}", head)
+        records[text] = ExperimentRecord(head, files={"page": page, "record": written})
+    return records
+
+
+def _to_json(outcome: Outcome, full: bool) -> dict[str, Any]:
+    claim = outcome.claim
+    return {
+        "claim": claim.name,
+        "says": claim.says,
+        "model": outcome.model,
+        "verdict": outcome.verdict,
+        "reason": outcome.reason,
+        "rule": [str(condition) for condition in claim.conditions],
+        "numbers": outcome.numbers,
+        "sizes": {**claim.small, **(claim.full if full else {})},
+        "command": None if claim.measure is None else claim.command(full, outcome.model),
+    }
+
+
+def _page(text: int, outcomes: Sequence[Outcome], full: bool) -> str:
+    """Return the page of a text: the verdicts, then a section per claim."""
+    title = f"Text {text}: {TEXTS[text]}"
+    rows = [("claim", "model", "verdict"), *((o.claim.says, o.model, o.verdict) for o in outcomes)]
+    html = [f"<h1>{escape(title)}</h1>", html_table(rows)]
+    for claim in dict.fromkeys(outcome.claim for outcome in outcomes):
+        html += _section(claim, [outcome for outcome in outcomes if outcome.claim is claim], full)
+    return html_page(title, html)
+
+
+def _section(claim: Claim, outcomes: Sequence[Outcome], full: bool) -> list[str]:
+    html = [f"<h2>{escape(claim.name)}</h2>", f"<p>{escape(claim.says)}</p>"]
+    for outcome in outcomes:
+        html += [html_figure(outcome.figure, f"{claim.name}, {outcome.model}")] if outcome.figure else []
+        rows = [("number", f"value (95 % interval), {outcome.model}")]
+        rows += [(name, number_text(measured)) for name, measured in outcome.numbers.items()]
+        html += [html_table(rows)] if outcome.numbers else []
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        html.append(f"<p><b>{escape(outcome.model)}: {escape(outcome.verdict)}</b>{escape(reason)}</p>")
+    if claim.measure is not None:
+        sizes = ", ".join(f"{name}={value}" for name, value in {**claim.small, **(claim.full if full else {})}.items())
+        rule = "; ".join(map(str, claim.conditions))
+        lines = {"Seen if the whole interval is": rule, "What one sees": claim.see, "Do not conclude": claim.beware}
+        html += [f"<p>{key}: {escape(line)}</p>" for key, line in lines.items()]
+        html.append(f'<p class="source">Sizes: {escape(sizes)}</p><pre>{escape(claim.command(full))}</pre>')
+    return html
+
+
+def draw_numbers(numbers: Numbers, title: str, x: str, scale: str = "linear") -> Figure:
+    """Return the figure of estimates with their intervals, one below the other; on a log scale none is below 1e-8."""
+    least = 1e-8 if scale == "log" else float("-inf")
+    shown_numbers = [
+        {"value": max(entry["value"], least), "ci95": [max(end, least) for end in entry["ci95"]]}
+        for entry in numbers.values()
+    ]
+    figure, (axes,) = new_column(1, 1.3 + 0.42 * len(numbers))
+    draw_estimates(axes, range(len(numbers)), shown_numbers, across=True, color=OTHER_COLORS[1])
+    axes.set_yticks(range(len(numbers)), [fill(name, 26) for name in numbers], fontsize=8)
+    axes.set_ylim(len(numbers) - 0.5, -0.5)
+    axes.set_xscale(scale)
+    finish_axes(axes, title, x, "", legend=False)
+    return figure
+
+
+def draw_curves(panels: Mapping[str, tuple[Mapping[str, Sequence[float]], str, str]]) -> Figure:
+    """Return a panel per title: its curves by label, over 0, 1 and so on, and the labels of x and y."""
+    figure, every = new_column(len(panels))
+    for axes, (title, (curves, x, y)) in zip(every, panels.items(), strict=True):
+        for number, (label, values) in enumerate(curves.items()):
+            axes.plot(values, label=label, linewidth=1.1, color=OTHER_COLORS[number % len(OTHER_COLORS)])
+        finish_axes(axes, title, x, y, legend=len(curves) > 1, columns=2)
+    return figure

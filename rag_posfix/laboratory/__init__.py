@@ -1,1 +1,0 @@
-"""The laboratory: small decoders trained on generated tasks, one position encoding against another."""
