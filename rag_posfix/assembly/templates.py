@@ -28,8 +28,6 @@ from rag_posfix.contracts.generator import (
     ChatMessage,
     Generator,
     TokenEncoder,
-    ToolEncoder,
-    check_json_schema,
     shown_model,
 )
 from rag_posfix.contracts.request import BLANK_LINE as BLANK_LINE
@@ -505,7 +503,7 @@ class BoundTools:
         schema: The JSON schema of a call that must be made; None where the model decides.
     """
 
-    encoder: ToolEncoder
+    encoder: TokenEncoder
     form: ToolFormat
     names: tuple[str, ...]
     schema: str | None
@@ -530,7 +528,7 @@ def resolve_tools(generator: Generator, tools: Sequence[Mapping[str, Any]], choi
         UnsupportedModelError: the chat template takes no tools, or a required call cannot be enforced.
     """
     encoder = generator.encoder
-    if not isinstance(encoder, ToolEncoder):
+    if not encoder.takes_tools:
         raise UnsupportedModelError(
             f"{shown_model(generator.model_id)} takes no tools here; give PosfixRAG.as_tool() to a model that does"
         )
@@ -547,11 +545,11 @@ def resolve_tools(generator: Generator, tools: Sequence[Mapping[str, Any]], choi
     if not required:
         raise ConfigError(f"tool_choice={choice!r} must be auto, none, any or the name of a tool: {', '.join(names)}")
     schema = form.schema(required)
-    check_json_schema(generator, schema)
+    generator.check_json_schema(schema)
     return BoundTools(encoder.with_tools(tools, form.opening), form, callable_names, schema)
 
 
-def find_tool_format(encoder: ToolEncoder) -> ToolFormat:
+def find_tool_format(encoder: TokenEncoder) -> ToolFormat:
     """Return how the chat template of a model writes calls of tools.
 
     Raises:

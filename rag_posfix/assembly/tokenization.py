@@ -29,7 +29,7 @@ from rag_posfix.assembly.templates import (
     written_contents,
 )
 from rag_posfix.cancellation import check_cancelled
-from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, takes_tool_messages
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.parameters import shown
 from rag_posfix.plan.layout import Layout, Span, Turn
@@ -468,7 +468,7 @@ def tokenize_prompt(
         ConfigError: the chat template loses or repeats a message, or a message is malformed.
     """
     system: list[ChatMessage] = [{"role": "system", "content": template.system}] if template.system else []
-    question, with_tools = clean_text(question), takes_tool_messages(encoder)
+    question, with_tools = clean_text(question), encoder.has_tools
     after, _ = _split_lead(merge_messages(tool_turns, with_tools=with_tools))
     if has_passages and not template.history_first:
         merged = merge_messages(history, with_tools=with_tools)

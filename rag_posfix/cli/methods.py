@@ -204,10 +204,10 @@ def _verify_server(settings: Settings) -> dict[str, Any]:
         with closing(open_remote_generator(settings)) as generator:
             facts = generator.probe()
             methods = {name: remote_refusal(cls(**cls.example)) for name, cls in MITIGATIONS.items()}
-            readers = {name: getattr(cls, "readers", ()) for name, cls in RERANKERS.items()}
+            reads = {name: getattr(cls, "reads", ()) for name, cls in RERANKERS.items()}
             rerankers = {
-                name: None if not protocols or isinstance(generator, protocols) else "it reads attention in the engine"
-                for name, protocols in readers.items()
+                name: None if not needed or needed & generator.capabilities else "it reads attention in the engine"
+                for name, needed in reads.items()
             }
     if not facts.prompt_log_probs:
         rerankers["likelihood"] = "the server gives no log-probabilities of prompts (completions with echo)"

@@ -1,1 +1,1 @@
-"""Contracts: the data that packages exchange, and the protocols of retriever, reranker and generator."""
+"""Contracts: the data that packages exchange, and the interfaces of retriever, reranker and generator."""

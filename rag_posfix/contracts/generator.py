@@ -1,4 +1,4 @@
-"""Protocols of tokenizer and generator, and the display names of models. No concrete class is used.
+"""Base classes of tokenizers and generators, and the display names of models.
 
 What is collected while a question is answered, such as tokens that are spent apart from its answer.
 
@@ -7,13 +7,22 @@ langchain's interface of a reranker returns documents alone: anything else is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path, PurePath
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, TypeVar
 
-from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo, Usage
+from rag_posfix.contracts.request import (
+    Chunk,
+    Generation,
+    GenerationRequest,
+    MitigationChoice,
+    MitigationInfo,
+    Usage,
+    whole_answer,
+)
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.plan.layout import Layout, Span
 
@@ -25,19 +34,33 @@ For models with tools an answer may have ``tool_calls``, the JSON text of OpenAI
 """
 
 
-class TokenEncoder(Protocol):
-    """The methods of a tokenizer that assembly needs (``generation.model.tokenizer.Tokenizer`` implements them).
+class TokenEncoder(ABC):
+    """Encodes and decodes the text of a model. ``generation.model.tokenizer.Tokenizer`` implements all methods.
 
-    A subclass inherits ``encode_parts``, which encodes each part alone.
+    A subclass inherits ``encode_parts``, which encodes each part alone. Where ``vocab_size`` is 0 the encoder takes
+    no prompt that a client wrote in full, and where ``takes_tools`` is false no tools: their methods refuse.
     """
 
+    takes_tools = False
+    """Whether the chat template may write tools, calls of tools and their results."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether messages may be calls of tools and their results: ``with_tools`` returned this tokenizer."""
+        return False
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; ids are below it. 0 if there is no vocabulary."""
+        return 0
+
+    @abstractmethod
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of ``text``; control tokens written in it become ordinary text."""
-        ...
 
+    @abstractmethod
     def encode_template(self, text: str) -> list[int]:
         """Return the tokens of a part of the chat template, including its control tokens. No token is added."""
-        ...
 
     def encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[Span]]:
         """Return the tokens of the joined text, and for each part the span of the tokens that hold its characters.
@@ -53,108 +76,113 @@ class TokenEncoder(Protocol):
             spans.append(Span(start, len(ids)))
         return ids, spans
 
+    @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the exact text of ``token_ids``, control tokens included."""
-        ...
 
+    @abstractmethod
     def render_chat(self, messages: Sequence[ChatMessage], *, open_answer: bool = True) -> str:
         """Return the chat template filled with ``messages``; ``open_answer`` starts the assistant's turn."""
-        ...
-
-
-@runtime_checkable
-class PromptEncoder(TokenEncoder, Protocol):
-    """A tokenizer that also encodes prompts that a client wrote in full, for completions without a chat template."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens; ids are below it."""
-        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of a whole prompt: control tokens are recognised, and the tokenizer adds its own."""
-        ...
+        raise self._refusal("prompts without a chat template")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; they need not be complete characters."""
-        ...
+        raise self._refusal("prompts without a chat template")
 
-
-@runtime_checkable
-class ToolEncoder(TokenEncoder, Protocol):
-    """A tokenizer whose chat template may write tools, calls of tools and their results."""
-
-    @property
-    def has_tools(self) -> bool:
-        """Whether messages may be calls of tools and their results: ``with_tools`` returned this tokenizer."""
-        ...
-
-    def with_tools(self, tools: Sequence[Mapping[str, Any]], opening: str = "") -> ToolEncoder:
+    def with_tools(self, tools: Sequence[Mapping[str, Any]], opening: str = "") -> TokenEncoder:
         """Return a tokenizer that renders ``tools``, in OpenAI's form, and begins the answer with ``opening``."""
-        ...
+        raise self._refusal("tools")
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated tokens without special tokens."""
-        ...
+        raise self._refusal("tools")
+
+    def _refusal(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{type(self).__name__} takes no {what}; use a model that this process loads")
 
 
-def takes_tool_messages(encoder: TokenEncoder) -> bool:
-    """Return whether a tokenizer renders calls of tools and their results."""
-    return isinstance(encoder, ToolEncoder) and encoder.has_tools
+GeneratorCapability = Literal["log_probs", "likelihood", "first_token", "odds", "attention", "steps"]
+"""What some generators can do.
+
+``log_probs``: return log-probabilities (``Sampling.top_logprobs``, ``GenerationRequest.prompt_scored``).
+``steps``: share decode steps with other answers (``BatchingGenerator``).
+For rerankers: ``likelihood`` (``question_likelihood``), ``first_token`` (``first_token_log_probs``), ``odds``
+(``log_odds``) and ``attention`` (``question_attention`` and ``passage_attention``).
+"""
 
 
-@runtime_checkable
-class Generator(Protocol):
-    """Generates answers to prompts. The engine and the deterministic fake implement it."""
+class Generator(ABC):
+    """Generates answers to prompts. A subclass sets the attributes and implements ``describe`` and ``stream``.
+
+    ``generate`` collects the stream. The other methods are for some generators alone: here they refuse, or return
+    what holds of every generator.
+
+    Attributes:
+        model_id: Name of the model, for responses and cache keys.
+        fingerprint: Identity of weights and dtype, for cache keys.
+        context_window: Token limit of prompt and answer together.
+        encoder: The tokenizer of the model.
+        capabilities: What it can do beyond answers.
+    """
+
+    model_id: str
+    fingerprint: str
+    context_window: int
+    encoder: TokenEncoder
+    capabilities: Set[GeneratorCapability] = frozenset()
 
     @property
-    def model_id(self) -> str:
-        """Name of the model, for responses and cache keys."""
-        ...
+    def failure(self) -> str | None:
+        """Why no request can be answered any more; None while all is well."""
+        return None
 
-    @property
-    def fingerprint(self) -> str:
-        """Identity of weights and dtype, for cache keys."""
-        ...
-
-    @property
-    def context_window(self) -> int:
-        """Token limit of prompt and answer together."""
-        ...
-
-    @property
-    def encoder(self) -> TokenEncoder:
-        """The tokenizer of the model."""
-        ...
-
+    @abstractmethod
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
         """Check a mitigation and its parameters, and return its name, fingerprint and order invariance."""
-        ...
+
+    @abstractmethod
+    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        """Yield the answer in pieces, the last chunk carries the whole; closing the iterator stops within one step."""
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer."""
-        ...
+        """Return the whole answer. Errors as those of ``stream``."""
+        return whole_answer(self.stream(request))
 
-    def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        """Yield the answer in pieces; closing the iterator stops the computation within one step."""
-        ...
+    def stream_watched(
+        self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
+    ) -> Iterator[Chunk]:
+        """Do what ``stream`` does; a generator that computes ahead of its readers calls both in the model's thread.
 
+        Args:
+            check: Called before each step; an exception of ``check`` ends the answer and is raised in the stream.
+            released: Called at most once, when the model has finished the answer, even if pieces wait to be read.
+        """
+        return self.stream(request)
 
-@runtime_checkable
-class LikelihoodReader(Generator, Protocol):
-    """A generator that returns the likelihood of a question after a passage, for rerankers."""
+    def check_json_schema(self, schema: str) -> None:
+        """Raise if no answer can follow the schema: ConfigError or UnsupportedModelError. Runs no model."""
+        raise UnsupportedModelError(f"{shown_model(self.model_id)} writes no JSON by a schema; ask without one")
+
+    def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
+        """Return whether the passage KV store has the prefix, and each passage; () without a store. Runs no model."""
+        return ()
 
     def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
         """Return for each passage the mean log-probability of the question's tokens after that passage alone.
 
         With ``bare`` the last value is that of the question without a passage.
         """
-        ...
+        raise self._no_reading()
 
+    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
+        """Return the log-probability of each token as the first of the answer, (N + 1, len(tokens)).
 
-@runtime_checkable
-class OddsReader(Generator, Protocol):
-    """A generator without a known vocabulary that compares two answers by their spellings. Servers are read so."""
+        Row k has passage k alone, the last row has no passage.
+        """
+        raise self._no_reading()
 
     def log_odds(
         self,
@@ -166,26 +194,10 @@ class OddsReader(Generator, Protocol):
     ) -> tuple[float, ...]:
         """Return log p(yes) - log p(no) as the beginning of the answer after each passage alone, and without any.
 
-        ``check`` is called while the answers are awaited; an exception of ``check`` ends the judgement.
+        For generators without a known vocabulary, such as servers. ``check`` is called while the answers are awaited;
+        an exception of ``check`` ends the judgement.
         """
-        ...
-
-
-@runtime_checkable
-class FirstTokenReader(Generator, Protocol):
-    """A generator that returns how likely tokens begin the answer after a single passage, for rerankers."""
-
-    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
-        """Return the log-probability of each token as the first of the answer, (N + 1, len(tokens)).
-
-        Row k has passage k alone, the last row has no passage.
-        """
-        ...
-
-
-@runtime_checkable
-class PassageReader(LikelihoodReader, FirstTokenReader, Protocol):
-    """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
+        raise self._no_reading()
 
     def question_attention(
         self,
@@ -201,7 +213,7 @@ class PassageReader(LikelihoodReader, FirstTokenReader, Protocol):
         ends the computation. ``layers`` are the layers that are used, from 0; ``heads`` are the query heads that are
         used instead, as (layer, head); all if None.
         """
-        ...
+        raise self._no_reading()
 
     def passage_attention(
         self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
@@ -210,63 +222,32 @@ class PassageReader(LikelihoodReader, FirstTokenReader, Protocol):
 
         ``check`` is called between forward passes; an exception of ``check`` ends the computation.
         """
-        ...
+        raise self._no_reading()
+
+    def _no_reading(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self).__name__} reads no passages for rerankers; give the reranker an engine, or use the "
+            "embedding or the cross_encoder reranker"
+        )
 
 
-@runtime_checkable
-class ScoringGenerator(Generator, Protocol):
-    """A generator that says whether it returns log-probabilities. Others return none."""
-
-    @property
-    def scores_tokens(self) -> bool:
-        """Whether ``Sampling.top_logprobs`` and ``GenerationRequest.prompt_scored`` are supported."""
-        ...
+Inner = TypeVar("Inner", bound=Generator)
 
 
-def gives_scores(generator: Generator) -> bool:
-    """Return whether a generator returns log-probabilities."""
-    return isinstance(generator, ScoringGenerator) and generator.scores_tokens
+class DelegatingGenerator(Generator, Generic[Inner]):
+    """Base of generators that answer with another one, whose model they describe. A subclass implements ``stream``."""
 
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+        self.model_id, self.fingerprint = inner.model_id, inner.fingerprint
+        self.context_window, self.encoder = inner.context_window, inner.encoder
+        self.capabilities = inner.capabilities & {"log_probs"}
 
-@runtime_checkable
-class StructuredGenerator(Generator, Protocol):
-    """A generator whose answers can follow a JSON schema, ``Sampling.json_schema``."""
+    def describe(self, choice: MitigationChoice) -> MitigationInfo:
+        return self._inner.describe(choice)
 
     def check_json_schema(self, schema: str) -> None:
-        """Raise if no answer can follow the schema: ConfigError or UnsupportedModelError. Runs no model."""
-        ...
-
-
-def check_json_schema(generator: Generator, schema: str) -> None:
-    """Raise unless the answers of a generator can follow a JSON schema."""
-    if not isinstance(generator, StructuredGenerator):
-        raise UnsupportedModelError(f"{shown_model(generator.model_id)} writes no JSON by a schema; ask without one")
-    generator.check_json_schema(schema)
-
-
-@runtime_checkable
-class CachingGenerator(Generator, Protocol):
-    """A generator with a passage KV store that says which segments of a prompt are stored."""
-
-    def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
-        """Return whether the prefix, and each passage, is stored. Runs no model."""
-        ...
-
-
-@runtime_checkable
-class WatchedGenerator(Generator, Protocol):
-    """A generator that computes ahead of its readers, and checks at each step whether the answer is still needed."""
-
-    def stream_watched(
-        self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
-    ) -> Iterator[Chunk]:
-        """Do what ``stream`` does, with two callbacks that run in the thread of the model and must be quick.
-
-        Args:
-            check: Called before each step; an exception of ``check`` ends the answer and is raised in the stream.
-            released: Called at most once, when the model has finished the answer, even if pieces wait to be read.
-        """
-        ...
+        self._inner.check_json_schema(schema)
 
 
 def shown_model(model_id: str) -> str:

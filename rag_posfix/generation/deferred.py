@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.contracts.generator import FirstTokenReader, Generator
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
-from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.files import default_cache_dir
 from rag_posfix.generation.engine import mitigation_info
 from rag_posfix.generation.load import ModelMetadata, read_metadata
+from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.plan.layout import Layout
 
 
-class DeferredGenerator:
-    """Implements ``contracts.generator.Generator``: describes prompts at once, and loads the model to answer one.
+class DeferredGenerator(Generator):
+    """Describes prompts at once, and loads the model to answer one.
 
     Args:
         metadata: The model without its weights.
@@ -26,7 +26,8 @@ class DeferredGenerator:
         passages: The passage KV store that the loaded model will read from.
     """
 
-    scores_tokens = True
+    capabilities = frozenset({"log_probs", "first_token"})
+    encoder: Tokenizer
 
     def __init__(
         self, metadata: ModelMetadata, load: Callable[[], Generator], passages: PassageStore | None = None
@@ -47,15 +48,10 @@ class DeferredGenerator:
         return mitigation_info(choice)
 
     def check_json_schema(self, schema: str) -> None:
-        """As ``Engine.check_json_schema``."""
         self.encoder.json_grammars.check(schema)
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
-        """As ``Engine.first_token_log_probs``."""
-        reader = self.loaded()
-        if not isinstance(reader, FirstTokenReader):
-            raise UnsupportedModelError(f"{self.model_id} reads no passages for rerankers here; use an engine")
-        return reader.first_token_log_probs(layout, tokens, salt)
+        return self.loaded().first_token_log_probs(layout, tokens, salt)
 
     def generate(self, request: GenerationRequest) -> Generation:
         return self.loaded().generate(request)

@@ -21,16 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.generator import shown_model
-from rag_posfix.contracts.request import (
-    Chunk,
-    Generation,
-    GenerationRequest,
-    MitigationChoice,
-    MitigationInfo,
-    ScoredToken,
-    whole_answer,
-)
+from rag_posfix.contracts.generator import Generator, shown_model
+from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, open_scored
 from rag_posfix.generation.decode.question_scores import (
@@ -55,8 +47,8 @@ if TYPE_CHECKING:
     from rag_posfix.caching.kv.store import PassageStore
 
 
-class Engine:
-    """Answers prompts with a patched model. Implements ``contracts.generator.Generator`` and ``PassageReader``.
+class Engine(Generator):
+    """Answers prompts with a patched model.
 
     Several threads may call it; each answer keeps its own state.
 
@@ -67,10 +59,10 @@ class Engine:
         fingerprint: Identity of weights and dtype.
         passages: The passage KV store, for prompts that hold the same passages; None keeps nothing. It belongs to
             whoever made it.
-        scores_tokens: Log-probabilities are returned.
     """
 
-    scores_tokens = True
+    capabilities = frozenset({"log_probs", "likelihood", "first_token", "attention", "steps"})
+    encoder: Tokenizer
 
     def __init__(
         self,
@@ -84,16 +76,12 @@ class Engine:
         self.encoder = encoder
         self.model_id = model_id
         self.fingerprint = fingerprint
+        self.context_window = loaded.spec.shape.context_window
         self.passages = passages
 
     def with_passages(self, passages: PassageStore | None) -> Engine:
         """Return an engine over the same model that keeps keys and values in ``passages``; this one stays as it is."""
         return Engine(self.loaded, self.encoder, self.model_id, self.fingerprint, passages)
-
-    @property
-    def context_window(self) -> int:
-        """Most tokens that prompt and answer may have together."""
-        return self.loaded.spec.shape.context_window
 
     @property
     def hidden_size(self) -> int:
@@ -315,10 +303,6 @@ class Engine:
             UnsupportedModelError: the tokenizer cannot be restricted.
         """
         self.encoder.json_grammars.check(schema)
-
-    def generate(self, request: GenerationRequest) -> Generation:
-        """Return the whole answer. Errors as those of ``open``."""
-        return whole_answer(self.stream(request))
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.

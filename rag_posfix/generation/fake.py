@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from rag_posfix.contracts.generator import TokenEncoder
+from rag_posfix.contracts.generator import Generator, TokenEncoder
 from rag_posfix.contracts.request import (
     Chunk,
     FinishReason,
@@ -26,11 +26,11 @@ from rag_posfix.errors import PromptTooLongError
 _WORDS = re.compile(r"\s*\S+\s*")
 
 
-class FakeGenerator:
+class FakeGenerator(Generator):
     """Answers with the first sentence of the passage that shares the most words with the question.
 
-    Which passage that is depends on content alone, so the answer does not depend on order. Implements ``Generator``;
-    applies ``max_tokens`` (one token a word) and stop strings; ignores sampling otherwise. Every token has the
+    Which passage that is depends on content alone, so the answer does not depend on order. Applies
+    ``max_tokens`` (one token a word) and stop strings; ignores sampling otherwise. Every token has the
     log-probability log 1/2, and made-up alternatives.
 
     Args:
@@ -38,7 +38,8 @@ class FakeGenerator:
         order_invariant: What ``describe`` returns for every mitigation.
     """
 
-    model_id, fingerprint, scores_tokens = "fake", "fake-1", True
+    model_id, fingerprint = "fake", "fake-1"
+    capabilities = frozenset({"log_probs"})
 
     def __init__(self, encoder: TokenEncoder, context_window: int = 8192, *, order_invariant: bool = True) -> None:
         self.encoder, self.context_window = encoder, context_window

@@ -25,7 +25,7 @@ from rag_posfix.caching.kv.store import PassageStore, build_passage_store
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.checked import check_type, checked_min_relevance
 from rag_posfix.checkpoints import reader_notice
-from rag_posfix.contracts.generator import FirstTokenReader, Generator, PassageReader
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method, read_reranker
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling
 from rag_posfix.errors import ConfigError, UnsupportedModelError
@@ -258,7 +258,7 @@ def _support_test(engine: Generator, settings: Settings) -> SupportTest:
     @functools.cache
     def judge() -> GuardedReranker | None:
         generator = _load_generator(engine)
-        if not isinstance(generator, FirstTokenReader):
+        if "first_token" not in generator.capabilities:
             return None
         return GuardedReranker(
             reranker=YesNoReranker(generator=generator), deadline_seconds=settings.reranker_deadline_seconds
@@ -310,7 +310,7 @@ def _relevance_test(engine: Generator, template: PromptTemplate, settings: Setti
 def _judge(engine: Generator, template: PromptTemplate, settings: Settings) -> GuardedReranker | None:
     """Return the judge of retrieved passages, which loads a deferred model; None for a generator that cannot."""
     generator = _load_generator(engine)
-    if not isinstance(unbatched(generator), PassageReader):
+    if "attention" not in generator.capabilities:
         return None
     judge = PassageJudge(generator=generator, template=template)
     return GuardedReranker(reranker=judge, deadline_seconds=settings.reranker_deadline_seconds)

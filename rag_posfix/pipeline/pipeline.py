@@ -22,11 +22,8 @@ from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
 from rag_posfix.contracts.generator import (
-    CachingGenerator,
     Generator,
-    check_json_schema,
     collected_usage,
-    gives_scores,
     shown_model,
     sum_usage,
 )
@@ -267,7 +264,7 @@ class Pipeline(AskedInBatches):
     def preview(self, question: Question | str) -> PromptPreview:
         """Return what the model would read, without generating. Errors as those of ``ask``."""
         prepared, generator = self._prepare(as_question(question), None, UNTRACED), self.generator
-        cached = generator.cached_segments(prepared.request) if isinstance(generator, CachingGenerator) else ()
+        cached = generator.cached_segments(prepared.request)
         return preview_prompt(
             prepared.prompt.assembled, generator.encoder, cached, prepared.info.name, prepared.run.left_out,
             answer_cached=self._look_up(prepared) is not None, warnings=prepared.warnings,
@@ -384,7 +381,7 @@ class Pipeline(AskedInBatches):
             question = self.defaults.measured.resolve(question, self.defaults.mitigation)
         mitigation = named_method(question.mitigation or self.defaults.mitigation, "mitigation")
         sampling = question.sampling or self.defaults.sampling
-        if sampling.top_logprobs is not None and not gives_scores(self.generator):
+        if sampling.top_logprobs is not None and "log_probs" not in self.generator.capabilities:
             raise UnsupportedModelError(
                 f"{shown_model(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
             )
@@ -393,7 +390,7 @@ class Pipeline(AskedInBatches):
         if tools is not None and tools.schema is not None:
             sampling = replace(sampling, json_schema=tools.schema)
         elif sampling.json_schema is not None:
-            check_json_schema(self.generator, sampling.json_schema)
+            self.generator.check_json_schema(sampling.json_schema)
         info = self.generator.describe(mitigation)
         salt = tenant_salt(self.defaults.tenant, question.tenant)
         metadata_filter = combine_filters(self.defaults.filter, question.filter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import Checked
+from rag_posfix.contracts.generator import GeneratorCapability
 from rag_posfix.contracts.retrieval import DETAILS
 from rag_posfix.errors import RerankingError
 from rag_posfix.registry import Registry
@@ -121,8 +122,8 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     name: ClassVar[str]
-    readers: ClassVar[tuple[type, ...]] = ()
-    """Protocols of which the generator must implement one; any generator, or none, if empty."""
+    reads: ClassVar[Set[GeneratorCapability]] = frozenset()
+    """Capabilities of which the generator must have one; any generator, or none, if empty."""
     selection: ClassVar[tuple[str, ...]] = ("top_n",)
     """Parameters of ``kept``: they decide how many passages are returned and change no score."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from langchain_core.embeddings import Embeddings
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
-from rag_posfix.contracts.generator import Generator, LikelihoodReader
+from rag_posfix.contracts.generator import Generator, GeneratorCapability
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import RagPosfixError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid, z_scores
@@ -67,7 +67,7 @@ class FusedReranker(ScoringReranker):
     """
 
     name: ClassVar[str] = "fused"
-    readers: ClassVar[tuple[type, ...]] = (LikelihoodReader,)  # with the scorers of its default
+    reads: ClassVar[Set[GeneratorCapability]] = frozenset({"likelihood"})  # with the scorers of its default
 
     embeddings: Embeddings
     generator: Generator

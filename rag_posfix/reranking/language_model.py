@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from rag_posfix.assembly.documents import SENTENCE_END, CheckedDocument
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
-from rag_posfix.contracts.generator import Generator, PassageReader
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.errors import PromptTooLongError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
 from rag_posfix.reranking.deadline import check_deadline
@@ -72,9 +72,10 @@ class LanguageModelReranker(ScoringReranker):
     @field_validator("generator", mode="before")
     @classmethod
     def _can_be_read(cls, value: Any) -> Any:
-        if cls.readers and not isinstance(value, cls.readers):
-            readers = {name: getattr(RERANKERS.get(name), "readers", ()) for name in RERANKERS.names()}
-            others = [name for name, kinds in readers.items() if not kinds or isinstance(value, kinds)]
+        capabilities = value.capabilities if isinstance(value, Generator) else frozenset()
+        if cls.reads and not cls.reads & capabilities:
+            reads = {name: getattr(RERANKERS.get(name), "reads", ()) for name in RERANKERS.names()}
+            others = [name for name, needed in reads.items() if not needed or needed & capabilities]
             raise PydanticCustomError(
                 "passage_reader",
                 "{kind} cannot read passages for a reranker; use an Engine (load_engine, tp=1), or one of the "
@@ -125,8 +126,7 @@ class PassageReadingReranker(LanguageModelReranker):
         top_n: Number of passages to return, all if None.
     """
 
-    generator: PassageReader
-    readers = (PassageReader,)
+    reads = frozenset({"attention"})
 
 
 class SeparatePassageReranker(LanguageModelReranker):

@@ -13,7 +13,6 @@ from pydantic import Field, PrivateAttr
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPrompt, tokenize_prompt
-from rag_posfix.contracts.generator import LikelihoodReader
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
@@ -54,9 +53,8 @@ class LikelihoodReranker(SeparatePassageReranker):
     """
 
     name: ClassVar[str] = "likelihood"
-    readers = (LikelihoodReader,)
+    reads = frozenset({"likelihood"})
 
-    generator: LikelihoodReader
     restriction: str = RESTRICTION
     max_document_tokens: int | None = Field(default=None, ge=16)
     question_copies: bool = False

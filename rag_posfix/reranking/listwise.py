@@ -20,9 +20,7 @@ from rag_posfix.assembly.tokenization import (
     tokenize_passage,
     tokenize_prompt,
 )
-from rag_posfix.contracts.generator import FirstTokenReader
 from rag_posfix.contracts.request import GenerationRequest, Sampling, current_salt
-from rag_posfix.errors import ConfigError
 from rag_posfix.reranking.base import RERANKERS, log_sum
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import WindowedReranker
@@ -83,7 +81,7 @@ class ListwiseReranker(WindowedReranker):
                 "window={window} must be at most {most} with calibrate",
                 {"window": self.window, "most": len(LETTERS)},
             )
-        if self.calibrate and not isinstance(self.generator, FirstTokenReader):
+        if self.calibrate and "first_token" not in self.generator.capabilities:
             raise PydanticCustomError(
                 "calibrate",
                 "calibrate=true reads log-probabilities, which {kind} does not return; use an Engine (load_engine, "
@@ -142,8 +140,6 @@ class ListwiseReranker(WindowedReranker):
     def _first_label(self, prompt: TokenizedPrompt, passages: Sequence[TokenizedPassage]) -> list[float]:
         """Return how likely the ranking begins with the label of each passage, as log-probabilities."""
         check_deadline()
-        if not isinstance(self.generator, FirstTokenReader):
-            raise ConfigError(f"{self.generator.model_id} returns no log-probabilities; use calibrate=false")
         encode = self.generator.encoder.encode_text
         spellings = [
             list(dict.fromkeys(ids[0] for text in (label, f" {label}") if len(ids := encode(text)) == 1))

@@ -16,7 +16,6 @@ from pydantic import Field
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt, truncate
-from rag_posfix.contracts.generator import FirstTokenReader, OddsReader
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
 from rag_posfix.plan.bias_profile import FileReader
@@ -148,9 +147,8 @@ class YesNoReranker(SeparatePassageReranker):
     selection: ClassVar[tuple[str, ...]] = ("top_n", "mass", "all_from")
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"template": read_template})
 
-    readers = (FirstTokenReader, OddsReader)
+    reads = frozenset({"first_token", "odds"})
 
-    generator: FirstTokenReader | OddsReader
     model: str | None = Field(default=None, min_length=1)
     template: Literal["answer", "qwen3_reranker"] | JudgeTemplate = "answer"
     window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
@@ -195,7 +193,7 @@ class YesNoReranker(SeparatePassageReranker):
 
     def _log_odds(self, prompt: TokenizedPrompt, passages: Sequence[TokenizedPassage]) -> list[float]:
         """Return the log-odds of each passage, calibrated: those of a server together, of an engine in batches."""
-        if isinstance(self.generator, OddsReader):
+        if "odds" in self.generator.capabilities:
             layout = prompt.with_passages(passages)
             judge = self._judge
             *judged, neutral = self.generator.log_odds(layout, judge.yes, judge.no, current_salt(), check_deadline)

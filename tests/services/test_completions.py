@@ -151,19 +151,13 @@ def test_what_is_wrong_is_refused_in_openais_format(url: str, fields: dict[str, 
 class UnscoredGenerator(FakeGenerator):
     """Gives no log-probabilities, as a remote server may."""
 
-    @property
-    def scores_tokens(self) -> bool:
-        return False
+    capabilities = frozenset()
 
 
-class NoPromptEncoder:
+class NoPromptEncoder(ToyEncoder):
     """Encodes chats only."""
 
-    def __init__(self) -> None:
-        inner = ToyEncoder()
-        self.encode_text, self.encode_template = inner.encode_text, inner.encode_template
-        self.encode_parts = inner.encode_parts
-        self.decode, self.render_chat = inner.decode, inner.render_chat
+    vocab_size = 0
 
 
 def test_a_generator_without_log_probabilities_says_so_in_both_routes():

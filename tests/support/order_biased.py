@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
@@ -15,9 +15,11 @@ from tests.support.toy_encoder import ToyEncoder
 class OrderBiasedGenerator(FakeGenerator):
     """Answers with the first sentence of the first passage under ``none``, by content alone otherwise.
 
-    Implements ``PassageReader`` too: the passage at place i, from 1, gets an attention in proportion to 1 / i. Pieces
+    The passage at place i, from 1, gets an attention in proportion to 1 / i. Pieces
     after the second one wait for ``gate``. With ``weighted`` the shares of other methods are weights of experts.
     """
+
+    capabilities = frozenset({"log_probs", "attention"})
 
     def __init__(self) -> None:
         super().__init__(ToyEncoder())
@@ -53,22 +55,6 @@ class OrderBiasedGenerator(FakeGenerator):
             )
             for layout in layouts
         ]
-
-    def question_likelihood(self, layout: Layout, salt: str = "") -> tuple[float, ...]:
-        raise NotImplementedError
-
-    def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
-        raise NotImplementedError
-
-    def question_attention(
-        self,
-        layouts: Sequence[Layout],
-        salt: str = "",
-        check: Callable[[], None] | None = None,
-        layers: Collection[int] | None = None,
-        heads: Collection[tuple[int, int]] | None = None,
-    ) -> list[tuple[tuple[float, ...], ...]]:
-        raise NotImplementedError
 
 
 def _shares(count: int) -> list[float]:

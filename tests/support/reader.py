@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, Generation, MitigationInfo, Usage
 from tests.support.toy_encoder import ToyEncoder
 
 
-class ScriptedReader:
-    """Implements ``PassageReader``.
+class ScriptedReader(Generator):
+    """Has all readings of an engine.
 
     ``values`` gives a number for the text of a passage; ``tokens`` the attention to each token of a text, from
     (question, text); ``written`` what it answers; ``before_each`` is called before each reading. ``seen`` holds the
@@ -17,6 +18,7 @@ class ScriptedReader:
 
     model_id = "scripted"
     fingerprint = "scripted"
+    capabilities = frozenset({"likelihood", "first_token", "attention"})
 
     def __init__(self, values=None, tokens=None, written="", context_window=100_000, before_each=lambda: None):
         self.values, self.tokens, self.written = values, tokens, written
@@ -77,9 +79,6 @@ class ScriptedReader:
             texts = self.texts(layout)
             found.append(tuple(self.values(text, place) for place, text in enumerate(texts)))
         return found
-
-    def generate(self, request):
-        return [chunk.generation for chunk in self.stream(request)][-1]
 
     def stream(self, request):
         assert len(request.layout.token_ids) + request.sampling.max_tokens <= self.context_window

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, MitigationInfo, Sampling
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import toy_layout
@@ -46,7 +47,7 @@ class RecordingSession:
         self.at += 1
 
 
-class RecordingEngine:
+class RecordingEngine(Generator):
     """Records ``open a`` for a prompt that it reads and ``step ab`` for a step of two answers, in order.
 
     With ``by_turns`` each of them waits for a turn. ``failures`` maps what is to fail (``open a``, ``step ab``,
@@ -54,6 +55,7 @@ class RecordingEngine:
     """
 
     model_id, fingerprint, context_window = "recording", "print", 512
+    capabilities = frozenset({"steps"})
 
     def __init__(self, by_turns=False, alone=""):
         self.encoder = NumberEncoder()
@@ -72,10 +74,11 @@ class RecordingEngine:
     def describe(self, choice):
         return MitigationInfo(choice.name, choice.name, False)
 
-    def generate(self, request):
+    def stream(self, request):
         raise NotImplementedError
 
-    stream = generate
+    def plan(self, layout, choice, max_tokens):
+        return None
 
     def open(self, layout, mitigation=None, max_tokens=1, salt=""):
         self._turn("open", mitigation.name)

@@ -30,7 +30,7 @@ from rag_posfix.assembly.assembler import Assembled, Assembler
 from rag_posfix.assembly.templates import BoundTools, resolve_tools
 from rag_posfix.cancellation import check_cancelled, run_until_cancelled
 from rag_posfix.checked import Checked, Portable
-from rag_posfix.contracts.generator import Generator, check_json_schema
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, Sampling, Usage
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
@@ -231,7 +231,7 @@ class RagPosfixChatModel(Portable, Checked, BaseChatModel):
             raise UnsupportedModelError(f"method={kwargs['method']!r} is not supported; leave it out (json_schema)")
         text, parser = read_schema(schema)
         if self.generator is not None:
-            check_json_schema(self.generator, text)
+            self.generator.check_json_schema(text)
         elif not is_remote(self.model_name):
             compile_schema(text)
         return typed_answers(self.bind(json_schema=text), parser, include_raw=include_raw)
@@ -304,7 +304,7 @@ class RagPosfixChatModel(Portable, Checked, BaseChatModel):
             json_schema=options.get("json_schema") if tools is None or tools.schema is None else tools.schema,
         )
         if sampling.json_schema is not None:
-            check_json_schema(generator, sampling.json_schema)
+            generator.check_json_schema(sampling.json_schema)
         documents = [*conversation.documents, *_check_documents(options.get("documents"))]
         if not documents and options.get("documents") is None:
             self._warn_once(choice)

@@ -8,8 +8,6 @@ Requests between two decode steps: the queue of their chunks, their sessions, an
 Answers of sessions that are decoded together equal those of one session at a time: to the last bit with a
 batch-invariant model (``generation/model/batch_invariance.py``). ``score_batch`` pads answers to the longest, which
 changes the last digits: where scores are compared, score them in equal batches.
-
-What a generator has that a scheduler can drive. Imported without torch: a service asks it of every generator.
 """
 
 from __future__ import annotations
@@ -24,37 +22,24 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.generator import CachingGenerator, Generator, PassageReader
+from rag_posfix.contracts.generator import DelegatingGenerator, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, ScoredToken, whole_answer
-from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
-from rag_posfix.generation.batching.stepped import SteppedGenerator
+from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, choose_together, open_scored
-from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, cache_bytes, forward_batches
 from rag_posfix.patching.attention_hook import Observer
 from rag_posfix.plan.layout import Layout
 
 if TYPE_CHECKING:
-    from rag_posfix.contracts.request import MitigationChoice
     from rag_posfix.generation.engine import Engine
-    from rag_posfix.plan.plan import Plan
 
 __all__ = ["BatchingGenerator"]
-
-
-@runtime_checkable
-class PlanningGenerator(Generator, Protocol):
-    """A generator that checks a prompt without reading it; for example the engine."""
-
-    def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
-        """Return what a mitigation does with a prompt. Runs no model."""
-        ...
 
 
 T = TypeVar("T")
@@ -235,7 +220,7 @@ class RunningRequest:
     The constructor prefills the prompt; errors as those of ``Engine.open``.
     """
 
-    def __init__(self, engine: SteppedGenerator, handle: RequestHandle) -> None:
+    def __init__(self, engine: Engine, handle: RequestHandle) -> None:
         request = handle.request
         self._queue_seconds = time.perf_counter() - handle.created
         self.handle = handle
@@ -338,9 +323,7 @@ class Worker:
     and a prompt never waits for a running answer to end while fewer than ``max_running`` are decoded.
     """
 
-    def __init__(
-        self, engine: SteppedGenerator, max_running: int, on_step: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, max_running: int, on_step: Callable[[int], None] | None = None) -> None:
         self._engine = engine
         self._max_running = max_running
         self._on_step = on_step
@@ -459,8 +442,8 @@ class Worker:
             handle.fail(GenerationError(f"the generator {how} before the answer was complete; ask again"))
 
 
-class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
-    """Answers any number of requests, of any threads, in one thread of its own. Implements ``Generator``.
+class BatchingGenerator(DelegatingGenerator["Engine"]):
+    """Answers any number of requests, of any threads, in one thread of its own. Passages are read in the caller's.
 
     Between two steps at most one prompt is read: a newcomer waits one prompt and one step for each that came before
     it, and running answers pause for one prompt at most. ``timings["queue"]`` of an answer is the time until its
@@ -476,19 +459,18 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         ConfigError: ``max_running`` is below 1.
     """
 
-    def __init__(
-        self, engine: SteppedGenerator, max_running: int = 8, on_step: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, max_running: int = 8, on_step: Callable[[int], None] | None = None) -> None:
         if max_running < 1:
             raise ConfigError(f"max_running={max_running} must be >= 1")
         super().__init__(engine)
+        self.capabilities = engine.capabilities - {"steps"}
         self._max_running = max_running
         self._on_step = on_step
         self._worker = Worker(engine, max_running, on_step)
         weakref.finalize(self, self._worker.stop)  # the thread holds the worker, and would outlive whoever forgets it
 
     @property
-    def engine(self) -> SteppedGenerator:
+    def engine(self) -> Engine:
         """The model."""
         return self._inner
 
@@ -507,7 +489,7 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """Whether it was closed: further requests are refused."""
         return self._worker.closed
 
-    def with_engine(self, engine: SteppedGenerator) -> BatchingGenerator:
+    def with_engine(self, engine: Engine) -> BatchingGenerator:
         """Return a generator of the same size over another engine; this one stays as it is."""
         return BatchingGenerator(engine, self._max_running, self._on_step)
 
@@ -523,37 +505,26 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         step.
 
         Raises:
-            RagPosfixError: those of ``Engine.open``, in this call where the engine can plan without reading.
+            RagPosfixError: those of ``Engine.open``, in this call.
             GenerationError: a step that several answers shared failed, or this generator was closed.
         """
-        if isinstance(self._inner, PlanningGenerator):
-            self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens)
+        self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens)
         return self._chunks(RequestHandle(request))
 
     def stream_watched(
         self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]
     ) -> Iterator[Chunk]:
-        """As ``stream``, followed from outside. Both functions run in the thread of the model: they must be quick.
-
-        Args:
-            check: Called before each step; what it raises ends the answer there, and is raised in the stream.
-            released: Called when the model has done its last work for the answer, although pieces of it may still
-                wait to be read. Not called where the stream raises before it is taken in.
-        """
+        """As in ``Generator``; both functions must be quick. ``released`` is not called if the request is rejected."""
         yield from self._chunks(RequestHandle(request, check, released))
 
     def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
-        """Return whether the engine's store has the prefix, and each passage, of a prompt. Runs no model."""
-        engine = self.engine
-        return engine.cached_segments(request) if isinstance(engine, CachingGenerator) else ()
+        return self._inner.cached_segments(request)
 
     def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
-        """As ``Engine.question_likelihood``, in the thread of the caller: beside the answers, not between them."""
-        return self._reader().question_likelihood(layout, salt, bare=bare)
+        return self._inner.question_likelihood(layout, salt, bare=bare)
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
-        """As ``Engine.first_token_log_probs``, in the thread of the caller."""
-        return self._reader().first_token_log_probs(layout, tokens, salt)
+        return self._inner.first_token_log_probs(layout, tokens, salt)
 
     def question_attention(
         self,
@@ -563,22 +534,12 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         layers: Collection[int] | None = None,
         heads: Collection[tuple[int, int]] | None = None,
     ) -> list[tuple[tuple[float, ...], ...]]:
-        """As ``Engine.question_attention``, in the thread of the caller."""
-        return self._reader().question_attention(layouts, salt, check, layers, heads)
+        return self._inner.question_attention(layouts, salt, check, layers, heads)
 
     def passage_attention(
         self, layouts: Sequence[Layout], salt: str = "", check: Callable[[], None] | None = None
     ) -> list[tuple[float, ...]]:
-        """As ``Engine.passage_attention``, in the thread of the caller."""
-        return self._reader().passage_attention(layouts, salt, check)
-
-    def _reader(self) -> PassageReader:
-        if not isinstance(self._inner, PassageReader):
-            raise UnsupportedModelError(
-                f"{type(self._inner).__name__} reads no passages for rerankers; give the reranker an engine, or use "
-                "the embedding or the cross_encoder reranker"
-            )
-        return self._inner
+        return self._inner.passage_attention(layouts, salt, check)
 
     def close(self, timeout_seconds: float = CLOSING_SECONDS) -> None:
         """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``.
@@ -603,9 +564,11 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
             handle.cancel()
 
 
-def batched(generator: Generator) -> Generator:
+def batched(generator: Generator, max_running: int = 8, on_step: Callable[[int], None] | None = None) -> Generator:
     """Return ``generator`` with continuous batching; unchanged if it has it, or cannot be advanced step by step."""
-    return BatchingGenerator(generator) if isinstance(generator, SteppedGenerator) else generator
+    if "steps" not in generator.capabilities:
+        return generator
+    return BatchingGenerator(cast("Engine", generator), max_running, on_step)
 
 
 def unbatched(generator: Generator) -> Generator:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.contracts.generator import ChatMessage
+from rag_posfix.contracts.generator import ChatMessage, TokenEncoder
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.json_grammar import JsonGrammars
 from rag_posfix.plan.layout import Span
@@ -58,7 +58,7 @@ _LOOKS_LIKE_MARK = re.compile(r"^[<>\[{|\u2581]|[<>\]}|]$")
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-class Tokenizer:
+class Tokenizer(TokenEncoder):
     """A ``TokenEncoder`` over a Hugging Face fast tokenizer.
 
     Control tokens are the special tokens, and the added ones that the chat template writes or that look like a mark
@@ -84,6 +84,8 @@ class Tokenizer:
     Raises:
         ConfigError: ``tokenizer`` is not a fast one.
     """
+
+    takes_tools = True
 
     def __init__(self, tokenizer: Any, *, eos_ids: Iterable[int] = ()) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)

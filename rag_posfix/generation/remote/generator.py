@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from rag_posfix.contracts.generator import ChatMessage, TokenEncoder, sum_usage
+from rag_posfix.contracts.generator import ChatMessage, Generator, TokenEncoder, sum_usage
 from rag_posfix.contracts.request import (
     Chunk,
     FinishReason,
@@ -185,8 +185,8 @@ Events = Generated[Event, None, None]
 """The JSON objects of one answer."""
 
 
-class RemoteGenerator:
-    """Answers with a model of an OpenAI-compatible server. Implements ``contracts.generator.Generator``.
+class RemoteGenerator(Generator):
+    """Answers with a model of an OpenAI-compatible server.
 
     The server gets the messages of the prompt and applies its own chat template. Mitigations run whose rows are plain
     prompts; several rows are answered alone and vote. ``log_odds`` and ``question_likelihood`` serve rerankers.
@@ -203,6 +203,8 @@ class RemoteGenerator:
         context_window: Token limit of prompt and answer together.
         encoder: Exact text, estimated tokens.
     """
+
+    capabilities = frozenset({"likelihood", "odds"})
 
     def __init__(
         self,

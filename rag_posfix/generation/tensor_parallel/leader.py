@@ -29,12 +29,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.generator import shown_model
+from rag_posfix.contracts.generator import DelegatingGenerator, shown_model
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import CLOSING_SECONDS
 from rag_posfix.generation.decode.answer_writer import Session
-from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.generation.engine import Engine
 from rag_posfix.patching.spec import Ranks
 from rag_posfix.plan.layout import Layout, Span, Turn
@@ -299,7 +298,7 @@ def run_worker(engine: Engine, channel: Channel) -> None:
 
 
 class TensorParallelGenerator(DelegatingGenerator[Engine]):
-    """Answers prompts with a model that is split over ranks. Implements ``Generator`` on the first rank.
+    """Answers prompts with a model that is split over ranks; on the first rank.
 
     Several threads may call it, and streams may be open side by side: they take turns, a forward pass each.
 
@@ -320,7 +319,6 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be answered any more; None while all is well."""
         return self._over or self._workers.failure()
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:

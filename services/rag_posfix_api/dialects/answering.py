@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question, SupportVerdict
-from rag_posfix.contracts.generator import ChatMessage, ToolEncoder
+from rag_posfix.contracts.generator import ChatMessage
 from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling
 from rag_posfix.contracts.tools import ToolCall, ToolUse
 from rag_posfix.errors import ConfigError
@@ -220,7 +220,7 @@ def build_question(
     posfix = posfix or PosfixInput()
     if tools is None and any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         tools = ToolUse(choice="none")
-    if tools is not None and not isinstance(service.pipeline.generator.encoder, ToolEncoder):
+    if tools is not None and not service.pipeline.generator.encoder.takes_tools:
         raise UnsupportedFeatureError(
             f"tools is not supported by the served model {service.model_id}, which is remote or has no chat template; "
             "leave out tools, calls and their results, or set tool_choice to 'none'",

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
-from rag_posfix.contracts.generator import PromptEncoder, gives_scores, shown_model
+from rag_posfix.contracts.generator import TokenEncoder, shown_model
 from rag_posfix.contracts.request import (
     MOST_ALTERNATIVES,
     Generation,
@@ -205,13 +205,13 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
     """
     generator = pipeline.generator
     encoder = generator.encoder
-    if not isinstance(encoder, PromptEncoder):
+    if not encoder.vocab_size:
         raise UnsupportedFeatureError(
             f"{shown_model(generator.model_id)} takes no prompts without a chat template here; "
             "use /v1/chat/completions"
         )
     needs_scores = sampling.top_logprobs is not None
-    if needs_scores and not gives_scores(generator):
+    if needs_scores and "log_probs" not in generator.capabilities:
         raise UnsupportedFeatureError(
             f"{shown_model(generator.model_id)} returns no log-probabilities here; leave logprobs out",
             param="logprobs",
@@ -230,7 +230,7 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
         yield from _complete_prompt(pipeline, request, prompt, body)
 
 
-def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int, window: int) -> _Prompt:
+def _read_prompt(encoder: TokenEncoder, prompt: str | Sequence[int], index: int, window: int) -> _Prompt:
     if isinstance(prompt, str):
         if text_beginning(prompt, window, lambda text: len(encoder.encode_prompt(text))) != prompt:
             raise PromptTooLongError(

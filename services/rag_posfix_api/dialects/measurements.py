@@ -20,7 +20,7 @@ from starlette.responses import Response
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import PassageReader
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.answering import DroppedOutput
 from rag_posfix_api.dialects.requests import (
@@ -238,7 +238,7 @@ async def passage_attention(
 
 def _measure_attention(
     pipeline: Pipeline,
-    reader: PassageReader,
+    reader: Generator,
     model: str,
     question: str,
     documents: Sequence[Document],

@@ -33,11 +33,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import DelegatingGenerator, Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken, own_tags
 from rag_posfix.errors import ConfigError, GenerationError, UpstreamError
-from rag_posfix.generation.batching.stepped import SteppedGenerator
-from rag_posfix.generation.delegating import DelegatingGenerator
 
 MAX_MARKS = 4096
 """Marks of a sketch, unless set otherwise."""
@@ -391,9 +389,8 @@ class GeneratorReplica:
         Raises:
             GenerationError: a process of a split model died.
         """
-        failure: str | None = getattr(self._model, "failure", None)
-        if failure is not None:
-            raise GenerationError(f"the model cannot answer any more: {failure}")
+        if self._model.failure is not None:
+            raise GenerationError(f"the model cannot answer any more: {self._model.failure}")
 
     def _close_after_last_step(self, step: Future[Chunk | None], chunks: Iterator[Chunk]) -> None:
         """Close an answer after its last step, in the thread of that step; the caller has the error of the step."""
@@ -404,10 +401,10 @@ class GeneratorReplica:
 
 def _add_batching(generator: Generator, at_once: int, on_step: Callable[[int], None]) -> Generator:
     """Return ``generator`` with batches of ``at_once`` answers, whatever the batches that it comes with."""
-    from rag_posfix.generation.batching.scheduler import BatchingGenerator, unbatched  # torch
+    from rag_posfix.generation.batching.scheduler import batched, unbatched  # torch
 
     model = unbatched(generator)
-    return BatchingGenerator(model, at_once, on_step) if at_once > 1 and isinstance(model, SteppedGenerator) else model
+    return batched(model, at_once, on_step) if at_once > 1 else model
 
 
 class ReplicaLost(UpstreamError):
@@ -428,7 +425,7 @@ class Replicas(Protocol):
 
 
 class ReplicatedGenerator(DelegatingGenerator[Generator]):
-    """Implements ``contracts.generator.Generator`` with the answers of replicas.
+    """Answers with replicas.
 
     Args:
         description: The model without weights: name, tokenizer, context window. It answers nothing.

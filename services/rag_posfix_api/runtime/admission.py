@@ -27,10 +27,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rag_posfix.contracts.generator import Generator, WatchedGenerator
+from rag_posfix.contracts.generator import DelegatingGenerator, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest
 from rag_posfix.errors import GenerationCancelled, OverloadedError
-from rag_posfix.generation.delegating import DelegatingGenerator
 from rag_posfix.pipeline.precompute import AnswerCache
 from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError, TokenLimitError
 from rag_posfix_api.http.metrics import ANSWER, Metrics
@@ -342,7 +341,7 @@ class Admission:
 
 
 class AdmittedGenerator(DelegatingGenerator[Generator]):
-    """A ``contracts.generator.Generator`` that takes a permit for each answer of another generator.
+    """Takes a permit for each answer of another generator.
 
     Whole answers are generated as streams too, so that they can be stopped between two steps. A generator that
     computes ahead of its readers checks the ticket itself, and releases the permit when its computation is done.
@@ -366,10 +365,7 @@ class AdmittedGenerator(DelegatingGenerator[Generator]):
 
     def _admit(self, request: GenerationRequest, ticket: Ticket) -> Generated[Chunk, None, None]:
         self._admission.acquire(ticket, len(request.layout.token_ids) + request.sampling.max_tokens)
-        if isinstance(self._inner, WatchedGenerator):
-            stream = self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
-        else:
-            stream = self._inner.stream(request)
+        stream = self._inner.stream_watched(request, ticket.check, partial(self._admission.release, ticket))
         try:
             for chunk in stream:
                 if chunk.generation is None:

@@ -25,11 +25,10 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import Generator, PassageReader, shown_model
+from rag_posfix.contracts.generator import Generator, shown_model
 from rag_posfix.contracts.request import MitigationChoice, Sampling, scoped_salt
 from rag_posfix.contracts.retrieval import RerankerHealth, combine_filters, filter_key
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
-from rag_posfix.generation.batching.stepped import SteppedGenerator
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import PassagePrecomputer, precompute
@@ -254,7 +253,7 @@ class Service:
         """
         if self._load_error is not None:
             return self._load_error
-        failure: str | None = getattr(self._generator, "failure", None)
+        failure = None if self._generator is None else self._generator.failure
         if failure is None:
             return None
         return GenerationError(f"the model cannot answer any more: {failure}; start the service again")
@@ -271,10 +270,10 @@ class Service:
         return self._model_name
 
     @property
-    def reader(self) -> PassageReader:
+    def reader(self) -> Generator:
         """The served model, if it gives attention; raises ``UnsupportedFeatureError`` otherwise."""
         name = self.model_id  # raises before the model is there
-        if not isinstance(self._generator, PassageReader):
+        if self._generator is None or "attention" not in self._generator.capabilities:
             raise UnsupportedFeatureError(f"{name!r} gives no attention; serve a model that this process loads itself")
         return self._generator
 
@@ -469,12 +468,13 @@ class Service:
 
     def _add_batching(self, generator: Generator) -> Generator:
         """Return ``generator`` with continuous batching, if it supports that and the settings allow it."""
-        if self.limits.max_concurrent == 1 or not isinstance(generator, SteppedGenerator):
+        if self.limits.max_concurrent == 1:
             return generator
-        from rag_posfix.generation.batching.scheduler import BatchingGenerator  # torch
+        from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched  # torch
 
-        self._batching = BatchingGenerator(generator, self.limits.max_concurrent, self.metrics.decode_batch.observe)
-        return self._batching
+        generator = batched(generator, self.limits.max_concurrent, self.metrics.decode_batch.observe)
+        self._batching = generator if isinstance(generator, BatchingGenerator) else None
+        return generator
 
     def _jobs(self, at_once: int, work: str) -> Jobs:
         limits = self.limits

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from rag_posfix.contracts.generator import Generator, PassageReader
+from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Usage
 from rag_posfix.errors import (
     ConfigError,
@@ -65,7 +65,7 @@ class TestAnswers:
         with asking(whole("In 1901.", "length")) as (generator, server):
             generation = generator.generate(request_of(generator, max_tokens=7))
         assert isinstance(generator, Generator)
-        assert not isinstance(generator, PassageReader)
+        assert generator.capabilities == {"likelihood", "odds"}
         assert (generation.text, generation.finish_reason) == ("In 1901.", "length")
         assert generation.usage == Usage(40, 3, 16)
         (body,) = server.bodies

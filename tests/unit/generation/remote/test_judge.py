@@ -16,7 +16,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.tier import MemoryTier
-from rag_posfix.contracts.generator import LikelihoodReader, OddsReader, PassageReader, collected_usage, sum_usage
+from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import PieceEncoder, RemoteGenerator, open_remote
@@ -57,9 +57,7 @@ def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[Remote
 
 def test_it_reads_odds_and_likelihoods_and_no_attention():
     with asking(judge) as (generator, _):
-        assert isinstance(generator, OddsReader)
-        assert isinstance(generator, LikelihoodReader)
-        assert not isinstance(generator, PassageReader)
+        assert generator.capabilities == {"likelihood", "odds"}
 
 
 def test_the_odds_sum_the_spellings_of_the_first_token():
