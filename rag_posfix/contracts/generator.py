@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path, PurePath
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rag_posfix.contracts.request import (
     Chunk,
@@ -104,11 +104,52 @@ class TokenEncoder(ABC):
         return UnsupportedModelError(f"{type(self).__name__} takes no {what}; use a model that this process loads")
 
 
-GeneratorCapability = Literal["log_probs", "likelihood", "first_token", "odds", "attention", "steps"]
+class PassageKVStore(Protocol):
+    """The passage KV store, to drop entries and to check what was written. Methods do not raise if a tier fails.
+
+    The methods of ``caching.kv.store.PassageStore`` that need no torch.
+    """
+
+    @property
+    def queue_bytes(self) -> int:
+        """Size limit of the write queue in bytes; entries beyond it are lost."""
+        ...
+
+    def begin(self) -> AbstractContextManager[object]:
+        """Open a computation: what is deleted from now on is not stored as long as something refers to the object."""
+        ...
+
+    def flush(self, timeout_seconds: float = 30.0) -> bool:
+        """Wait until the write queue is empty; return False after a timeout."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counts of the store and of its tiers."""
+        ...
+
+    def persistent_stats(self) -> Sequence[dict[str, Any]]:
+        """Return name, entries, bytes and errors of each tier on disk or in Redis; of all tiers if there is none."""
+        ...
+
+    def memory_tags(self) -> frozenset[str]:
+        """Return the tags of the entries in memory."""
+        ...
+
+    def drop(self, tags: Sequence[str]) -> int:
+        """Drop every entry made from passages with one of these content keys."""
+        ...
+
+    def close(self) -> None:
+        """Close files and connections; later lookups are misses."""
+        ...
+
+
+GeneratorCapability = Literal["log_probs", "likelihood", "first_token", "odds", "attention", "steps", "precompute"]
 """What some generators can do.
 
 ``log_probs``: return log-probabilities (``Sampling.top_logprobs``, ``GenerationRequest.prompt_scored``).
-``steps``: share decode steps with other answers (``BatchingGenerator``).
+``steps``: share decode steps with other answers, with the methods of ``Engine`` (``BatchingGenerator``).
+``precompute``: compute keys and values of passages before any question.
 For rerankers: ``likelihood`` (``question_likelihood``), ``first_token`` (``first_token_log_probs``), ``odds``
 (``log_odds``) and ``attention`` (``question_attention`` and ``passage_attention``).
 """
@@ -126,6 +167,7 @@ class Generator(ABC):
         context_window: Token limit of prompt and answer together.
         encoder: The tokenizer of the model.
         capabilities: What it can do beyond answers.
+        passages: The passage KV store, or None.
     """
 
     model_id: str
@@ -133,11 +175,17 @@ class Generator(ABC):
     context_window: int
     encoder: TokenEncoder
     capabilities: Set[GeneratorCapability] = frozenset()
+    passages: PassageKVStore | None = None
 
     @property
     def failure(self) -> str | None:
         """Why no request can be answered any more; None while all is well."""
         return None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, in all layers; 0 if unknown."""
+        return 0
 
     @abstractmethod
     def describe(self, choice: MitigationChoice) -> MitigationInfo:
@@ -169,6 +217,10 @@ class Generator(ABC):
     def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
         """Return whether the passage KV store has the prefix, and each passage; () without a store. Runs no model."""
         return ()
+
+    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
+        """Compute prefix and passages of a prompt into the store; return the number of computed tokens."""
+        raise UnsupportedModelError(f"{type(self).__name__} computes no passages before questions; give an engine")
 
     def question_likelihood(self, layout: Layout, salt: str = "", *, bare: bool = False) -> tuple[float, ...]:
         """Return for each passage the mean log-probability of the question's tokens after that passage alone.

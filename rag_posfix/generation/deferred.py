@@ -35,7 +35,7 @@ class DeferredGenerator(Generator):
         self.model_id, self.fingerprint = metadata.name, metadata.fingerprint
         self.context_window, self.hidden_size = metadata.context_window, metadata.hidden_size
         self.encoder = metadata.tokenizer
-        self.passages = passages
+        self.passages: PassageStore | None = passages
         self._load = functools.cache(load)
         self._lock = threading.Lock()
 

@@ -77,7 +77,9 @@ class Engine(Generator):
         self.model_id = model_id
         self.fingerprint = fingerprint
         self.context_window = loaded.spec.shape.context_window
-        self.passages = passages
+        self.passages: PassageStore | None = passages
+        if passages is not None:
+            self.capabilities = self.capabilities | {"precompute"}
 
     def with_passages(self, passages: PassageStore | None) -> Engine:
         """Return an engine over the same model that keeps keys and values in ``passages``; this one stays as it is."""
@@ -90,7 +92,7 @@ class Engine(Generator):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, in all layers: 2 L Hkv D times the size of the dtype."""
+        """2 L Hkv D times the size of the dtype."""
         return 2 * prod(self.loaded.entry_sizes) * int(self.loaded.model.dtype.itemsize)
 
     def open(

@@ -21,12 +21,7 @@ from rag_posfix.assembly.templates import read_template, resolve_tools
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
-from rag_posfix.contracts.generator import (
-    Generator,
-    collected_usage,
-    shown_model,
-    sum_usage,
-)
+from rag_posfix.contracts.generator import Generator, PassageKVStore, collected_usage, shown_model, sum_usage
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import (
     Chunk,
@@ -55,7 +50,7 @@ from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
 from rag_posfix.pipeline.disagreement import RIVAL_TOKENS, disagreement_warning, rival_answers
 from rag_posfix.pipeline.headings import CopiedHeading, both_readings, read_again
 from rag_posfix.pipeline.language import asks_for_list
-from rag_posfix.pipeline.precompute import AnswerCache, PassageKVStore, invalidate
+from rag_posfix.pipeline.precompute import AnswerCache, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query

@@ -1,24 +1,23 @@
 """Precomputes the keys and values of the passages of an index, so that the first question about a passage is warm.
 
-Also the protocols of the answer cache and the passage KV store, and what drops the entries of removed documents.
+Also the protocol of the answer cache, and what drops the entries of removed documents.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from langchain_core.documents import Document
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document, content_key, document_id
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_passage, tokenize_prompt
-from rag_posfix.contracts.generator import TokenEncoder
+from rag_posfix.contracts.generator import Generator, PassageKVStore
 from rag_posfix.contracts.request import MitigationChoice, own_tags
 from rag_posfix.errors import ConfigError
-from rag_posfix.plan.layout import Layout
 
 
 class AnswerCache(Protocol):
@@ -48,38 +47,6 @@ class AnswerCache(Protocol):
 
     def drop_documents(self, document_ids: Sequence[str]) -> int:
         """Drop every answer made from one of these documents."""
-        ...
-
-    def close(self) -> None:
-        """Close files and connections; later lookups are misses."""
-        ...
-
-
-class PassageKVStore(Protocol):
-    """The passage KV store, to drop entries and to check what was written. Methods do not raise if a tier fails.
-
-    The methods of ``caching.kv.store.PassageStore`` that the pipeline needs; importing that class needs torch.
-    """
-
-    @property
-    def queue_bytes(self) -> int:
-        """Size limit of the write queue in bytes; entries beyond it are lost."""
-        ...
-
-    def begin(self) -> AbstractContextManager[object]:
-        """Open a computation: what is deleted from now on is not stored as long as something refers to the object."""
-        ...
-
-    def flush(self, timeout_seconds: float = 30.0) -> bool:
-        """Wait until the write queue is empty; return False after a timeout."""
-        ...
-
-    def persistent_stats(self) -> Sequence[dict[str, Any]]:
-        """Return name, entries, bytes and errors of each tier on disk or in Redis; of all tiers if there is none."""
-        ...
-
-    def drop(self, tags: Sequence[str]) -> int:
-        """Drop every entry made from passages with one of these content keys."""
         ...
 
     def close(self) -> None:
@@ -117,43 +84,15 @@ WRITE_TIMEOUT_SECONDS = 60.0
 _logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class PassagePrecomputer(Protocol):
-    """A generator that computes keys and values of passages into its passage KV store before any question."""
-
-    @property
-    def encoder(self) -> TokenEncoder:
-        """The tokenizer."""
-        ...
-
-    @property
-    def context_window(self) -> int:
-        """Token limit of prompt and answer together."""
-        ...
-
-    @property
-    def passages(self) -> PassageKVStore | None:
-        """The passage KV store, or None."""
-        ...
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, in all layers."""
-        ...
-
-    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
-        """Compute prefix and passages of a prompt into the store; return the number of computed tokens."""
-        ...
-
-
 def precompute(
-    engine: PassagePrecomputer,
+    engine: Generator,
     documents: Sequence[Document],
     mitigation: MitigationChoice,
     *,
     template: PromptTemplate | None = None,
     salt: str = "",
     progress: Callable[[int, int], None] | None = None,
+    permit: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
     """Compute each document's keys and values as in a prompt without history; return the number of computed tokens.
 
@@ -166,6 +105,7 @@ def precompute(
             window, because a prompt contains them truncated.
         template: The prompt template; the default template if None.
         salt: As in ``GenerationRequest``.
+        permit: Held while a batch is computed.
 
     Raises:
         ConfigError: the method's passages are not independent, or the engine has no store, or the store stores
@@ -184,7 +124,8 @@ def precompute(
     old_stats = _tier_stats(store)
     tokens = done = 0
     for batch in _batches(passages, max_tokens):
-        computed = engine.precompute(prompt.with_passages(batch), mitigation, salt)
+        with permit():
+            computed = engine.precompute(prompt.with_passages(batch), mitigation, salt)
         if store is not None and not store.flush(WRITE_TIMEOUT_SECONDS):
             raise ConfigError(
                 f"the passage KV store did not write the computed entries within {WRITE_TIMEOUT_SECONDS:g} seconds; "

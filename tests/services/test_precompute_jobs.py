@@ -10,7 +10,7 @@ import pytest
 from rag_posfix.errors import ConfigError, GenerationCancelled
 from rag_posfix_api.http.errors import ConflictError
 from rag_posfix_api.runtime.admission import Admission
-from rag_posfix_api.runtime.jobs import AdmittedPrecomputer, PrecomputeJobs, PrecomputeState
+from rag_posfix_api.runtime.jobs import PrecomputeJobs, PrecomputeState, batch_permit
 from tests.support.waiting import wait_until
 
 
@@ -142,35 +142,22 @@ def test_a_job_that_was_forgotten_changes_nothing_of_the_next_one_with_its_key(j
     assert states == [PrecomputeState("running")]
 
 
-class Counting:
-    """A precomputer that says how many permits are in use while it computes."""
-
-    def __init__(self, admission: Admission) -> None:
-        self.admission, self.working = admission, []
-
-    def precompute(self, layout, mitigation, salt=""):
-        self.working.append(self.admission.working)
-        return 7
-
-
 def test_a_batch_is_charged_to_its_tenant():
     charged: list[str] = []
     admission = Admission(1, 1, queue_timeout=20, on_release=lambda ticket: charged.append(ticket.tenant))
-    AdmittedPrecomputer(Counting(admission), admission, threading.Event(), "acme").precompute(None, None)
+    with batch_permit(admission, threading.Event(), "acme"):
+        assert charged == []
     assert charged == ["acme"]
 
 
 def test_a_batch_takes_a_permit_and_waits_while_there_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rag_posfix_api.runtime.jobs.PAUSE_SECONDS", 0.01)
     admission, cancelled = Admission(1, 1, queue_timeout=0.05, max_open=10), threading.Event()
-    counting = Counting(admission)
-    precomputer = AdmittedPrecomputer(counting, admission, cancelled)
-    assert precomputer.precompute(None, None) == 7
-    assert counting.working == [1]
+    with batch_permit(admission, cancelled):
+        assert admission.working == 1
     assert admission.working == admission.in_flight == 0
     with admission.admit(20) as ticket:
         admission.acquire(ticket)
         threading.Timer(0.3, cancelled.set).start()
-        with pytest.raises(GenerationCancelled):
-            precomputer.precompute(None, None)
-    assert counting.working == [1]
+        with pytest.raises(GenerationCancelled), batch_permit(admission, cancelled):
+            raise AssertionError("there was no permit")

@@ -80,6 +80,7 @@ class PrecomputingGenerator(OrderBiasedGenerator):
     """Gives attention, and counts the tokens of passages that it is told to read ahead."""
 
     passages = PassageStore([MemoryTier(1 << 20)])
+    capabilities = frozenset({"log_probs", "attention", "precompute"})
     kv_bytes_per_token = 1
 
     def precompute(self, layout: Any, mitigation: Any, salt: str = "") -> int:

@@ -94,6 +94,7 @@ def test_requests_that_run_together_share_the_time_of_the_model(monkeypatch: pyt
 class Precomputing(FakeGenerator):
     """Finds every passage in its store already."""
 
+    capabilities = frozenset({"precompute"})
     kv_bytes_per_token = 1
 
     def __init__(self, passages: PassageStore) -> None:

@@ -26,7 +26,6 @@ from rag_posfix_api.ray_serve.routing import (
     MAX_MARKS,
     QUEUE_WEIGHT,
     GeneratorReplica,
-    HeldPassages,
     ReplicaModel,
     ReplicatedGenerator,
 )
@@ -248,8 +247,7 @@ def load_model(settings: Settings) -> ReplicaModel:
     passage = Document(page_content="The replica is warm.", metadata={"relevance_score": 1.0})
     sampling = Sampling(max_tokens=2)
     pipeline.ask(Question("Is the replica warm?", documents=[passage], sampling=sampling, allow_unsupported=True))
-    passages = pipeline.passages if isinstance(pipeline.passages, HeldPassages) else None
-    return ReplicaModel(pipeline.generator, passages)
+    return ReplicaModel(pipeline.generator, pipeline.passages)
 
 
 def describe_model(settings: Settings) -> Generator:

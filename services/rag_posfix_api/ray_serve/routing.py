@@ -28,12 +28,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from collections.abc import Generator as Generated
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rag_posfix.contracts.generator import DelegatingGenerator, Generator
+from rag_posfix.contracts.generator import DelegatingGenerator, Generator, PassageKVStore
 from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken, own_tags
 from rag_posfix.errors import ConfigError, GenerationError, UpstreamError
 
@@ -291,21 +291,12 @@ _mark_of_name = functools.lru_cache(4096)(mark_of)
 _log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class HeldPassages(Protocol):
-    """The passage KV store, as a replica sees it. ``caching.kv.store.PassageStore`` implements it."""
-
-    def memory_tags(self) -> frozenset[str]: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaModel:
-    """A loaded model; ``passages`` keeps keys and values for it, None if unknown."""
+    """A loaded model; ``passages`` keeps keys and values for it."""
 
     generator: Generator
-    passages: HeldPassages | None = None
+    passages: PassageKVStore | None = None
 
 
 class GeneratorReplica:

@@ -28,11 +28,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rag_posfix.cancellation import set_cancel_check
 from rag_posfix.contracts.answer import Answer, AnswerChunk
-from rag_posfix.contracts.generator import TokenEncoder
-from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import GenerationCancelled, OverloadedError, RagPosfixError
-from rag_posfix.pipeline.precompute import PassageKVStore, PassagePrecomputer
-from rag_posfix.plan.layout import Layout
 from rag_posfix_api.http.auth import CALLER
 from rag_posfix_api.http.errors import ConflictError, Problem, kind_of, log_failure, problem_of
 from rag_posfix_api.http.metrics import LogFields
@@ -433,45 +429,23 @@ class PrecomputeJobs:
                 self._states[key] = replace(state, **fields)  # type: ignore[arg-type]
 
 
-class AdmittedPrecomputer:
-    """A ``PassagePrecomputer`` that takes a permit for each batch, and stops when ``cancelled`` is set."""
+@contextmanager
+def batch_permit(admission: Admission, cancelled: threading.Event, tenant: str = "") -> Iterator[None]:
+    """Hold a permit for a batch of passages; while the service is full, ask again.
 
-    def __init__(
-        self, engine: PassagePrecomputer, admission: Admission, cancelled: threading.Event, tenant: str = ""
-    ) -> None:
-        self._engine = engine
-        self._admission = admission
-        self._cancelled = cancelled
-        self._tenant = tenant
-
-    @property
-    def encoder(self) -> TokenEncoder:
-        return self._engine.encoder
-
-    @property
-    def context_window(self) -> int:
-        return self._engine.context_window
-
-    @property
-    def passages(self) -> PassageKVStore | None:
-        return self._engine.passages
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self._engine.kv_bytes_per_token
-
-    def precompute(self, layout: Layout, mitigation: MitigationChoice, salt: str = "") -> int:
-        """Compute one batch; while the service is full, try again.
-
-        Raises:
-            GenerationCancelled: the job was cancelled, or the service stops.
-        """
-        while not self._cancelled.is_set():
+    Raises:
+        GenerationCancelled: the job was cancelled, or the service stops.
+    """
+    while not cancelled.is_set():
+        with ExitStack() as stack:
             try:
-                with self._admission.admit(_BATCH_SECONDS) as ticket:
-                    ticket.tenant = self._tenant
-                    self._admission.acquire(ticket)
-                    return self._engine.precompute(layout, mitigation, salt)
+                ticket = stack.enter_context(admission.admit(_BATCH_SECONDS))
+                ticket.tenant = tenant
+                admission.acquire(ticket)
             except OverloadedError:
-                time.sleep(PAUSE_SECONDS)
-        raise GenerationCancelled("the job was cancelled")
+                pass
+            else:
+                yield
+                return
+        time.sleep(PAUSE_SECONDS)
+    raise GenerationCancelled("the job was cancelled")

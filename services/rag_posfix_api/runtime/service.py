@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +31,7 @@ from rag_posfix.contracts.retrieval import RerankerHealth, combine_filters, filt
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix.pipeline.precompute import PassagePrecomputer, precompute
+from rag_posfix.pipeline.precompute import precompute
 from rag_posfix.pipeline.tracing import UNTRACED
 from rag_posfix.retrieval.indexing import FollowedIndex
 from rag_posfix.retrieval.ingest.passages import PassageSize
@@ -45,7 +45,7 @@ from rag_posfix_api.http.metrics import ANSWER, SCORE, Identifiers, LogFields, M
 from rag_posfix_api.http.middleware import UnreadResponses
 from rag_posfix_api.keys.store import KeyStore
 from rag_posfix_api.runtime.admission import Admission, AdmittedCache, AdmittedGenerator
-from rag_posfix_api.runtime.jobs import AdmittedPrecomputer, Jobs, PrecomputeJobs, PrecomputeState, Progress
+from rag_posfix_api.runtime.jobs import Jobs, PrecomputeJobs, PrecomputeState, Progress, batch_permit
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -409,20 +409,21 @@ class Service:
             ConflictError: this is being done.
         """
         engine, caller, pipeline = self._generator, CALLER.get(), self.pipeline
-        if not isinstance(engine, PassagePrecomputer) or engine.passages is None:
+        if engine is None or "precompute" not in engine.capabilities or engine.passages is None:
             raise UnsupportedFeatureError("this server keeps no keys and values of passages; turn the store on")
         collection, salt = self.collection(name), tenant_salt(pipeline.defaults.tenant, "")
+        passages = engine.passages
 
         def work(progress: Progress, cancelled: threading.Event) -> int:
-            admitted = AdmittedPrecomputer(engine, self.chat.admission, cancelled, caller.tenant)
-            with nullcontext() if admitted.passages is None else admitted.passages.begin():
+            with passages.begin():
                 return precompute(
-                    admitted,
+                    engine,
                     collection.documents(),
                     mitigation or pipeline.defaults.mitigation,
                     template=pipeline.assembler.template,
                     salt=salt,
                     progress=progress,
+                    permit=partial(batch_permit, self.chat.admission, cancelled, caller.tenant),
                 )
 
         return self.precomputing.start((caller.tenant, name), work)
