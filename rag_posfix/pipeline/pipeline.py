@@ -54,7 +54,7 @@ from rag_posfix.pipeline.precompute import AnswerCache, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query
-from rag_posfix.pipeline.run import PreparedQuestion, PromptMemory, QuestionRun, RememberedPrompt, document_values
+from rag_posfix.pipeline.run import CachedPrompt, PreparedQuestion, PromptCache, QuestionRun, document_values
 from rag_posfix.pipeline.stored_answer import (
     StoredAnswer,
     answer_from,
@@ -138,7 +138,7 @@ class Pipeline(AskedInBatches):
         self.defaults = defaults or Defaults()
         self.passages = passages
         self.recent = recent or RecentPrompts()
-        self._memory = PromptMemory()
+        self._memory = PromptCache()
         self._on_close = on_close
         self.candidates = candidates
         self.embeddings = embeddings
@@ -424,7 +424,7 @@ class Pipeline(AskedInBatches):
     def _prompt(
         self, run: QuestionRun, assembler: Assembler, documents: Sequence[Document], info: MitigationInfo,
         sampling: Sampling,
-    ) -> RememberedPrompt:  # fmt: skip
+    ) -> CachedPrompt:  # fmt: skip
         """Return the prompt of a question; that of an equal question a short while ago, if its answer is cached."""
         question, conversation = run.question, conversation_text(run.question)
         before = conversation if assembler.template.history_first else ""
@@ -442,7 +442,7 @@ class Pipeline(AskedInBatches):
             recent=self.recent.recent(scope), order_free=info.order_invariant,
         )  # fmt: skip
         key = answer_key(run, assembled, info, sampling, model, template, traced) if caches else None
-        prompt = RememberedPrompt(assembled, key, scope)
+        prompt = CachedPrompt(assembled, key, scope)
         if values is not None and not assembled.depends_on_recent:
             texts = [question.text, conversation, *sampling.stop, sampling.json_schema, *chain.from_iterable(values)]
             self._memory.put(origin, prompt, [text for text in texts if text])

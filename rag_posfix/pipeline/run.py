@@ -36,36 +36,36 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 @dataclass(slots=True, eq=False)
-class RememberedPrompt:
+class CachedPrompt:
     """A prompt, and what follows from it alone.
 
     Attributes:
         key: The key of its answer in the cache; None if the answer is not cached.
         scope: The scope of its recent prompts.
-        answered: The last cache entry that was read for it, and the answer that was made of the entry.
+        last_hit: The last cache entry that was read for it, and the answer that was made of the entry.
         texts: Its texts, while it is remembered.
-        until: When it is forgotten.
+        expires_at: When it is forgotten.
     """
 
     assembled: Assembled
     key: str | None
     scope: str
-    answered: tuple[Mapping[str, Any], Answer] | None = None
+    last_hit: tuple[Mapping[str, Any], Answer] | None = None
     texts: tuple[str, ...] = ()
-    until: float = 0.0
+    expires_at: float = 0.0
 
     def answer(self, stored: Mapping[str, Any], make: Callable[[], Answer]) -> Answer:
         """Return the answer of a cache entry: that of the last one if it is equal, else what ``make`` returns."""
-        answered = self.answered
-        if answered is not None and answered[0] == stored:
-            return answered[1]
+        hit = self.last_hit
+        if hit is not None and hit[0] == stored:
+            return hit[1]
         answer = make()
         if self.texts and not answer.log_probs:  # these take far more memory than the prompt
-            self.answered = stored, answer
+            self.last_hit = stored, answer
         return answer
 
 
-class PromptMemory:
+class PromptCache:
     """Remembers prompts by everything that they were made of. Safe to share between threads.
 
     The oldest ones are forgotten first. ``clock`` returns monotonic seconds; ``characters`` is the size of all texts
@@ -74,17 +74,17 @@ class PromptMemory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._prompts: OrderedDict[Hashable, RememberedPrompt] = OrderedDict()
+        self._prompts: OrderedDict[Hashable, CachedPrompt] = OrderedDict()
         self.characters = 0
         self._lock = threading.Lock()
 
-    def get(self, origin: Hashable) -> RememberedPrompt | None:
+    def get(self, origin: Hashable) -> CachedPrompt | None:
         """Return the prompt of ``origin``, or None."""
         with self._lock:
             self._forget_until(self._clock())
             return self._prompts.get(origin)
 
-    def put(self, origin: Hashable, prompt: RememberedPrompt, texts: Sequence[str]) -> None:
+    def put(self, origin: Hashable, prompt: CachedPrompt, texts: Sequence[str]) -> None:
         """Remember a prompt that was made of ``origin``, with all of its texts."""
         size = _size(texts)
         if size > REMEMBERED_CHARACTERS // 4:
@@ -92,7 +92,7 @@ class PromptMemory:
         current_time = self._clock()
         with self._lock:
             self._forget(origin)
-            prompt.texts, prompt.until = tuple(texts), current_time + REMEMBERED_SECONDS
+            prompt.texts, prompt.expires_at = tuple(texts), current_time + REMEMBERED_SECONDS
             self._prompts[origin] = prompt
             self.characters += size
             self._forget_until(current_time)
@@ -107,7 +107,7 @@ class PromptMemory:
     def _forget_until(self, current_time: float) -> None:
         while self._prompts:
             origin, prompt = next(iter(self._prompts.items()))
-            if prompt.until > current_time and self.characters <= REMEMBERED_CHARACTERS:
+            if prompt.expires_at > current_time and self.characters <= REMEMBERED_CHARACTERS:
                 return
             self._forget(origin)
 
@@ -202,7 +202,7 @@ class PreparedQuestion:
     """
 
     run: QuestionRun
-    prompt: RememberedPrompt
+    prompt: CachedPrompt
     request: GenerationRequest
     info: MitigationInfo
     warnings: tuple[str, ...]

@@ -13,7 +13,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
-from rag_posfix.pipeline.run import REMEMBERED_CHARACTERS, REMEMBERED_SECONDS, PromptMemory, RememberedPrompt
+from rag_posfix.pipeline.run import REMEMBERED_CHARACTERS, REMEMBERED_SECONDS, CachedPrompt, PromptCache
 from rag_posfix.pipeline.tracing import Untraced
 from tests.support.pipelines import BREAD, QUESTION, ROME, memory_cache, pipeline
 from tests.support.serving import DictCache
@@ -162,14 +162,14 @@ def test_an_order_that_follows_recent_prompts_is_found_anew(monkeypatch: pytest.
     assert ROME.page_content in texts
 
 
-def _prompt() -> RememberedPrompt:
+def _prompt() -> CachedPrompt:
     made = pipeline()
-    return RememberedPrompt(made.assembler.assemble(QUESTION, [ROME]), "key", "scope")
+    return CachedPrompt(made.assembler.assemble(QUESTION, [ROME]), "key", "scope")
 
 
 def test_memory_is_bounded_by_characters_and_time() -> None:
     seconds = [0.0]
-    memory = PromptMemory(lambda: seconds[0])
+    memory = PromptCache(lambda: seconds[0])
     text = "x" * (REMEMBERED_CHARACTERS // 5 - 100)
     for number in range(12):
         memory.put(number, _prompt(), [text])
@@ -211,7 +211,7 @@ def test_everything_that_is_remembered_counts(
 
 
 def test_short_texts_take_more_than_their_characters() -> None:
-    memory, prompt = PromptMemory(), _prompt()
+    memory, prompt = PromptCache(), _prompt()
     for number in range(REMEMBERED_CHARACTERS // 50):
         memory.put(number, replace(prompt), ["x"])
     assert memory.get(0) is None
