@@ -30,7 +30,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.language import asks_for_list, content_words, is_broad, language_of
 from rag_posfix.pipeline.query import QueryChoice
-from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.pipeline.run import RequestContext
 from rag_posfix.pipeline.support import shared_words
 from rag_posfix.text import NO_PASSAGE_TEXT, split_words, titled_text
 
@@ -276,7 +276,7 @@ class RelevanceTest:
     least_gain: float = LEAST_GAIN
 
     def similar(
-        self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document], choice: MinRelevance
+        self, run: RequestContext, retriever: Retriever, documents: Sequence[Document], choice: MinRelevance
     ) -> tuple[list[Document], bool]:
         """Return the passages that are similar enough, and whether the judge must decide about them."""
         known = similarity_of(retriever)
@@ -290,7 +290,7 @@ class RelevanceTest:
         is_clear = known is not None and max(map(_score, kept), default=0.0) >= known.clear
         return kept, not is_clear and not is_broad(run.question.text)
 
-    def judged(self, run: QuestionRun, documents: Sequence[Document]) -> list[Document]:
+    def judged(self, run: RequestContext, documents: Sequence[Document]) -> list[Document]:
         """Return the passages that gain enough; all if there is no judge, or if it fails."""
         judge = self.judge() if documents else None
         if judge is None:

@@ -54,7 +54,7 @@ from rag_posfix.pipeline.precompute import AnswerCache, invalidate
 from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query
-from rag_posfix.pipeline.run import CachedPrompt, PreparedQuestion, PromptCache, QuestionRun, document_values
+from rag_posfix.pipeline.run import CachedPrompt, PreparedQuestion, PromptCache, RequestContext, document_values
 from rag_posfix.pipeline.stored_answer import (
     StoredAnswer,
     answer_from,
@@ -401,7 +401,7 @@ class Pipeline(AskedInBatches):
         query = search_query(choice, question.text, question.history, self.writer or self.generator, salt)
         computations = [cache.begin() for cache in (self.cache, self.passages) if cache is not None]
         read_as = with_names(question.text, question.history) if self.defaults.is_small_reader else question.text
-        run = QuestionRun(
+        run = RequestContext(
             question, salt, metadata_filter, query, trace, watched_by(trace, watcher), computations, read_as=read_as
         )
         with collected_warnings() as warnings, collected_usage() as spent:
@@ -422,7 +422,7 @@ class Pipeline(AskedInBatches):
         return PreparedQuestion(run, prompt, request, info, tuple(warnings), sum_usage(spent), tools)
 
     def _prompt(
-        self, run: QuestionRun, assembler: Assembler, documents: Sequence[Document], info: MitigationInfo,
+        self, run: RequestContext, assembler: Assembler, documents: Sequence[Document], info: MitigationInfo,
         sampling: Sampling,
     ) -> CachedPrompt:  # fmt: skip
         """Return the prompt of a question; that of an equal question a short while ago, if its answer is cached."""
@@ -448,7 +448,7 @@ class Pipeline(AskedInBatches):
             self._memory.put(origin, prompt, [text for text in texts if text])
         return prompt
 
-    def _documents(self, run: QuestionRun) -> Sequence[Document]:
+    def _documents(self, run: RequestContext) -> Sequence[Document]:
         """Return the documents of the question, or those retrieved for it; scored or chosen by the reranker."""
         question = run.question
         retriever = self._retriever_of(question)
@@ -469,7 +469,9 @@ class Pipeline(AskedInBatches):
             return read if choice == "off" else self._read_alone(run, retriever, read)
         return self._reranked(run, documents)
 
-    def _read_alone(self, run: QuestionRun, retriever: Retriever, documents: Sequence[Document]) -> Sequence[Document]:
+    def _read_alone(
+        self, run: RequestContext, retriever: Retriever, documents: Sequence[Document]
+    ) -> Sequence[Document]:
         """Return the first passage if it is far ahead and nobody chose how passages are read, else all."""
         question, best = run.question, self.defaults.best_passage
         is_chosen = question.mitigation or question.reranker or question.order
@@ -480,7 +482,7 @@ class Pipeline(AskedInBatches):
         run.left_out.extend((document_id(document), "margin") for document in documents[1:])
         return documents[:1]
 
-    def _reranked(self, run: QuestionRun, documents: Sequence[Document]) -> Sequence[Document]:
+    def _reranked(self, run: RequestContext, documents: Sequence[Document]) -> Sequence[Document]:
         question, reranker = run.question, self._reranker_of(run.question)
         k = self.defaults.k if question.k is None else question.k
         chooses = question.documents is None and self.candidates > 0

@@ -133,7 +133,7 @@ def document_values(documents: Sequence[Document]) -> tuple[tuple[str | None, st
 
 
 @dataclass(frozen=True, slots=True)
-class QuestionRun:
+class RequestContext:
     """One question on its way through the stages; ``timings`` are seconds by stage.
 
     ``left_out`` are ids of retrieved passages that are not about the question, with the reason ``min_relevance``;
@@ -201,7 +201,7 @@ class PreparedQuestion:
     ``spent`` are the tokens that a server read and wrote about passages.
     """
 
-    run: QuestionRun
+    run: RequestContext
     prompt: CachedPrompt
     request: GenerationRequest
     info: MitigationInfo

@@ -25,7 +25,7 @@ from rag_posfix.contracts.request import (
 from rag_posfix.contracts.retrieval import filter_key
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes, page_of
 from rag_posfix.pipeline.disagreement import list_disagreements
-from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.pipeline.run import RequestContext
 from rag_posfix.pipeline.support import compare_words, has_words_of, read_texts, verdict_of
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
@@ -67,7 +67,7 @@ def _adapter() -> TypeAdapter[StoredAnswer]:
 
 
 def answer_key(
-    run: QuestionRun,
+    run: RequestContext,
     assembled: Assembled,
     info: MitigationInfo,
     sampling: Sampling,

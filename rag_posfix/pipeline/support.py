@@ -20,7 +20,7 @@ from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed
 from rag_posfix.pipeline.citations import COVERAGE, NUMBERS, PAIR_COVERAGE, STEM, find_evidence, passage_words
 from rag_posfix.pipeline.language import is_broad, same_language
-from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.pipeline.run import RequestContext
 from rag_posfix.text import clean_text, is_pair, titled_text
 
 JUDGE = "yes_no"
@@ -169,7 +169,7 @@ class SupportTest:
     judge: Callable[[], Reranker | None] = lambda: None
     is_trusted: bool = False
 
-    def odds(self, run: QuestionRun, assembled: Assembled) -> dict[str, float]:
+    def odds(self, run: RequestContext, assembled: Assembled) -> dict[str, float]:
         """Return the log-odds of the passages by content key; empty if nobody judges them.
 
         Only questions for a fact are judged: no passage contains "the answer" to "Summarise the report".

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from rag_posfix.assembly.documents import document_id
 from rag_posfix.contracts.answer import warn
 from rag_posfix.pipeline.language import content_words, is_broad
-from rag_posfix.pipeline.run import QuestionRun
+from rag_posfix.pipeline.run import RequestContext
 from rag_posfix.pipeline.support import passage_name
 from rag_posfix.text import single_spaced, split_words
 
@@ -118,7 +118,7 @@ def older_versions(documents: Sequence[Document], question: str) -> dict[int, in
     return older
 
 
-def leave_out_older(run: QuestionRun, documents: Sequence[Document]) -> list[Document]:
+def leave_out_older(run: RequestContext, documents: Sequence[Document]) -> list[Document]:
     """Return the passages without ``older_versions``, which are named in a warning."""
     older = older_versions(documents, run.question.text)
     for index, newest in older.items():
