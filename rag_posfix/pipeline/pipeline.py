@@ -77,7 +77,7 @@ from rag_posfix.pipeline.support import (
     refusal_warning,
     silenced_warning,
 )
-from rag_posfix.pipeline.tracing import UNTRACED, QuestionTrace, QuestionTracer, StageWatcher, watched_by
+from rag_posfix.pipeline.tracing import NOOP_TRACER, QuestionTrace, QuestionTracer, StageWatcher, combine_watchers
 from rag_posfix.pipeline.versions import leave_out_older
 from rag_posfix.pipeline.word_test import WordTest, failure_warning
 from rag_posfix.text import NO_PASSAGE_TEXT, content_hash
@@ -142,7 +142,7 @@ class Pipeline(AskedInBatches):
         self._on_close = on_close
         self.candidates = candidates
         self.embeddings = embeddings
-        self.tracer = tracer or UNTRACED
+        self.tracer = tracer or NOOP_TRACER
         self.indexes = dict(indexes or {})
         self.choose_reranker = choose_reranker
         self.writer = writer
@@ -258,7 +258,7 @@ class Pipeline(AskedInBatches):
 
     def preview(self, question: Question | str) -> PromptPreview:
         """Return what the model would read, without generating. Errors as those of ``ask``."""
-        prepared, generator = self._prepare(as_question(question), None, UNTRACED), self.generator
+        prepared, generator = self._prepare(as_question(question), None, NOOP_TRACER), self.generator
         cached = generator.cached_segments(prepared.request)
         return preview_prompt(
             prepared.prompt.assembled, generator.encoder, cached, prepared.info.name, prepared.run.left_out,
@@ -267,7 +267,7 @@ class Pipeline(AskedInBatches):
 
     def find_passages(self, question: Question | str) -> tuple[Document, ...]:
         """Return the passages that the model would read, in the order of the prompt, without generating."""
-        return self._prepare(as_question(question), None, UNTRACED).prompt.assembled.copied_documents()
+        return self._prepare(as_question(question), None, NOOP_TRACER).prompt.assembled.copied_documents()
 
     def _answer(self, prepared: PreparedQuestion) -> Answer:
         cache, key, run = self.cache, prepared.prompt.key, prepared.run
@@ -402,13 +402,20 @@ class Pipeline(AskedInBatches):
         computations = [cache.begin() for cache in (self.cache, self.passages) if cache is not None]
         read_as = with_names(question.text, question.history) if self.defaults.is_small_reader else question.text
         run = RequestContext(
-            question, salt, metadata_filter, query, trace, watched_by(trace, watcher), computations, read_as=read_as
+            question,
+            salt,
+            metadata_filter,
+            query,
+            trace,
+            combine_watchers(trace, watcher),
+            computations,
+            read_as=read_as,
         )
         with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
         with run.stage("assemble", "assembler") as stage:
             prompt = self._prompt(run, assembler, documents, info, sampling)
-            if trace is not UNTRACED:  # copies would slow down cached answers
+            if trace is not NOOP_TRACER:  # copies would slow down cached answers
                 stage.done(prompt.assembled.copied_documents())
         prompt.assembled.log_omissions()
         cues = assembler.template.cues if prompt.assembled.documents and sampling.json_schema is None else ()

@@ -58,18 +58,18 @@ class QuestionTracer(StageWatcher, Protocol):
         ...
 
 
-class Untraced:
+class NoopTracer:
     """A tracer that traces nothing. It is its own trace, stage and context manager, so it costs a few calls."""
 
-    def question(self, question: Question, model: str, *, stream: bool) -> Untraced:
+    def question(self, question: Question, model: str, *, stream: bool) -> NoopTracer:
         """Return this object."""
         return self
 
-    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> Untraced:
+    def stage(self, name: str, question: str, documents: Sequence[Document] = ()) -> NoopTracer:
         """Return this object."""
         return self
 
-    def __enter__(self) -> Untraced:
+    def __enter__(self) -> NoopTracer:
         """Return this object."""
         return self
 
@@ -88,16 +88,16 @@ class Untraced:
         """Ignore it."""
 
 
-UNTRACED = Untraced()
+NOOP_TRACER = NoopTracer()
 """The tracer of pipelines that are not traced."""
 
 
-def watched_by(trace: QuestionTrace, watcher: StageWatcher | None) -> StageWatcher:
+def combine_watchers(trace: QuestionTrace, watcher: StageWatcher | None) -> StageWatcher:
     """Return a watcher that passes each stage on to the trace and to the watcher of the caller, if there is one."""
     if watcher is None:
         return trace
     check_type("watcher", watcher, StageWatcher, "a StageWatcher, or None")
-    return watcher if trace is UNTRACED else _Watchers(trace, watcher)
+    return watcher if trace is NOOP_TRACER else _Watchers(trace, watcher)
 
 
 class _Watchers:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rag_posfix import __version__
 from rag_posfix.errors import ConfigError, missing_extra
-from rag_posfix.pipeline.tracing import UNTRACED, QuestionTracer
+from rag_posfix.pipeline.tracing import NOOP_TRACER, QuestionTracer
 from rag_posfix.settings import OpenTelemetrySettings, TelemetrySettings
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Telemetry:
     def question_tracer(self) -> QuestionTracer:
         """Return the tracer for a pipeline; one that traces nothing if telemetry is off."""
         if self.tracer_provider is None and self.meter_provider is None:
-            return UNTRACED
+            return NOOP_TRACER
         return question_tracer(self.tracer_provider, self.meter_provider, content=self.content)
 
     def flush(self, timeout_seconds: float) -> None:

@@ -32,7 +32,7 @@ from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, Rag
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.precompute import precompute
-from rag_posfix.pipeline.tracing import UNTRACED
+from rag_posfix.pipeline.tracing import NOOP_TRACER
 from rag_posfix.retrieval.indexing import FollowedIndex
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings, Settings
@@ -312,7 +312,7 @@ class Service:
         served = pipeline.with_generator(generator, cache)
         # A pipeline that its caller traces already stays as it is.
         tracer = self._telemetry.question_tracer()
-        self._pipeline = served if tracer is UNTRACED else served.with_tracer(tracer)
+        self._pipeline = served if tracer is NOOP_TRACER else served.with_tracer(tracer)
 
     async def load(self) -> None:
         """Build, verify and warm up the pipeline in a worker thread, then serve it. Never raises."""

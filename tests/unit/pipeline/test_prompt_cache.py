@@ -14,7 +14,7 @@ from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
 from rag_posfix.pipeline.run import REMEMBERED_CHARACTERS, REMEMBERED_SECONDS, CachedPrompt, PromptCache
-from rag_posfix.pipeline.tracing import Untraced
+from rag_posfix.pipeline.tracing import NoopTracer
 from tests.support.pipelines import BREAD, QUESTION, ROME, memory_cache, pipeline
 from tests.support.serving import DictCache
 from tests.support.threads import in_threads
@@ -132,7 +132,7 @@ def test_another_entry_of_the_cache_makes_another_answer() -> None:
     assert made.ask(Question(QUESTION, [BREAD, ROME])).text == "Another text"
 
 
-class _Changing(Untraced):
+class _Changing(NoopTracer):
     """A trace that changes the documents of a prompt."""
 
     def done(self, outcome: Any) -> None:

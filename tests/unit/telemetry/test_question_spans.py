@@ -275,9 +275,9 @@ def test_a_stream_that_is_read_in_another_context_leaves_the_current_span_alone(
 
 
 def test_the_watcher_of_the_caller_still_sees_every_stage():
-    from rag_posfix.pipeline.tracing import Untraced
+    from rag_posfix.pipeline.tracing import NoopTracer
 
-    class Watcher(Untraced):
+    class Watcher(NoopTracer):
         def __init__(self) -> None:
             self.seen: list[str] = []
 
