@@ -286,7 +286,7 @@ class Pipeline(AskedInBatches):
                 return self._refuse(prepared, odds)
             with run.watcher.stage("generator", run.question.text) as stage:
                 generation = self._generate(prepared)
-                stage.done(generation)
+                stage.on_result(generation)
             run.timings.update(generation.timings)
             return self._store(prepared, self._stored(prepared, generation, odds), generation.is_known_end)
 
@@ -360,11 +360,11 @@ class Pipeline(AskedInBatches):
             for chunk in chunks:
                 text = chunk.text if reader is None else reader.feed(chunk.text)
                 if text:
-                    stage.piece(text)
+                    stage.on_delta(text)
                 if chunk.generation is None:
                     yield AnswerChunk(text, log_probs=chunk.log_probs, prompt_tokens=prompt_tokens)
                     continue
-                stage.done(chunk.generation)
+                stage.on_result(chunk.generation)
                 run.timings.update(chunk.generation.timings)
                 stored = self._stored(prepared, chunk.generation, odds)
                 answer = self._store(prepared, stored, chunk.generation.is_known_end)
@@ -416,7 +416,7 @@ class Pipeline(AskedInBatches):
         with run.stage("assemble", "assembler") as stage:
             prompt = self._prompt(run, assembler, documents, info, sampling)
             if trace is not NOOP_TRACER:  # copies would slow down cached answers
-                stage.done(prompt.assembled.copied_documents())
+                stage.on_result(prompt.assembled.copied_documents())
         prompt.assembled.log_omissions()
         cues = assembler.template.cues if prompt.assembled.documents and sampling.json_schema is None else ()
         request = GenerationRequest(
@@ -467,7 +467,7 @@ class Pipeline(AskedInBatches):
         else:
             with run.stage("retrieve", "retriever") as stage:
                 documents = retrieve_query(retriever, run.query, max(k, self.candidates), run.filter)
-                stage.done(documents)
+                stage.on_result(documents)
             choice = self.defaults.min_relevance if question.min_relevance is None else question.min_relevance
             similar, doubtful = self.relevance.similar(run, retriever, documents, choice)
             current = similar if choice == "off" else leave_out_older(run, similar)
@@ -506,7 +506,7 @@ class Pipeline(AskedInBatches):
             run.left_out.extend((name, "reranker") for name in map(document_id, documents) if name not in read)
             ranked = ranked[:k] if chooses else ranked
             run.odds.update(odds_of(reranker, ranked, documents))
-            stage.done(ranked)
+            stage.on_result(ranked)
         return ranked
 
     def _assembler_of(self, question: Question) -> Assembler:

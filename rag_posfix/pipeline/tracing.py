@@ -16,11 +16,11 @@ from rag_posfix.contracts.answer import Answer, Question
 class Stage(Protocol):
     """A running stage of one question."""
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         """Receive a piece of an answer while it is generated."""
         ...
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         """Receive the result of the stage: documents, or a ``Generation``."""
         ...
 
@@ -81,10 +81,10 @@ class NoopTracer:
     def answered(self, answer: Answer) -> None:
         """Ignore it."""
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         """Ignore it."""
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         """Ignore it."""
 
 
@@ -116,10 +116,10 @@ class _Stages:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         for stage in self._stages:
-            stage.piece(text)
+            stage.on_delta(text)
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         for stage in self._stages:
-            stage.done(outcome)
+            stage.on_result(outcome)

@@ -215,13 +215,13 @@ class _GenerationSpans:
         self._first_piece: int | None = None
         self._written = False
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         """Note when the first piece came, in case that the generator never reports its own times."""
         if self._first_piece is None:
             self._first_piece = time.time_ns()
             self._question.first_token(self._first_piece)
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         """Write the spans with the times of the generation."""
         if not isinstance(outcome, Generation):
             return
@@ -309,10 +309,10 @@ class _DocumentStage:
         self._span = span
         self._content = content
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         """Ignore it: only generators write in pieces."""
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         """Record how many documents there are."""
         if not isinstance(outcome, Sequence):  # reading an iterator would empty it
             return

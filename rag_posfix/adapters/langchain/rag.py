@@ -82,10 +82,10 @@ class _ChainRun:
         inputs = {"query": question, "documents": list(documents)}
         self._run = callbacks.on_chain_start(None, inputs, name=name)
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         """Ignore it."""
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         self._run.on_chain_end({"documents": list(outcome)})
 
     def stopped(self) -> None:
@@ -99,10 +99,10 @@ class _RetrieverRun:
     def __init__(self, callbacks: CallbackManager, question: str) -> None:
         self._run = callbacks.on_retriever_start(None, question, name="retriever")
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         """Ignore it."""
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         self._run.on_retriever_end(list(outcome))
 
     def stopped(self) -> None:
@@ -120,11 +120,11 @@ class _ChatModelRun:
         messages: list[list[BaseMessage]] = [[HumanMessage(question)]]
         (self._run,) = callbacks.on_chat_model_start({"name": "generator"}, messages, name="generator")
 
-    def piece(self, text: str) -> None:
+    def on_delta(self, text: str) -> None:
         self._text += text
         self._run.on_llm_new_token(text, chunk=ChatGenerationChunk(message=AIMessageChunk(content=text)))
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         self._end(_message(outcome, self._model_name))
 
     def stopped(self) -> None:

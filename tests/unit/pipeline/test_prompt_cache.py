@@ -135,7 +135,7 @@ def test_another_entry_of_the_cache_makes_another_answer() -> None:
 class _Changing(NoopTracer):
     """A trace that changes the documents of a prompt."""
 
-    def done(self, outcome: Any) -> None:
+    def on_result(self, outcome: Any) -> None:
         for document in outcome if isinstance(outcome, tuple) else ():
             document.page_content = "changed"
             document.metadata["title"] = "changed"
@@ -146,7 +146,7 @@ def test_documents_that_are_given_out_can_be_changed() -> None:
     expected = content(pipeline(cache=memory_cache()).ask(question))
     for give_out in (
         lambda made: made.with_tracer(_Changing()).ask(question),
-        lambda made: _Changing().done(made.find_passages(question)),
+        lambda made: _Changing().on_result(made.find_passages(question)),
     ):
         made = pipeline(cache=memory_cache())
         give_out(made)

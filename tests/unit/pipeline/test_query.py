@@ -64,10 +64,10 @@ class Stages:
         self.texts[name] = question
 
         class Ignoring:
-            def piece(self, text):
+            def on_delta(self, text):
                 pass
 
-            def done(self, outcome):
+            def on_result(self, outcome):
                 pass
 
         return nullcontext(Ignoring())

@@ -285,7 +285,7 @@ def test_the_watcher_of_the_caller_still_sees_every_stage():
             self.seen.append(name)
             return self
 
-        def piece(self, text: str) -> None:
+        def on_delta(self, text: str) -> None:
             self.seen.append(text)
 
     watcher = Watcher()
