@@ -308,12 +308,12 @@ _SCOPE = re.compile(r"\|scope:[0-9a-f]{32}")
 def scoped_salt(salt: str, scope: str) -> str:
     """Return a tenant's salt for those who may read less than the tenant: they find what they stored alone.
 
-    The tenant drops their entries with its own: ``own_tags`` are those of ``salt``.
+    The tenant drops their entries with its own: ``tenant_tags`` are those of ``salt``.
     """
     return f"{salt}|scope:{hashlib.blake2b(scope.encode(), digest_size=16).hexdigest()}"
 
 
-def own_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
+def tenant_tags(salt: str, tags: Sequence[str]) -> tuple[str, ...]:
     """Return the tags by which one tenant drops its entries alone, those of ``scoped_salt`` too.
 
     No other tenant's salt gives the same ones. An empty salt has no tenant tags. ``tags`` drop entries over all salts.

@@ -30,8 +30,8 @@ from rag_posfix.contracts.request import (
     MitigationInfo,
     Sampling,
     Usage,
-    own_tags,
     salted,
+    tenant_tags,
 )
 from rag_posfix.contracts.retrieval import (
     Reranker,
@@ -615,7 +615,7 @@ class Pipeline(AskedInBatches):
             prepared = replace(prepared, warnings=(*prepared.warnings, UNKNOWN_END))
         elif self.cache is not None and prepared.prompt.key is not None:
             with run.timed("cache"):
-                self.cache.put(prepared.prompt.key, stored, (*ids, *own_tags(run.salt, ids)))
+                self.cache.put(prepared.prompt.key, stored, (*ids, *tenant_tags(run.salt, ids)))
         return self._finish(prepared, stored, cached=False)
 
     def _finish(self, prepared: PreparedQuestion, stored: Mapping[str, Any], *, cached: bool) -> Answer:

@@ -16,7 +16,7 @@ from rag_posfix.assembly.documents import CheckedDocument, checked_document, con
 from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, tokenize_passage, tokenize_prompt
 from rag_posfix.contracts.generator import Generator, PassageKVStore
-from rag_posfix.contracts.request import MitigationChoice, own_tags
+from rag_posfix.contracts.request import MitigationChoice, tenant_tags
 from rag_posfix.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def invalidate(
     ids: Sequence[str] = [document_id(document) for document in documents]
     keys: Sequence[str] = [content_key(document) for document in documents]
     if salt:
-        ids, keys = own_tags(salt, ids), own_tags(salt, keys)
+        ids, keys = tenant_tags(salt, ids), tenant_tags(salt, keys)
     # A server's judgements of the passages have the keys as tags.
     n_answers = 0 if answers is None else answers.drop_documents([*ids, *keys])
     n_passages = 0 if passages is None else passages.drop(keys)

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from langchain_core.documents import Document
 
-from rag_posfix.contracts.request import Generation, GenerationRequest, own_tags
+from rag_posfix.contracts.request import Generation, GenerationRequest, tenant_tags
 from rag_posfix.errors import ConfigError, RetrievalError, VectorStoreError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.retrieval.bm25 import BM25Retriever
@@ -162,9 +162,9 @@ def test_a_text_that_a_filtered_key_sends_is_compared_with_what_its_filter_store
     assert guest == other_guest
     assert len({tenant, guest, other}) == 3
     # Who deletes a document has no filter, and drops the entries of every filter of the tenant.
-    assert own_tags(tenant, ["a"]) == own_tags(guest, ["a"]) == own_tags(other, ["a"])
+    assert tenant_tags(tenant, ["a"]) == tenant_tags(guest, ["a"]) == tenant_tags(other, ["a"])
     tenants.client("bolt", filter=GUESTS, scopes=("read",)).post(CHAT, json=chat(documents=[HARBOUR]))
-    assert own_tags(salts[-1], ["a"]) != own_tags(guest, ["a"])
+    assert tenant_tags(salts[-1], ["a"]) != tenant_tags(guest, ["a"])
 
 
 def test_collections_are_searched_and_asked_under_the_filter_of_the_key(tenants: Tenants):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.contracts.request import GenerationRequest, own_tags
+from rag_posfix.contracts.request import GenerationRequest, tenant_tags
 from rag_posfix.errors import ConfigError
 from rag_posfix_api.ray_serve.routing import (
     ReadPassages,
@@ -111,7 +111,7 @@ def test_marks_of_tenants_are_apart():
 def test_the_tags_are_those_of_the_passage_store():
     keys = asked().layout.keys
     assert tags_of(asked()) == keys
-    assert tags_of(asked(salt="a")) == own_tags("a", keys)
+    assert tags_of(asked(salt="a")) == tenant_tags("a", keys)
 
 
 def test_a_sketch_holds_what_was_read_and_is_still_in_memory():

@@ -14,7 +14,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
-from rag_posfix.contracts.request import Generation, GenerationRequest, own_tags
+from rag_posfix.contracts.request import Generation, GenerationRequest, tenant_tags
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Pipeline
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -252,10 +252,10 @@ def test_the_errors_of_a_tenant_name_no_path_and_no_other_tenant(
 
 
 def test_keys_and_values_are_tagged_for_their_tenant():
-    assert own_tags("", ["a"]) == ()
-    assert own_tags("one", ["a", "b"]) != own_tags("two", ["a", "b"])
-    assert not {"a", "b"} & set(own_tags("one", ["a", "b"]))
-    assert own_tags("('x', 'a')", ["b"]) != own_tags("x", ["('a', 'b')"])
+    assert tenant_tags("", ["a"]) == ()
+    assert tenant_tags("one", ["a", "b"]) != tenant_tags("two", ["a", "b"])
+    assert not {"a", "b"} & set(tenant_tags("one", ["a", "b"]))
+    assert tenant_tags("('x', 'a')", ["b"]) != tenant_tags("x", ["('a', 'b')"])
 
 
 @pytest.mark.weights

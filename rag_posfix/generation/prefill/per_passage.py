@@ -26,7 +26,7 @@ from rag_posfix.caching.kv.store import (
     SnapshotShape,
     passage_key,
 )
-from rag_posfix.contracts.request import own_tags
+from rag_posfix.contracts.request import tenant_tags
 from rag_posfix.errors import GenerationError
 from rag_posfix.generation.model.batch_invariance import blocks_of
 from rag_posfix.generation.model.sequence_batch import (
@@ -307,7 +307,7 @@ class KVLookup:
                 if request.is_history == is_history:
                     key = self._key(kv.dtype, encoding, request)
                     entries[key] = PassageKV(kv) if kv.ndim > 1 else CacheSnapshot(kv)
-                    tags[key] = (*request.tags, *own_tags(self.salt, request.tags))
+                    tags[key] = (*request.tags, *tenant_tags(self.salt, request.tags))
             if entries:
                 self.store.put_many(entries, tags, memory_only=is_history)
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rag_posfix.contracts.generator import ChatMessage, spend, sum_usage
-from rag_posfix.contracts.request import LEAST, Usage, own_tags
+from rag_posfix.contracts.request import LEAST, Usage, tenant_tags
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
 from rag_posfix.generation.remote.connection import Connection, Event, error_message, joined_texts
 from rag_posfix.text import content_hash
@@ -345,7 +345,7 @@ _NO_PROMPT_SCORES = (
 
 def _tags(key: str, salt: str) -> tuple[str, ...]:
     """Return the tags by which a removed document drops its judgements."""
-    return (key, *own_tags(salt, (key,))) if key else ()
+    return (key, *tenant_tags(salt, (key,))) if key else ()
 
 
 def read_usage(usage: object, otherwise: Usage = _NO_USAGE) -> Usage:

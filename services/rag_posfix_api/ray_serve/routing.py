@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rag_posfix.contracts.generator import DelegatingGenerator, Generator, PassageKVStore
-from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken, own_tags
+from rag_posfix.contracts.request import Chunk, GenerationRequest, ScoredToken, tenant_tags
 from rag_posfix.errors import ConfigError, GenerationError, UpstreamError
 
 MAX_MARKS = 4096
@@ -54,7 +54,7 @@ _FIRST_CHARACTER = 0x10000
 def tags_of(request: GenerationRequest) -> tuple[str, ...]:
     """Return the tag of each passage of this tenant's entries in the passage KV store."""
     keys = request.layout.keys
-    return own_tags(request.salt, keys) if request.salt else keys
+    return tenant_tags(request.salt, keys) if request.salt else keys
 
 
 def mark_of(tag: str) -> int:
