@@ -31,7 +31,7 @@ FinishReason = Literal["stop", "length"]
 LEAST = -9999.0
 """Log-probabilities are at least this, as in OpenAI's API: JSON has no infinity."""
 
-MOST_ALTERNATIVES = 20
+MAX_TOP_LOGPROBS = 20
 """Alternatives of a token that a request may ask for."""
 
 
@@ -126,8 +126,8 @@ class Sampling:
             raise ConfigError(f"seed={self.seed} must be between -2**63 and 2**64 - 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("stop holds an empty string; leave it out or give at least one character")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MOST_ALTERNATIVES:
-            raise ConfigError(f"top_logprobs={self.top_logprobs} must be between 0 and {MOST_ALTERNATIVES}")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ConfigError(f"top_logprobs={self.top_logprobs} must be between 0 and {MAX_TOP_LOGPROBS}")
         for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "top_logprobs"):
             if (value := getattr(self, name)) is not None:  # NumPy's numbers are no JSON, and differ in cache keys
                 object.__setattr__(self, name, float(value) if name in ("temperature", "top_p") else int(value))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question, SupportVerdict
 from rag_posfix.contracts.generator import ChatMessage
-from rag_posfix.contracts.request import MOST_ALTERNATIVES, Sampling
+from rag_posfix.contracts.request import MAX_TOP_LOGPROBS, Sampling
 from rag_posfix.contracts.tools import ToolCall, ToolUse
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import shown
@@ -346,9 +346,9 @@ def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ..
 
 
 def check_top_logprobs(count: int | None, param: str) -> None:
-    """Raise for a number of alternatives, in the field ``param``, that is not between 0 and ``MOST_ALTERNATIVES``."""
-    if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
-        raise InvalidRequestError(f"{param}={count} must be between 0 and {MOST_ALTERNATIVES}", param=param)
+    """Raise for a number of alternatives, in the field ``param``, that is not between 0 and ``MAX_TOP_LOGPROBS``."""
+    if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"{param}={count} must be between 0 and {MAX_TOP_LOGPROBS}", param=param)
 
 
 class DocumentOutput(BaseModel):

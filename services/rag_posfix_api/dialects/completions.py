@@ -16,7 +16,7 @@ from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
 from rag_posfix.contracts.generator import TokenEncoder, shown_model
 from rag_posfix.contracts.request import (
-    MOST_ALTERNATIVES,
+    MAX_TOP_LOGPROBS,
     Generation,
     GenerationRequest,
     MitigationChoice,
@@ -90,7 +90,7 @@ class CompletionRequest(RequestModel):
     echo: bool | None = Field(default=None, description="Whether the text begins with the prompt.")
     logprobs: Integer | None = Field(
         default=None,
-        json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
+        json_schema_extra=within(minimum=0, maximum=MAX_TOP_LOGPROBS),
         description="Log-probabilities of the tokens, and of so many likeliest tokens in their places; with ``echo``, "
         "of the tokens of the prompt too.",
     )

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.request import LEAST, MOST_ALTERNATIVES, ScoredToken, TokenScore, Usage
+from rag_posfix.contracts.request import LEAST, MAX_TOP_LOGPROBS, ScoredToken, TokenScore, Usage
 from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
@@ -103,7 +103,7 @@ class ChatRequest(RequestModel):
     logprobs: bool | None = Field(default=None, description="Whether the tokens come with their log-probabilities.")
     top_logprobs: Integer | None = Field(
         default=None,
-        json_schema_extra=within(minimum=0, maximum=MOST_ALTERNATIVES),
+        json_schema_extra=within(minimum=0, maximum=MAX_TOP_LOGPROBS),
         description="Likeliest tokens in the place of each token; needs ``logprobs``.",
     )
     response_format: ResponseFormat | None = None
