@@ -21,7 +21,7 @@ from rag_posfix.contracts.request import (
     MitigationChoice,
     MitigationInfo,
     Usage,
-    whole_answer,
+    collect_stream,
 )
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.plan.layout import Layout, Span
@@ -197,7 +197,7 @@ class Generator(ABC):
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer. Errors as those of ``stream``."""
-        return whole_answer(self.stream(request))
+        return collect_stream(self.stream(request))
 
     def stream_watched(
         self, request: GenerationRequest, check: Callable[[], None], released: Callable[[], None]

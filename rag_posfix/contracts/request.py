@@ -272,7 +272,7 @@ class Chunk:
     log_probs: tuple[ScoredToken, ...] = ()
 
 
-def whole_answer(chunks: Iterable[Chunk]) -> Generation:
+def collect_stream(chunks: Iterable[Chunk]) -> Generation:
     """Return the generation of the last chunk of a stream.
 
     Raises:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.contracts.generator import DelegatingGenerator, Generator
-from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, ScoredToken, whole_answer
+from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, ScoredToken, collect_stream
 from rag_posfix.errors import ConfigError, GenerationError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, choose_together, open_scored
 from rag_posfix.generation.model.json_grammar import JsonText
@@ -123,7 +123,7 @@ def generate_batch(
             (session, writer.last) for session, writer in zip(sessions, writers, strict=True) if not writer.done
         ]
         if not continuing:
-            return [whole_answer([writer.end()]) for writer in writers]
+            return [collect_stream([writer.end()]) for writer in writers]
         advance_batch([session for session, _ in continuing], [token for _, token in continuing])
 
 
@@ -238,7 +238,7 @@ class RunningRequest:
             self.handle.put(chunk)
         if writer.done:
             last = writer.end()
-            generation = whole_answer([last])
+            generation = collect_stream([last])
             timings = {"queue": self._queue_seconds, **generation.timings}
             self.handle.put(replace(last, generation=replace(generation, timings=timings)))
         return not writer.done
@@ -495,7 +495,7 @@ class BatchingGenerator(DelegatingGenerator["Engine"]):
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Return the whole answer. Errors as those of ``stream``."""
-        return whole_answer(self._chunks(RequestHandle(request)))
+        return collect_stream(self._chunks(RequestHandle(request)))
 
     def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         """Yield the answer piece by piece; the last chunk carries the whole.
