@@ -28,7 +28,7 @@ from rag_posfix.contracts.generator import (
     ChatMessage,
     Generator,
     TokenEncoder,
-    shown_model,
+    display_name,
 )
 from rag_posfix.contracts.request import BLANK_LINE as BLANK_LINE
 from rag_posfix.contracts.request import PromptTemplate as PromptTemplate
@@ -530,7 +530,7 @@ def resolve_tools(generator: Generator, tools: Sequence[Mapping[str, Any]], choi
     encoder = generator.encoder
     if not encoder.takes_tools:
         raise UnsupportedModelError(
-            f"{shown_model(generator.model_id)} takes no tools here; give PosfixRAG.as_tool() to a model that does"
+            f"{display_name(generator.model_id)} takes no tools here; give PosfixRAG.as_tool() to a model that does"
         )
     form = find_tool_format(encoder)
     if isinstance(choice, Mapping):

@@ -212,7 +212,7 @@ class Generator(ABC):
 
     def check_json_schema(self, schema: str) -> None:
         """Raise if no answer can follow the schema: ConfigError or UnsupportedModelError. Runs no model."""
-        raise UnsupportedModelError(f"{shown_model(self.model_id)} writes no JSON by a schema; ask without one")
+        raise UnsupportedModelError(f"{display_name(self.model_id)} writes no JSON by a schema; ask without one")
 
     def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
         """Return whether the passage KV store has the prefix, and each passage; () without a store. Runs no model."""
@@ -302,7 +302,7 @@ class DelegatingGenerator(Generator, Generic[Inner]):
         self._inner.check_json_schema(schema)
 
 
-def shown_model(model_id: str) -> str:
+def display_name(model_id: str) -> str:
     """Return a name of a model without the folders of this machine; an id of the form owner/name stays."""
     path = PurePath(model_id)
     if model_id.startswith((".", "~")) or path.is_absolute() or ("/" in model_id and _exists(model_id)):

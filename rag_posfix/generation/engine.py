@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.generator import Generator, shown_model
+from rag_posfix.contracts.generator import Generator, display_name
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, open_scored
@@ -130,7 +130,7 @@ class Engine(Generator):
             methods = ", ".join(self._methods_to_precompute(layout))
             raise ConfigError(
                 f"{mitigation.name} does not read passages independently of each other on "
-                f"{shown_model(self.model_id)}, so they cannot be precomputed; "
+                f"{display_name(self.model_id)}, so they cannot be precomputed; "
                 + (f"use one of {methods}" if methods else "no method does on this model")
             )
         if not self._positions_independent(layout, method, rows):
@@ -271,7 +271,7 @@ class Engine(Generator):
         """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""
         if (plain := self.loaded.spec.plain) is not None:
             raise UnsupportedModelError(
-                f"{shown_model(self.model_id)} runs without the attention hook ({plain.reason}), so its attention "
+                f"{display_name(self.model_id)} runs without the attention hook ({plain.reason}), so its attention "
                 "cannot be measured; use the likelihood, yes_no, embedding or cross_encoder reranker"
             )
         longest = max((len(layout.token_ids) for layout in layouts), default=0)
@@ -288,7 +288,7 @@ class Engine(Generator):
     def _check_prompt(self, n_tokens: int) -> None:
         if self.loaded.spec.ranks.count > 1:
             raise UnsupportedModelError(
-                f"{shown_model(self.model_id)} is split over {self.loaded.spec.ranks.count} processes, which read "
+                f"{display_name(self.model_id)} is split over {self.loaded.spec.ranks.count} processes, which read "
                 "no passages for rerankers; serve it with tp=1, or use the embedding or the cross_encoder reranker"
             )
         if n_tokens > self.context_window:
@@ -376,7 +376,7 @@ class Engine(Generator):
                 plan = replace(plan, fits_windows=needed <= spec.within.shape.context_window)
         if spec.plain is not None and not plan.reads_plain_prompts:
             raise UnsupportedModelError(
-                f"{choice.name} changes more than the rows that are read, and {shown_model(self.model_id)} runs "
+                f"{choice.name} changes more than the rows that are read, and {display_name(self.model_id)} runs "
                 f"without the attention hook ({spec.plain.reason}); rag-posfix verify lists what it supports"
             )
         self._check_length(layout, plan, max_tokens)

@@ -22,7 +22,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.checked import MinRelevance
 from rag_posfix.contracts.answer import Question
-from rag_posfix.contracts.generator import Generator, shown_model
+from rag_posfix.contracts.generator import Generator, display_name
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate, Sampling, salted
 from rag_posfix.contracts.retrieval import Reranker, Retriever, SimilarityRange, rerank_indexed
@@ -73,7 +73,7 @@ class MeasuredProfile:
         """Raise ConfigError if the profile was measured on another model."""
         if generator.fingerprint != self.model_fingerprint:
             raise ConfigError(
-                f"the profile was measured on {self.model}, and the model is {shown_model(generator.model_id)} "
+                f"the profile was measured on {self.model}, and the model is {display_name(generator.model_id)} "
                 "(other weights, dtype or server); run rag-posfix measure with this model, or leave out the profile"
             )
 
@@ -134,7 +134,7 @@ _BEST_BY_JUDGE, _BEST_BY_EMBEDDING = MethodSpec("yes_no", {"top_n": 5}), MethodS
 
 def server_profile(generator: Generator, ask_for_log_probs: Callable[[], bool], k: int) -> ServerProfile:
     """Return the arrangement of a model on a server; the log says what it is and how many requests it costs."""
-    name = shown_model(generator.model_id)
+    name = display_name(generator.model_id)
 
     @functools.cache
     def gives_log_probs() -> bool:

@@ -21,7 +21,7 @@ from rag_posfix.assembly.templates import read_template, resolve_tools
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.checked import check_type, checked_list
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
-from rag_posfix.contracts.generator import Generator, PassageKVStore, collected_usage, shown_model, sum_usage
+from rag_posfix.contracts.generator import Generator, PassageKVStore, collected_usage, display_name, sum_usage
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import (
     Chunk,
@@ -378,7 +378,7 @@ class Pipeline(AskedInBatches):
         sampling = question.sampling or self.defaults.sampling
         if sampling.top_logprobs is not None and "log_probs" not in self.generator.capabilities:
             raise UnsupportedModelError(
-                f"{shown_model(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
+                f"{display_name(self.generator.model_id)} returns no log-probabilities here; ask without logprobs"
             )
         use = question.tools
         tools = None if use is None else resolve_tools(self.generator, use.definitions, use.choice)

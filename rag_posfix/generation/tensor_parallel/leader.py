@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.generator import DelegatingGenerator, shown_model
+from rag_posfix.contracts.generator import DelegatingGenerator, display_name
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice
 from rag_posfix.errors import ConfigError, GenerationError, RagPosfixError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import CLOSING_SECONDS
@@ -339,7 +339,7 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
         """
         if request.prompt_scored:
             raise UnsupportedModelError(
-                f"{shown_model(self.model_id)} is split over several processes, which score no prompts; serve it with "
+                f"{display_name(self.model_id)} is split over several processes, which score no prompts; serve it with "
                 "tp=1"
             )
         return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
-from rag_posfix.contracts.generator import TokenEncoder, shown_model
+from rag_posfix.contracts.generator import TokenEncoder, display_name
 from rag_posfix.contracts.request import (
     MAX_TOP_LOGPROBS,
     Generation,
@@ -207,13 +207,13 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
     encoder = generator.encoder
     if not encoder.vocab_size:
         raise UnsupportedFeatureError(
-            f"{shown_model(generator.model_id)} takes no prompts without a chat template here; "
+            f"{display_name(generator.model_id)} takes no prompts without a chat template here; "
             "use /v1/chat/completions"
         )
     needs_scores = sampling.top_logprobs is not None
     if needs_scores and "log_probs" not in generator.capabilities:
         raise UnsupportedFeatureError(
-            f"{shown_model(generator.model_id)} returns no log-probabilities here; leave logprobs out",
+            f"{display_name(generator.model_id)} returns no log-probabilities here; leave logprobs out",
             param="logprobs",
         )
     is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)

@@ -25,7 +25,7 @@ from langchain_core.embeddings import Embeddings
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import Generator, shown_model
+from rag_posfix.contracts.generator import Generator, display_name
 from rag_posfix.contracts.request import MitigationChoice, Sampling, scoped_salt
 from rag_posfix.contracts.retrieval import RerankerHealth, combine_filters, filter_key
 from rag_posfix.errors import ConfigError, GenerationError, OverloadedError, RagPosfixError, UpstreamError
@@ -200,7 +200,7 @@ class Service:
         self._model_name = ""
         self._store_check = SharedCheck(self._check_stores, _CHECK_SECONDS, "the vector store")
         self.indexes = ServedIndexes(lambda: self._pipeline, limits.index_check_seconds)
-        self.embedding_model_id = shown_model(settings.embedding_model)
+        self.embedding_model_id = display_name(settings.embedding_model)
         self._draining = False
         self._load_error: RagPosfixError | None = None
         self._reason = "the model is being loaded; try again later"
@@ -292,7 +292,7 @@ class Service:
 
         self._open_collection_store(pipeline)
         self._generator = unbatched(pipeline.generator)  # the service has batches of its own size
-        self._model_name = self.limits.served_model_name or shown_model(pipeline.generator.model_id)
+        self._model_name = self.limits.served_model_name or display_name(pipeline.generator.model_id)
         self.metrics.info.info({"version": package_version(), "model": self._model_name})
         health = getattr(pipeline.reranker, "health", None)
         if isinstance(health, RerankerHealth):

@@ -11,7 +11,7 @@ import torch
 
 from rag_posfix.assembly import Assembler
 from rag_posfix.checkpoints import WEIGHTS
-from rag_posfix.contracts.generator import shown_model
+from rag_posfix.contracts.generator import display_name
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation import load as models
@@ -140,7 +140,7 @@ class TestGguf:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "models").mkdir()
         (tmp_path / "models" / "tiny.gguf").touch()
-        assert shown_model("models/tiny.gguf") == shown_model(str(tmp_path / "models" / "tiny.gguf")) == "tiny.gguf"
+        assert display_name("models/tiny.gguf") == display_name(str(tmp_path / "models" / "tiny.gguf")) == "tiny.gguf"
 
 
 class TestQuantised:
