@@ -189,7 +189,7 @@ def windows(states: Tensor, start: int, batch: _Batch, size: int) -> Tensor:
     return pieces.unfold(-2, size, batch.length).transpose(-1, -2)
 
 
-def most_numbers(device: torch.device) -> int:
+def max_elements(device: torch.device) -> int:
     """Return how many numbers are worked on at a time: few calls on a device, the processor's cache on a CPU."""
     return 2**21 if device.type == "cpu" else 2**26
 
@@ -229,7 +229,7 @@ class _Pass:
             at = at[:, : self.end]
             at = at if len(at) == 1 else at.repeat_interleave(self.groups, dim=0)
             self.relative_query = _rotated(inputs.query[0, :, : self.end], at)
-            most = max(1, most_numbers(inputs.query.device) // (self.groups * self.end * inputs.key.shape[3]))
+            most = max(1, max_elements(inputs.query.device) // (self.groups * self.end * inputs.key.shape[3]))
             self.batches = list(batches(self.spans[1:], max(1, most // n_key_heads)))
             self.key_heads = [slice(head, min(head + most, n_key_heads)) for head in range(0, n_key_heads, most)]
         else:

@@ -130,7 +130,7 @@ def test_prompt_and_later_tokens_equal_the_plain_implementation(name):
 
 @pytest.mark.parametrize("capacity", [1, 2**10, 2**30])
 def test_documents_of_one_length_in_one_batch_or_several_equal_the_plain_implementation(capacity, monkeypatch):
-    monkeypatch.setattr(attention_module, "most_numbers", lambda device: capacity)
+    monkeypatch.setattr(attention_module, "max_elements", lambda device: capacity)
     layout = toy_layout((3, 5, 5, 5, 2, 2))
     given = states(8, 2, len(layout.token_ids))
     expected, weights = plain_attention(*(part[0] for part in given), layout)
