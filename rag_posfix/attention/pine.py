@@ -14,7 +14,7 @@ from torch.nn import functional
 from rag_posfix.attention.masks import attend_segments, attend_whole, attend_with_lse
 from rag_posfix.attention.rope import quarter_turn, rotate_half_split
 from rag_posfix.plan.layout import Layout
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, RopeAppliedTo
 
 
 def document_importance(query: Tensor, key: Tensor, members: Tensor, scaling: float) -> Tensor:
@@ -84,7 +84,7 @@ class ImportanceOrderedAttention(AttentionOverride):
         columns: (P + S,) the place of each token there.
     """
 
-    rotated: ClassVar[Rotated] = Rotated.NEITHER
+    rotated: ClassVar[RopeAppliedTo] = RopeAppliedTo.NEITHER
 
     spans: tuple[slice, ...]
     lengths: Tensor

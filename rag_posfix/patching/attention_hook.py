@@ -26,7 +26,7 @@ from rag_posfix.attention.masks import attend_causal_rows, causal_rows, head_att
 from rag_posfix.attention.rope import add_rotation, rotate_half_split
 from rag_posfix.errors import GenerationError, UnsupportedModelError
 from rag_posfix.patching.spec import ModelSpec, Ranks
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, HeadScale, HiddenScale, MaskFunction, Rotated
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, HeadScale, HiddenScale, MaskFunction, RopeAppliedTo
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Overrides:
         return (
             self.head_scale is not None
             or self.hidden_scale is not None
-            or (self.attend is not None and self.attend.rotated is not Rotated.BOTH)
+            or (self.attend is not None and self.attend.rotated is not RopeAppliedTo.BOTH)
         )
 
     @property
@@ -569,8 +569,8 @@ class _Layer:
             self.observe(scaled_query, key)
             return out
         attend = overrides.attend if self._is_overridden() else None
-        rotated = Rotated.BOTH if attend is None else attend.rotated
-        if rotated is Rotated.NEITHER:
+        rotated = RopeAppliedTo.BOTH if attend is None else attend.rotated
+        if rotated is RopeAppliedTo.NEITHER:
             return self._attend(query, key, value, rotation)
         fresh = key[:, :, -n_query:]
         fresh.copy_(rotation(fresh, positions[:, -n_query:]))  # `key` is the cache's own tensor
@@ -607,7 +607,7 @@ class _Layer:
             )
 
         def ordinary() -> tuple[Tensor, Tensor]:
-            if attend.rotated is Rotated.BOTH:
+            if attend.rotated is RopeAppliedTo.BOTH:
                 return query, key
             return rotate(query, positions[:, -query.shape[2] :]), rotate(key, positions)
 

@@ -42,7 +42,7 @@ class Rotation(Protocol):
         """
 
 
-class Rotated(Enum):
+class RopeAppliedTo(Enum):
     """What an ``AttentionOverride`` gets rotated to its position. Keys that it gets rotated are cached rotated."""
 
     BOTH = "queries and keys"
@@ -98,7 +98,7 @@ class AttentionOverride(ABC):
             unmodified model's; None = none do.
     """
 
-    rotated: ClassVar[Rotated] = Rotated.BOTH
+    rotated: ClassVar[RopeAppliedTo] = RopeAppliedTo.BOTH
     needs_mask: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
     layers: range | None = None

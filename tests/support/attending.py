@@ -6,7 +6,7 @@ import torch
 
 from rag_posfix.attention import masks
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.plan.plan import AttentionInput, Rotated
+from rag_posfix.plan.plan import AttentionInput, RopeAppliedTo
 
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 FREQUENCIES = 10.0 ** -torch.arange(SIZE // 2).float()
@@ -50,9 +50,9 @@ def random_states(n_tokens, seed=0, scale=1.5):
 
 def run(attend, query, key, value, positions, start=0, layer=0, plain=None, rotate=rotate):
     """Return what ``attend`` computes for the tokens from ``start`` on. Shapes: (Hq, T - start, D), (Tk) or None."""
-    given_key = key if attend.rotated is Rotated.NEITHER else rotate(key, positions)
+    given_key = key if attend.rotated is RopeAppliedTo.NEITHER else rotate(key, positions)
     given_query = query[:, :, start:]
-    if attend.rotated is Rotated.BOTH:
+    if attend.rotated is RopeAppliedTo.BOTH:
         given_query = rotate(given_query, positions[:, start:])
 
     def unavailable():

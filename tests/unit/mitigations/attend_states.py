@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rag_posfix.attention.rope import rotate_half_split
-from rag_posfix.plan.plan import AttentionInput, AttentionOverride, Rotated
+from rag_posfix.plan.plan import AttentionInput, AttentionOverride, RopeAppliedTo
 
 N_HEADS, N_KV_HEADS, HEAD_DIM = 6, 2, 8
 FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
@@ -43,7 +43,7 @@ class States:
         positions = torch.arange(stop).float()[None]
         query, key = self.query[None, :, start:stop], self.key[None, :, :stop].clone()
         turned = rotate(query, positions[:, start:])
-        key = key if attend.rotated is Rotated.NEITHER else rotate(key, positions)
+        key = key if attend.rotated is RopeAppliedTo.NEITHER else rotate(key, positions)
         value = self.value[None, :, :stop]
 
         def plain() -> Tensor:
@@ -54,7 +54,7 @@ class States:
 
         return attend(
             AttentionInput(
-                query=turned if attend.rotated is Rotated.BOTH else query,
+                query=turned if attend.rotated is RopeAppliedTo.BOTH else query,
                 key=key, value=value, positions=positions, scaling=self.scaling, layer=0, rotate=rotate,
                 standard_attention=plain,
             )
