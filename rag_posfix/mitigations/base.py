@@ -36,7 +36,7 @@ class Mitigation(Parametrised, ABC):
         example: Parameters for a trial run, for methods without usable defaults.
         file_parameters: Parameters that the command line reads from a file: name -> function from the path to values
             of parameters. The method itself never reads a file.
-        rows_may_vote: Whether the answers of the rows may vote where the rows' probabilities cannot be pooled at every
+        supports_voting: Whether the answers of the rows may vote where the rows' probabilities cannot be pooled at every
             token, as on a server.
         nested_methods: Name of the parameter that is a list of other mitigations, "" if there is none.
     """
@@ -51,7 +51,7 @@ class Mitigation(Parametrised, ABC):
     compares_kv_heads: ClassVar[bool] = False
     example: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({})
-    rows_may_vote: ClassVar[bool] = False
+    supports_voting: ClassVar[bool] = False
     nested_methods: ClassVar[str] = ""
 
     @abstractmethod

@@ -42,7 +42,7 @@ class CanonicalRotations(Mitigation):
 
     name = "canonical_rotations"
     order_invariant = True
-    rows_may_vote = True
+    supports_voting = True
     uses_last_prompt_token = True
 
     rows: Annotated[int | None, Integer(1)] = None

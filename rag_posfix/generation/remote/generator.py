@@ -81,7 +81,7 @@ def _trial_layout(n_passages: int = 3) -> Layout:
 def remote_refusal(method: Mitigation) -> str | None:
     """Return why a method cannot run on a server, or None if it can. Nothing is sent.
 
-    It can if its plan reads plain prompts: one, or several whose answers may vote (``Mitigation.rows_may_vote``).
+    It can if its plan reads plain prompts: one, or several whose answers may vote (``Mitigation.supports_voting``).
     """
     reason = method.refusal(SERVER_SHAPE)
     if reason is not None:
@@ -89,7 +89,7 @@ def remote_refusal(method: Mitigation) -> str | None:
     plan = method.plan(_trial_layout(), SERVER_SHAPE)
     if not plan.reads_plain_prompts:
         return f"{method.name} changes how the model reads, and its weights are on a server"
-    if len(plan.rows) > 1 and not method.rows_may_vote:
+    if len(plan.rows) > 1 and not method.supports_voting:
         return f"{method.name} pools the probabilities of {len(plan.rows)} prompts at every token, inside the engine"
     return None
 
