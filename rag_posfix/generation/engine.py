@@ -24,7 +24,7 @@ from torch import Tensor
 from rag_posfix.contracts.generator import Generator, display_name
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
-from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, open_scored
+from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, prefill_with_logprobs
 from rag_posfix.generation.decode.question_scores import (
     AnswerText,
     check_finite,
@@ -317,7 +317,7 @@ class Engine(Generator):
     def _stream(self, request: GenerationRequest, plan: Plan) -> Iterator[Chunk]:
         prompt: Sequence[ScoredToken] = ()
         if request.prompt_scored:
-            session, prompt = open_scored(self.open, request, self.encoder.token_bytes)
+            session, prompt = prefill_with_logprobs(self.open, request, self.encoder.token_bytes)
         else:
             session = self.prefill(request.layout, plan, request.mitigation, request.salt)
         yield from self.resume(session, request, prompt=prompt)

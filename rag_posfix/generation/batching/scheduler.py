@@ -30,7 +30,7 @@ from torch import Tensor
 from rag_posfix.contracts.generator import DelegatingGenerator, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, ScoredToken, collect_stream
 from rag_posfix.errors import ConfigError, GenerationError
-from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, choose_together, open_scored
+from rag_posfix.generation.decode.answer_writer import AnswerWriter, Session, choose_together, prefill_with_logprobs
 from rag_posfix.generation.model.json_grammar import JsonText
 from rag_posfix.generation.model.sequence_batch import SequenceBatch, cache_bytes, forward_batches
 from rag_posfix.patching.attention_hook import Observer
@@ -226,7 +226,7 @@ class RunningRequest:
         self.handle = handle
         prompt: Sequence[ScoredToken] = ()
         if request.prompt_scored:
-            self.session, prompt = open_scored(engine.open, request, engine.encoder.token_bytes)
+            self.session, prompt = prefill_with_logprobs(engine.open, request, engine.encoder.token_bytes)
         else:
             self.session = engine.open(request.layout, request.mitigation, request.sampling.max_tokens, request.salt)
         self.writer = AnswerWriter(engine.encoder, self.session, request, prompt, handle.json_text)

@@ -231,7 +231,7 @@ class Session:
         return tuple(scores)
 
     @torch.inference_mode()
-    def read_given(self, token_ids: Sequence[int]) -> Tensor:
+    def score_continuation(self, token_ids: Sequence[int]) -> Tensor:
         """Append tokens that were not chosen here; return the scores that the next token had before each, (n, V).
 
         Cost: one forward pass; memory for n rows of V scores, twice.
@@ -331,7 +331,7 @@ SCORES_AT_ONCE = 1 << 24
 """Scores that are held at the same time: 64 MiB in float32."""
 
 
-def open_scored(
+def prefill_with_logprobs(
     open_session: Callable[[Layout, MitigationChoice, int, str], Session],
     request: GenerationRequest,
     data_of: Callable[[int], bytes],
@@ -357,7 +357,7 @@ def open_scored(
     step = max(1, SCORES_AT_ONCE // session.next_log_probs().shape[0])
     for start in range(0, len(remaining), step):
         tokens = remaining[start : start + step]
-        log_probs = session.read_given(tokens)
+        log_probs = session.score_continuation(tokens)
         token_starts = starts[start + 1 : start + 1 + len(tokens)]
         scored += score_tokens(log_probs, tokens, token_starts, sampling.top_logprobs or 0, data_of)
     return session, scored
