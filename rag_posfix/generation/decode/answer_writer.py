@@ -327,7 +327,7 @@ def _score(token: int, log_prob: float, data_of: Callable[[int], bytes]) -> Toke
     return TokenScore(data_of(token), max(log_prob, LEAST))
 
 
-SCORES_AT_ONCE = 1 << 24
+MAX_SCORE_ELEMENTS = 1 << 24
 """Scores that are held at the same time: 64 MiB in float32."""
 
 
@@ -339,7 +339,7 @@ def prefill_with_logprobs(
     """Return the session that has read a request's prompt, and the tokens of the prompt with their log-probabilities.
 
     Formula: log p(t_i | t_0 ... t_{i-1}) for i >= 1; the first token has none.
-    Cost: one pass over the prompt, in parts of ``SCORES_AT_ONCE`` scores; the output layer runs on every token.
+    Cost: one pass over the prompt, in parts of ``MAX_SCORE_ELEMENTS`` scores; the output layer runs on every token.
 
     Raises:
         ConfigError: the prompt has passages.
@@ -354,7 +354,7 @@ def prefill_with_logprobs(
     session = open_session(Layout.plain(first), request.mitigation, len(remaining) + sampling.max_tokens, request.salt)
     starts = _starts([data_of(token) for token in layout.token_ids])
     scored = [ScoredToken(TokenScore(data_of(first[0]), None), 0)]
-    step = max(1, SCORES_AT_ONCE // session.next_log_probs().shape[0])
+    step = max(1, MAX_SCORE_ELEMENTS // session.next_log_probs().shape[0])
     for start in range(0, len(remaining), step):
         tokens = remaining[start : start + step]
         log_probs = session.score_continuation(tokens)

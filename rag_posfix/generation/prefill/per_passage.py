@@ -400,7 +400,7 @@ class PrefilledGroup:
     cached_tokens: int = 0
 
 
-SCORES_AT_ONCE = 1 << 28
+MAX_SCORE_ELEMENTS = 1 << 28
 """Logits of all rows that are held at the same time: 512 MiB in 16 bits."""
 
 
@@ -421,7 +421,7 @@ def logits_to_keep(layout: Layout, score_question: bool) -> int:
 
 def logits_at_once(loaded: LoadedModel, n_rows: int) -> int:
     """Return of how many tokens the logits of all rows may be held at the same time."""
-    return max(1, SCORES_AT_ONCE // (n_rows * int(loaded.model.config.get_text_config().vocab_size)))
+    return max(1, MAX_SCORE_ELEMENTS // (n_rows * int(loaded.model.config.get_text_config().vocab_size)))
 
 
 def read_question(

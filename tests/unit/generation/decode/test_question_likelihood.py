@@ -55,7 +55,9 @@ def test_a_long_question_is_scored_in_parts(family, monkeypatch):
     """The logits of few tokens are held at once; the parts do not depend on what the store holds."""
     layout, loaded = toy_layout(suffix=40), loaded_model(family)
     whole = question_likelihood(loaded, layout)
-    monkeypatch.setattr(per_passage, "SCORES_AT_ONCE", 7 * 4 * loaded.model.config.vocab_size)  # 7 tokens in four rows
+    monkeypatch.setattr(
+        per_passage, "MAX_SCORE_ELEMENTS", 7 * 4 * loaded.model.config.vocab_size
+    )  # 7 tokens in four rows
     kept = []
     handle = loaded.model.register_forward_hook(lambda _, given, output: kept.append(output.logits.shape[:2].numel()))
     assert question_likelihood(loaded, layout) == pytest.approx(whole, abs=1e-5)
@@ -75,7 +77,7 @@ def test_a_committee_reads_a_long_question_in_parts(stored, monkeypatch):
         return session.next_log_probs()
 
     whole, store = answer(None), PassageStore([MemoryTier()]) if stored else None
-    monkeypatch.setattr(per_passage, "SCORES_AT_ONCE", 7 * loaded.model.config.vocab_size)
+    monkeypatch.setattr(per_passage, "MAX_SCORE_ELEMENTS", 7 * loaded.model.config.vocab_size)
     cold = answer(store)
     assert torch.allclose(cold, whole, atol=1e-4)
     assert torch.equal(answer(store), cold)

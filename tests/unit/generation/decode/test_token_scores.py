@@ -99,7 +99,7 @@ def test_the_prompt_and_the_answer_have_the_log_probabilities_of_a_plain_forward
 
 def test_a_prompt_that_is_read_for_scores_in_parts_has_the_same_ones(engine, monkeypatch):
     whole = engine.generate(plain(prompt_scored=True))
-    monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.SCORES_AT_ONCE", 131 * 5)
+    monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.MAX_SCORE_ELEMENTS", 131 * 5)
     parts = engine.generate(plain(prompt_scored=True))
     assert parts.token_ids == whole.token_ids
     for one, other in zip(parts.prompt_log_probs[1:], whole.prompt_log_probs[1:], strict=True):
