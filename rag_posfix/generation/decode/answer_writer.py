@@ -65,16 +65,16 @@ class FirstSentence:
     Attributes:
         decode: Tokens to text; None where there is no text, then the sentence never ends.
         last_tokens: The last ``_WINDOW`` tokens.
-        is_over: Whether a sentence has ended.
+        has_ended: Whether a sentence has ended.
     """
 
     decode: Callable[[Sequence[int]], str] | None = None
     last_tokens: tuple[int, ...] = ()
-    is_over: bool = False
+    has_ended: bool = False
 
     def add(self, token: int) -> FirstSentence:
         """Return the state after one more token."""
-        if self.decode is None or self.is_over:
+        if self.decode is None or self.has_ended:
             return self
         tokens = (*self.last_tokens, token)[-_WINDOW:]
         return FirstSentence(self.decode, tokens, _END.search(self.decode(tokens).lstrip()) is not None)
@@ -288,7 +288,7 @@ class Session:
         if self._plan.combine is None:
             return log_probs[0], log_probs.new_ones(1)
         return self._plan.combine(
-            RowScores(log_probs, self._question, answer, self._confidence, self._weights, not sentence.is_over)
+            RowScores(log_probs, self._question, answer, self._confidence, self._weights, not sentence.has_ended)
         )
 
 

@@ -24,8 +24,8 @@ def test_the_first_sentence_ends_with_a_stop_and_a_space_or_with_a_line(tokens, 
     state = FirstSentence(lambda ids: "".join(tokens[i] for i in ids))
     for token in range(len(tokens)):
         state = state.add(token)
-    assert state.is_over == over
+    assert state.has_ended == over
 
 
 def test_without_text_no_sentence_ends():
-    assert not FirstSentence().add(1).add(2).is_over
+    assert not FirstSentence().add(1).add(2).has_ended
