@@ -272,7 +272,7 @@ def _reranker_label(spec: MethodSpec) -> str:
     return MethodSpec("+".join(scorers), parameters).label
 
 
-QUESTIONS_TOGETHER = 8
+QUESTION_BATCH_SIZE = 8
 """Questions of one condition are answered together, so an answer has the same neighbours in every condition."""
 
 MAX_WORDS = 30
@@ -296,7 +296,7 @@ def summarize_form(answers: Sequence[str]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trial:
+class EvalCase:
     """One question about scored passages as the experiment orders them, for one order in the prompt and one method."""
 
     example: PositionExample
@@ -349,30 +349,30 @@ def answer_and_score(
 
 
 def answer_all(
-    engine: Generator, trials: Iterable[Trial], max_new_tokens: int
+    engine: Generator, trials: Iterable[EvalCase], max_new_tokens: int
 ) -> Iterator[tuple[GradedAnswer, Tensor | None]]:
     """Yield each answer in order, with the log-probabilities of its first token, (V,) float32, or None.
 
     On an engine prompts are prefilled one by one; answers are scored and generated in batches. A remote model is sent
-    ``QUESTIONS_TOGETHER`` prompts at a time.
+    ``QUESTION_BATCH_SIZE`` prompts at a time.
     """
     assembler = Assembler(engine.encoder, engine.context_window)
     scored = isinstance(engine, Engine)
     requests = ((trial, _request(assembler, trial, max_new_tokens, scored)) for trial in trials)
     if not isinstance(engine, Engine):
 
-        def answer(asked: tuple[Trial, GenerationRequest]) -> GradedAnswer:
+        def answer(asked: tuple[EvalCase, GenerationRequest]) -> GradedAnswer:
             trial, request = asked
             started = time.perf_counter()
             return _grade(engine.generate(request), trial.example, None, time.perf_counter() - started)
 
-        with ThreadPoolExecutor(QUESTIONS_TOGETHER) as pool:
-            while block := list(itertools.islice(requests, QUESTIONS_TOGETHER)):
+        with ThreadPoolExecutor(QUESTION_BATCH_SIZE) as pool:
+            while block := list(itertools.islice(requests, QUESTION_BATCH_SIZE)):
                 yield from ((graded, None) for graded in pool.map(answer, block))
         return
 
     def prefill(
-        trial: Trial, request: GenerationRequest
+        trial: EvalCase, request: GenerationRequest
     ) -> tuple[PositionExample, GenerationRequest, list[int], Session]:
         expected = engine.encoder.encode_answer(trial.example.answers[0])
         session = engine.open(request.layout, trial.choice, max(max_new_tokens, len(expected)))
@@ -391,7 +391,7 @@ def answer_all(
             yield _grade(generation, example, sum(score) / len(score), session.prefill_seconds + share), log_probs
 
 
-def _request(assembler: Assembler, trial: Trial, max_new_tokens: int, scored: bool) -> GenerationRequest:
+def _request(assembler: Assembler, trial: EvalCase, max_new_tokens: int, scored: bool) -> GenerationRequest:
     count = len(trial.documents)
     assembled = assembler.with_template(trial.template).assemble(
         trial.example.question,
@@ -495,7 +495,7 @@ def device_of(engine: Generator) -> str:
     return engine.loaded.device.type if isinstance(engine, Engine) else "remote"
 
 
-def answer_key(engine: Generator, trial: Trial, max_new_tokens: int, *, any_order: bool) -> str:
+def answer_key(engine: Generator, trial: EvalCase, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
     passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
     fields = {

@@ -29,12 +29,12 @@ from rag_posfix.evaluation.answers.experiment import (
     CLOSED_BOOK,
     GOLD_ONLY,
     OWN_SCORER,
-    QUESTIONS_TOGETHER,
+    QUESTION_BATCH_SIZE,
     AnswerJournal,
     Arrangement,
+    EvalCase,
     GradedAnswer,
     PositionRow,
-    Trial,
     answer_all,
     answer_key,
     answers_head,
@@ -183,7 +183,7 @@ def _changed(
 class _PlannedRow:
     """A row before its answer: its trial, and the key of the answer."""
 
-    trial: Trial
+    trial: EvalCase
     condition: str
     gold_position: GoldPosition | None
     key: str
@@ -231,7 +231,7 @@ def answer_at_positions(
     def planned_rows(example: PositionExample) -> Iterator[_PlannedRow]:
         template = template_of(example.question, example.history)
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
-            trial = Trial(example, passages, MitigationChoice("none"), template=template)
+            trial = EvalCase(example, passages, MitigationChoice("none"), template=template)
             yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
         scored = {label: score_passages(scorers[label], example, n_documents, rankings) for label in labels}
         gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
@@ -240,14 +240,14 @@ def answer_at_positions(
             for arrangement in arrangements:
                 by_id = scored[arrangement.scorer]
                 documents = tuple(by_id[name] for name in names if name in by_id)
-                trial = Trial(example, documents, arrangement.mitigation, arrangement.order, template)
+                trial = EvalCase(example, documents, arrangement.mitigation, arrangement.order, template)
                 any_order = arrangement.order_free and not check_orders
                 key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
                 yield _PlannedRow(trial, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])
 
     rows: list[PositionRow] = []
-    for start in range(0, len(examples), QUESTIONS_TOGETHER):
-        planned = [row for example in examples[start : start + QUESTIONS_TOGETHER] for row in planned_rows(example)]
+    for start in range(0, len(examples), QUESTION_BATCH_SIZE):
+        planned = [row for example in examples[start : start + QUESTION_BATCH_SIZE] for row in planned_rows(example)]
         rows += _answer_rows(engine, planned, journal, max_new_tokens, tick)
     return rows
 
@@ -391,8 +391,8 @@ def answer_on_ray(
     ):
         ((_, (facts, relevance)),) = calls("facts", [()])
         answers = ray.put(journal.rows())
-        starts = range(0, len(examples), QUESTIONS_TOGETHER)
-        given = [(examples[start : start + QUESTIONS_TOGETHER], asked, answers) for start in starts]
+        starts = range(0, len(examples), QUESTION_BATCH_SIZE)
+        given = [(examples[start : start + QUESTION_BATCH_SIZE], asked, answers) for start in starts]
         for index, (rows, used, added) in calls("block", given):
             blocks[index] = rows
             for key in used:
@@ -559,9 +559,9 @@ def answer_in_orders(
     labels = dict.fromkeys(arrangement.scorer for arrangement in arrangements)
     total = len(examples) * len(arrangements) * n_orders
     rows: list[PermutationRow] = []
-    for start in range(0, len(examples), QUESTIONS_TOGETHER):
+    for start in range(0, len(examples), QUESTION_BATCH_SIZE):
         questions = []
-        for example in examples[start : start + QUESTIONS_TOGETHER]:
+        for example in examples[start : start + QUESTION_BATCH_SIZE]:
             names = [str(document.id) for document in example.documents(n_documents)]
             scored = {label: score_passages(scorers[label], example, n_documents) for label in labels}
             passages = {label: [by_id.get(name) for name in names] for label, by_id in scored.items()}
@@ -585,7 +585,7 @@ def _in_each_order(
         for question in questions:
             passages = [question.passages[arrangement.scorer][index] for index in question.orders[number]]
             documents = tuple(passage for passage in passages if passage is not None)
-            trials.append(Trial(question.example, documents, arrangement.mitigation, arrangement.order))
+            trials.append(EvalCase(question.example, documents, arrangement.mitigation, arrangement.order))
         answers = answer_all(engine, trials, max_new_tokens)
         for index, (question, trial, (answer, log_probs)) in enumerate(zip(questions, trials, answers, strict=True)):
             if number == 0:

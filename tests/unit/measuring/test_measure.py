@@ -17,7 +17,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import PassageBudget
 from rag_posfix.contracts.request import Generation, MitigationChoice
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
-from rag_posfix.evaluation.answers.experiment import Trial, answer_all, parse_arrangement
+from rag_posfix.evaluation.answers.experiment import EvalCase, answer_all, parse_arrangement
 from rag_posfix.evaluation.data.questions import PositionExample
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.generation.fake import FakeGenerator
@@ -455,7 +455,7 @@ def test_labelled_questions_of_a_remote_model_are_open_together():
             return super().generate(request)
 
     examples = weights(8)
-    trials = [Trial(example, example.gold, MitigationChoice("none")) for example in examples]
+    trials = [EvalCase(example, example.gold, MitigationChoice("none")) for example in examples]
     answers = [graded.answer for graded, _ in answer_all(Together(), trials, 8)]
     alone = [graded.answer for graded, _ in answer_all(OrderBiasedGenerator(), trials, 8)]
     assert answers == alone

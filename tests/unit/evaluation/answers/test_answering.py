@@ -14,8 +14,8 @@ from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sa
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.experiment import (
     AnswerJournal,
+    EvalCase,
     GradedAnswer,
-    Trial,
     answer_all,
     answer_and_score,
     answer_key,
@@ -108,7 +108,7 @@ def test_answering_and_scoring_share_one_reading(engine):
 
 def test_questions_together_are_scored_and_answered_in_one_pass_each(engine):
     choice = MitigationChoice("none")
-    trials = [Trial(example, tuple(example.documents(3 - n, 0)), choice) for n, example in enumerate(EXAMPLES)]
+    trials = [EvalCase(example, tuple(example.documents(3 - n, 0)), choice) for n, example in enumerate(EXAMPLES)]
     with CountedForwards(engine) as forwards:
         found = list(answer_all(engine, trials, 2))
     assert [shape for shape in forwards.shapes if shape[0] > 1] == [(3, 1), (3, 1)]
@@ -122,7 +122,7 @@ def test_questions_together_are_scored_and_answered_in_one_pass_each(engine):
 
 
 def test_the_confidence_of_an_answer_is_the_geometric_mean_of_the_probabilities_of_its_tokens(engine):
-    trial = Trial(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
+    trial = EvalCase(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
     layout = layout_of(engine, trial.example, trial.documents)
     ((answer, _),) = answer_all(engine, [trial], 2)
     generation = engine.generate(GenerationRequest(layout, trial.choice, Sampling(max_tokens=2, top_logprobs=0)))
@@ -141,13 +141,13 @@ def test_an_answer_is_right_by_its_first_line_and_by_its_whole_text(engine, monk
     )
     for name, value in (("stopped", False), ("stop_string", None)):
         monkeypatch.setattr(f"rag_posfix.generation.decode.answer_writer.TextStream.{name}", value, raising=False)
-    ((answer, _),) = answer_all(engine, [Trial(EXAMPLES[0], (), MitigationChoice("none"))], 2)
+    ((answer, _),) = answer_all(engine, [EvalCase(EXAMPLES[0], (), MitigationChoice("none"))], 2)
     assert answer.answer == "no\nbut so"
     assert (answer.accuracy, answer.accuracy_full_text) == (0.0, 1.0)
 
 
 def test_the_history_of_a_turn_is_read_by_the_model_and_part_of_the_key(engine):
-    alone = Trial(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
+    alone = EvalCase(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
     history = ({"role": "user", "content": "a"},)
     turn = replace(alone, example=replace(alone.example, history=history))
     (first, _), (second, _) = answer_all(engine, [alone, turn], 4)
@@ -157,7 +157,7 @@ def test_the_history_of_a_turn_is_read_by_the_model_and_part_of_the_key(engine):
 
 def test_passages_that_repeat_are_refused(engine):
     example = EXAMPLES[0]
-    trial = Trial(example, (*example.gold, *example.gold), MitigationChoice("none"))
+    trial = EvalCase(example, (*example.gold, *example.gold), MitigationChoice("none"))
     with pytest.raises(EvaluationError, match="question 0: 1 of 2 passages do not fit or repeat"):
         list(answer_all(engine, [trial], 2))
 
@@ -292,7 +292,7 @@ class TestKey:
 
     def key(self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields):
         documents = self.passages if documents is None else documents
-        trial = Trial(example or self.example, documents, choice or MitigationChoice("none"), **fields)
+        trial = EvalCase(example or self.example, documents, choice or MitigationChoice("none"), **fields)
         return answer_key(engine or self.engine, trial, tokens, any_order=any_order)
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):

@@ -12,7 +12,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import ConfigError, EvaluationError, UnknownNameError
 from rag_posfix.evaluation.answers.experiment import (
     Arrangement,
-    Trial,
+    EvalCase,
     answer_all,
     check_arrangements,
     load_models,
@@ -135,7 +135,7 @@ def test_an_order_free_arrangement_answers_alike_in_all_orders_of_four_passages(
     scored = score_passages(reranker, EXAMPLE, 4)
     answers = set()
     for passages in itertools.permutations(scored.values()):
-        ((answer, log_probs),) = answer_all(engine, [Trial(EXAMPLE, passages, MethodSpec("none"), order)], 4)
+        ((answer, log_probs),) = answer_all(engine, [EvalCase(EXAMPLE, passages, MethodSpec("none"), order)], 4)
         answers.add((answer.answer, answer.log_probability, tuple(log_probs.tolist())))
     assert len(answers) == 1
 
