@@ -168,6 +168,7 @@ class Generator(ABC):
         encoder: The tokenizer of the model.
         capabilities: What it can do beyond answers.
         passages: The passage KV store, or None.
+        failure: Why no request can be answered any more; None while all is well.
     """
 
     model_id: str
@@ -176,11 +177,7 @@ class Generator(ABC):
     encoder: TokenEncoder
     capabilities: Set[GeneratorCapability] = frozenset()
     passages: PassageKVStore | None = None
-
-    @property
-    def failure(self) -> str | None:
-        """Why no request can be answered any more; None while all is well."""
-        return None
+    failure: str | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:

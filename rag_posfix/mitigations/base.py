@@ -36,8 +36,8 @@ class Mitigation(Parametrised, ABC):
         example: Parameters for a trial run, for methods without usable defaults.
         file_parameters: Parameters that the command line reads from a file: name -> function from the path to values
             of parameters. The method itself never reads a file.
-        supports_voting: Whether the answers of the rows may vote where the rows' probabilities cannot be pooled at every
-            token, as on a server.
+        supports_voting: Whether the answers of the rows may vote where the rows' probabilities cannot be pooled at
+            every token, as on a server.
         nested_methods: Name of the parameter that is a list of other mitigations, "" if there is none.
     """
 

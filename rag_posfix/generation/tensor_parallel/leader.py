@@ -318,7 +318,7 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
         self._over: str | None = None
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> str | None:  # type: ignore[override]
         return self._over or self._workers.failure()
 
     def next_log_probs(self, layout: Layout, mitigation: MitigationChoice | None = None) -> Tensor:
@@ -339,8 +339,8 @@ class TensorParallelGenerator(DelegatingGenerator[Engine]):
         """
         if request.prompt_scored:
             raise UnsupportedModelError(
-                f"{display_name(self.model_id)} is split over several processes, which score no prompts; serve it with "
-                "tp=1"
+                f"{display_name(self.model_id)} is split over several processes, which score no prompts; serve it "
+                "with tp=1"
             )
         return self._stream(request, self._inner.plan(request.layout, request.mitigation, request.sampling.max_tokens))
 
