@@ -1,6 +1,6 @@
 """Common parts of the answer experiments: arrangements, loaded models, and the head of the record.
 
-Runs trials: prompts as in the pipeline, greedy answers, their scores and form, and a journal.
+Runs cases: prompts as in the pipeline, greedy answers, their scores and form, and a journal.
 
 On an engine answers are batched and scored. Any other generator answers several at a time, without log-probabilities.
 
@@ -308,7 +308,7 @@ class EvalCase:
 
 @dataclass(frozen=True, slots=True)
 class GradedAnswer:
-    """The answer to a trial and its scores.
+    """The answer to a case and its scores.
 
     Attributes:
         answer: The generated answer.
@@ -349,7 +349,7 @@ def answer_and_score(
 
 
 def answer_all(
-    engine: Generator, trials: Iterable[EvalCase], max_new_tokens: int
+    engine: Generator, cases: Iterable[EvalCase], max_new_tokens: int
 ) -> Iterator[tuple[GradedAnswer, Tensor | None]]:
     """Yield each answer in order, with the log-probabilities of its first token, (V,) float32, or None.
 
@@ -358,13 +358,13 @@ def answer_all(
     """
     assembler = Assembler(engine.encoder, engine.context_window)
     scored = isinstance(engine, Engine)
-    requests = ((trial, _request(assembler, trial, max_new_tokens, scored)) for trial in trials)
+    requests = ((case, _request(assembler, case, max_new_tokens, scored)) for case in cases)
     if not isinstance(engine, Engine):
 
         def answer(asked: tuple[EvalCase, GenerationRequest]) -> GradedAnswer:
-            trial, request = asked
+            case, request = asked
             started = time.perf_counter()
-            return _grade(engine.generate(request), trial.example, None, time.perf_counter() - started)
+            return _grade(engine.generate(request), case.example, None, time.perf_counter() - started)
 
         with ThreadPoolExecutor(QUESTION_BATCH_SIZE) as pool:
             while block := list(itertools.islice(requests, QUESTION_BATCH_SIZE)):
@@ -372,11 +372,11 @@ def answer_all(
         return
 
     def prefill(
-        trial: EvalCase, request: GenerationRequest
+        case: EvalCase, request: GenerationRequest
     ) -> tuple[PositionExample, GenerationRequest, list[int], Session]:
-        expected = engine.encoder.encode_answer(trial.example.answers[0])
-        session = engine.open(request.layout, trial.choice, max(max_new_tokens, len(expected)))
-        return trial.example, request, expected, session
+        expected = engine.encoder.encode_answer(case.example.answers[0])
+        session = engine.open(request.layout, case.choice, max(max_new_tokens, len(expected)))
+        return case.example, request, expected, session
 
     for batch in in_batches((prefill(*pair) for pair in requests), lambda prefilled: prefilled[-1]):
         examples, batch_requests, expected, sessions = zip(*batch, strict=True)
@@ -391,22 +391,22 @@ def answer_all(
             yield _grade(generation, example, sum(score) / len(score), session.prefill_seconds + share), log_probs
 
 
-def _request(assembler: Assembler, trial: EvalCase, max_new_tokens: int, scored: bool) -> GenerationRequest:
-    count = len(trial.documents)
-    assembled = assembler.with_template(trial.template).assemble(
-        trial.example.question,
-        trial.documents,
-        order=trial.order,
+def _request(assembler: Assembler, case: EvalCase, max_new_tokens: int, scored: bool) -> GenerationRequest:
+    count = len(case.documents)
+    assembled = assembler.with_template(case.template).assemble(
+        case.example.question,
+        case.documents,
+        order=case.order,
         max_new_tokens=max_new_tokens,
-        history=trial.example.history,
+        history=case.example.history,
     )
     if len(assembled.documents) != count:
         raise EvaluationError(
-            f"question {trial.example.id}: {count - len(assembled.documents)} of {count} passages do "
+            f"question {case.example.id}: {count - len(assembled.documents)} of {count} passages do "
             "not fit or repeat; use fewer documents"
         )
     sampling = Sampling(max_tokens=max_new_tokens, top_logprobs=0 if scored else None)
-    return GenerationRequest(assembled.layout, trial.choice, sampling)
+    return GenerationRequest(assembled.layout, case.choice, sampling)
 
 
 def _grade(
@@ -495,23 +495,23 @@ def device_of(engine: Generator) -> str:
     return engine.loaded.device.type if isinstance(engine, Engine) else "remote"
 
 
-def answer_key(engine: Generator, trial: EvalCase, max_new_tokens: int, *, any_order: bool) -> str:
+def answer_key(engine: Generator, case: EvalCase, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
-    passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, trial.documents))
+    passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, case.documents))
     fields = {
         "version": PROMPT_VERSION,
         "model": engine.fingerprint,
         "device": device_of(engine),
-        "method": engine.describe(trial.choice).fingerprint,
-        "template": trial.template.fingerprint(),
-        "question": trial.example.question,
-        "answers": trial.example.answers,
+        "method": engine.describe(case.choice).fingerprint,
+        "template": case.template.fingerprint(),
+        "question": case.example.question,
+        "answers": case.example.answers,
         "passages": sorted(passages, key=str) if any_order else list(passages),
         "any_order": any_order,
         "max_new_tokens": max_new_tokens,
         **({} if not isinstance(engine, Engine) or engine.encoder.has_chat_template else {"scored": "after a space"}),
-        **({} if trial.order == "original" else {"order": trial.order}),
-        **({"history": trial.example.history} if trial.example.history else {}),
+        **({} if case.order == "original" else {"order": case.order}),
+        **({"history": case.example.history} if case.example.history else {}),
     }
     return content_hash(json.dumps(fields, sort_keys=True))
 

@@ -181,9 +181,9 @@ def _changed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedRow:
-    """A row before its answer: its trial, and the key of the answer."""
+    """A row before its answer: its case, and the key of the answer."""
 
-    trial: EvalCase
+    case: EvalCase
     condition: str
     gold_position: GoldPosition | None
     key: str
@@ -231,8 +231,8 @@ def answer_at_positions(
     def planned_rows(example: PositionExample) -> Iterator[_PlannedRow]:
         template = template_of(example.question, example.history)
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
-            trial = EvalCase(example, passages, MitigationChoice("none"), template=template)
-            yield _PlannedRow(trial, condition, None, answer_key(engine, trial, max_new_tokens, any_order=False))
+            case = EvalCase(example, passages, MitigationChoice("none"), template=template)
+            yield _PlannedRow(case, condition, None, answer_key(engine, case, max_new_tokens, any_order=False))
         scored = {label: score_passages(scorers[label], example, n_documents, rankings) for label in labels}
         gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
         for gold_position in gold_positions:
@@ -240,10 +240,10 @@ def answer_at_positions(
             for arrangement in arrangements:
                 by_id = scored[arrangement.scorer]
                 documents = tuple(by_id[name] for name in names if name in by_id)
-                trial = EvalCase(example, documents, arrangement.mitigation, arrangement.order, template)
+                case = EvalCase(example, documents, arrangement.mitigation, arrangement.order, template)
                 any_order = arrangement.order_free and not check_orders
-                key = answer_key(engine, trial, max_new_tokens, any_order=any_order)
-                yield _PlannedRow(trial, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])
+                key = answer_key(engine, case, max_new_tokens, any_order=any_order)
+                yield _PlannedRow(case, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])
 
     rows: list[PositionRow] = []
     for start in range(0, len(examples), QUESTION_BATCH_SIZE):
@@ -269,7 +269,7 @@ def _answer_rows(
 ) -> list[PositionRow]:
     """Return the rows with their answers, in order; what the journal lacks is computed, each key once."""
     answers = {
-        row.key: graded_again(answer, row.trial.example)
+        row.key: graded_again(answer, row.case.example)
         for row in planned
         if (answer := journal.get(row.key)) is not None
     }
@@ -284,7 +284,7 @@ def _answer_rows(
     for row, *_ in missing.values():
         together.setdefault((row.condition, row.gold_position), []).append(row)
     for group in together.values():
-        graded = answer_all(engine, [row.trial for row in group], max_new_tokens)
+        graded = answer_all(engine, [row.case for row in group], max_new_tokens)
         for row, (answer, _) in zip(group, graded, strict=True):
             journal.add(row.key, answer)
             answers[row.key] = answer
@@ -292,14 +292,14 @@ def _answer_rows(
                 tick()
     return [
         PositionRow(
-            question=row.trial.example.id,
+            question=row.case.example.id,
             condition=row.condition,
             gold_position=row.gold_position,
             gold_rank=row.gold_rank,
             reused=id(row) not in computed,
-            asked=row.trial.example.question,
-            accepted=row.trial.example.answers,
-            passages=tuple(str(document.id) for document in row.trial.documents),
+            asked=row.case.example.question,
+            accepted=row.case.example.answers,
+            passages=tuple(str(document.id) for document in row.case.documents),
             planted=_gives_planted(row, answers[row.key].answer),
             **asdict(answers[row.key]),
         )
@@ -309,7 +309,7 @@ def _answer_rows(
 
 def _gives_planted(row: _PlannedRow, answer: str) -> float | None:
     """Return whether an answer is the planted one; None where there is none."""
-    planted = row.trial.example.planted
+    planted = row.case.example.planted
     return best_subspan_em(first_line(answer), [planted]) if planted and row.gold_position is not None else None
 
 
@@ -581,13 +581,13 @@ def _in_each_order(
         tuple[str, Tensor | None]
     ] = []  # by question: its first answer, and log-probabilities of its first token
     for number in range(n_orders):
-        trials = []
+        cases = []
         for question in questions:
             passages = [question.passages[arrangement.scorer][index] for index in question.orders[number]]
             documents = tuple(passage for passage in passages if passage is not None)
-            trials.append(EvalCase(question.example, documents, arrangement.mitigation, arrangement.order))
-        answers = answer_all(engine, trials, max_new_tokens)
-        for index, (question, trial, (answer, log_probs)) in enumerate(zip(questions, trials, answers, strict=True)):
+            cases.append(EvalCase(question.example, documents, arrangement.mitigation, arrangement.order))
+        answers = answer_all(engine, cases, max_new_tokens)
+        for index, (question, case, (answer, log_probs)) in enumerate(zip(questions, cases, answers, strict=True)):
             if number == 0:
                 first.append((answer.answer, log_probs))
             first_answer, first_log_probs = first[index]
@@ -602,7 +602,7 @@ def _in_each_order(
                 logit_difference=largest_difference(log_probs, first_log_probs),
                 asked=question.example.question,
                 accepted=question.example.answers,
-                passages=tuple(str(document.id) for document in trial.documents),
+                passages=tuple(str(document.id) for document in case.documents),
                 **asdict(answer),
             )
 

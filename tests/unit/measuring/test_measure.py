@@ -455,9 +455,9 @@ def test_labelled_questions_of_a_remote_model_are_open_together():
             return super().generate(request)
 
     examples = weights(8)
-    trials = [EvalCase(example, example.gold, MitigationChoice("none")) for example in examples]
-    answers = [graded.answer for graded, _ in answer_all(Together(), trials, 8)]
-    alone = [graded.answer for graded, _ in answer_all(OrderBiasedGenerator(), trials, 8)]
+    cases = [EvalCase(example, example.gold, MitigationChoice("none")) for example in examples]
+    answers = [graded.answer for graded, _ in answer_all(Together(), cases, 8)]
+    alone = [graded.answer for graded, _ in answer_all(OrderBiasedGenerator(), cases, 8)]
     assert answers == alone
 
 

@@ -108,11 +108,11 @@ def test_answering_and_scoring_share_one_reading(engine):
 
 def test_questions_together_are_scored_and_answered_in_one_pass_each(engine):
     choice = MitigationChoice("none")
-    trials = [EvalCase(example, tuple(example.documents(3 - n, 0)), choice) for n, example in enumerate(EXAMPLES)]
+    cases = [EvalCase(example, tuple(example.documents(3 - n, 0)), choice) for n, example in enumerate(EXAMPLES)]
     with CountedForwards(engine) as forwards:
-        found = list(answer_all(engine, trials, 2))
+        found = list(answer_all(engine, cases, 2))
     assert [shape for shape in forwards.shapes if shape[0] > 1] == [(3, 1), (3, 1)]
-    for one, (answer, first) in zip(trials, found, strict=True):
+    for one, (answer, first) in zip(cases, found, strict=True):
         layout = layout_of(engine, one.example, one.documents)
         alone = engine.generate(GenerationRequest(layout, choice, Sampling(max_tokens=2)))
         assert answer.answer == alone.text
@@ -122,10 +122,10 @@ def test_questions_together_are_scored_and_answered_in_one_pass_each(engine):
 
 
 def test_the_confidence_of_an_answer_is_the_geometric_mean_of_the_probabilities_of_its_tokens(engine):
-    trial = EvalCase(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
-    layout = layout_of(engine, trial.example, trial.documents)
-    ((answer, _),) = answer_all(engine, [trial], 2)
-    generation = engine.generate(GenerationRequest(layout, trial.choice, Sampling(max_tokens=2, top_logprobs=0)))
+    case = EvalCase(EXAMPLES[0], tuple(EXAMPLES[0].documents(1)), MitigationChoice("none"))
+    layout = layout_of(engine, case.example, case.documents)
+    ((answer, _),) = answer_all(engine, [case], 2)
+    generation = engine.generate(GenerationRequest(layout, case.choice, Sampling(max_tokens=2, top_logprobs=0)))
     assert "\n" not in generation.text
     # The exponential of a mean of logarithms is the geometric mean.
     assert answer.confidence == pytest.approx(math.exp(engine.score(layout, generation.token_ids)), abs=1e-5)
@@ -157,9 +157,9 @@ def test_the_history_of_a_turn_is_read_by_the_model_and_part_of_the_key(engine):
 
 def test_passages_that_repeat_are_refused(engine):
     example = EXAMPLES[0]
-    trial = EvalCase(example, (*example.gold, *example.gold), MitigationChoice("none"))
+    case = EvalCase(example, (*example.gold, *example.gold), MitigationChoice("none"))
     with pytest.raises(EvaluationError, match="question 0: 1 of 2 passages do not fit or repeat"):
-        list(answer_all(engine, [trial], 2))
+        list(answer_all(engine, [case], 2))
 
 
 @pytest.fixture
@@ -292,8 +292,8 @@ class TestKey:
 
     def key(self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields):
         documents = self.passages if documents is None else documents
-        trial = EvalCase(example or self.example, documents, choice or MitigationChoice("none"), **fields)
-        return answer_key(engine or self.engine, trial, tokens, any_order=any_order)
+        case = EvalCase(example or self.example, documents, choice or MitigationChoice("none"), **fields)
+        return answer_key(engine or self.engine, case, tokens, any_order=any_order)
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):
         other = Engine(self.engine.loaded, self.engine.encoder, "tiny", "another print")
