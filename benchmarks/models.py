@@ -50,16 +50,16 @@ def examine(name: str) -> dict[str, Any]:
     except (UnsupportedModelError, TimeoutError) as error:
         return {"reading": "refused", "reason": str(error)}
     seconds = time.perf_counter() - started
-    within = spec.within
+    within = spec.windowed
     methods = [name for name, cls in MITIGATIONS.items() if cls().refusal(spec.shape) is None]
     in_windows = [] if within is None else [n for n, cls in MITIGATIONS.items() if cls().refusal(within.shape) is None]
-    kind = "plain" if spec.plain is not None else "listed" if spec.is_listed else "proved"
+    kind = "plain" if spec.unhooked is not None else "listed" if spec.is_listed else "proved"
     return {
         "reading": kind,
-        "reason": "" if spec.plain is None else spec.plain.reason,
+        "reason": "" if spec.unhooked is None else spec.unhooked.reason,
         "methods": methods,
         "in_windows": [name for name in in_windows if name not in methods],
-        "lacks": sorted(set(spec.shape.lacks.values())) if spec.plain is None else [],
+        "lacks": sorted(set(spec.shape.lacks.values())) if spec.unhooked is None else [],
         "structure": spec.structure,
         "seconds": round(seconds, 3),
     }

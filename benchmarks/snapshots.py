@@ -132,7 +132,7 @@ def measure(model_type: str) -> dict[str, Any]:
         **dict(zip(("seconds", "cold_seconds", "warm_seconds"), medians, strict=True)),
         "same_bits": torch.equal(cold, warm),
         "difference": float((warm - plain).abs().max()),
-        "joined": "" if loaded.spec.plain is None else loaded.spec.plain.joins,
+        "joined": "" if loaded.spec.unhooked is None else loaded.spec.unhooked.joins,
         "published": {
             name: {"bytes": (few := published_bytes(name))[0], "bytes_per_token": round((few[1] - few[0]) / FURTHER)}
             for name, (of, _) in PUBLISHED.items()

@@ -84,7 +84,8 @@ def engines(engine: Engine) -> dict[str, Engine]:
         raise SystemExit(f"{engine.model_id} reads no rows in a batch or keeps no keys: choose a model with attention")
     result = {"hook": engine}
     for name, plain in {"batch": forward, "one by one": replace(forward, batch="")}.items():
-        loaded = LoadedModel(model, replace(engine.loaded.spec, plain=plain, handles=(), within=None, extended=None))
+        spec = replace(engine.loaded.spec, unhooked=plain, handles=(), windowed=None, extended=None)
+        loaded = LoadedModel(model, spec)
         loaded = replace(loaded, spec=replace(loaded.spec, shape=replace(loaded.spec.shape, capabilities=frozenset())))
         for stored in (False, True):
             store = PassageStore([MemoryTier()]) if stored else None

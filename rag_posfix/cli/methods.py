@@ -140,13 +140,13 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.patching.install import check_again, snapshot_bytes
 
-    loaded, within = engine.loaded, engine.loaded.spec.within
+    loaded, within = engine.loaded, engine.loaded.spec.windowed
     result = check_again(loaded.model, loaded.spec)
     reasons = {name: cls().refusal(loaded.spec.shape) for name, cls in MITIGATIONS.items()}
     in_windows = [
         name for name, cls in MITIGATIONS.items() if reasons[name] and within and cls().refusal(within.shape) is None
     ]
-    plain, sizes = loaded.spec.plain, dict[str, int]()
+    plain, sizes = loaded.spec.unhooked, dict[str, int]()
     if plain is not None and plain.snapshots is not None:
         numbers = [n for n in (128, 256) if n <= loaded.spec.shape.context_window]
         sizes = {str(n): sum(size for _, size in snapshot_bytes(loaded.model, plain, n)) for n in numbers}

@@ -269,7 +269,7 @@ class Engine(Generator):
 
     def _loaded_for(self, layouts: Sequence[Layout]) -> LoadedModel:
         """Return the model as it reads prompts that begin alike. Errors as those of ``_check_prompt``."""
-        if (plain := self.loaded.spec.plain) is not None:
+        if (plain := self.loaded.spec.unhooked) is not None:
             raise UnsupportedModelError(
                 f"{display_name(self.model_id)} runs without the attention hook ({plain.reason}), so its attention "
                 "cannot be measured; use the likelihood, yes_no, embedding or cross_encoder reranker"
@@ -367,24 +367,24 @@ class Engine(Generator):
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
         method, spec = create(choice.name, choice.parameters), self.loaded.spec
-        if spec.within is not None and method.refusal(spec.shape) and not method.refusal(spec.within.shape):
-            plan = replace(method.checked_plan(layout, spec.within.shape), fits_windows=True)
+        if spec.windowed is not None and method.refusal(spec.shape) and not method.refusal(spec.windowed.shape):
+            plan = replace(method.checked_plan(layout, spec.windowed.shape), fits_windows=True)
         else:
             plan = method.checked_plan(layout, spec.shape)
-            if plan.independent_passages and spec.within is not None:  # each is read once where all keys are kept
+            if plan.independent_passages and spec.windowed is not None:  # each is read once where all keys are kept
                 needed = max(_lengths(layout, plan)) + _answer_tokens(plan, max_tokens)
-                plan = replace(plan, fits_windows=needed <= spec.within.shape.context_window)
-        if spec.plain is not None and not plan.reads_plain_prompts:
+                plan = replace(plan, fits_windows=needed <= spec.windowed.shape.context_window)
+        if spec.unhooked is not None and not plan.reads_plain_prompts:
             raise UnsupportedModelError(
                 f"{choice.name} changes more than the rows that are read, and {display_name(self.model_id)} runs "
-                f"without the attention hook ({spec.plain.reason}); rag-posfix verify lists what it supports"
+                f"without the attention hook ({spec.unhooked.reason}); rag-posfix verify lists what it supports"
             )
         self._check_length(layout, plan, max_tokens)
         return plan
 
     def _loaded_by(self, layout: Layout, plan: Plan) -> LoadedModel:
         """Return the model as it reads a plan: within its sliding windows, or by the length of the longest row."""
-        within = self.loaded.spec.within
+        within = self.loaded.spec.windowed
         if plan.fits_windows and within is not None:
             return replace(self.loaded, spec=within)
         return self.loaded.reading(max(_lengths(layout, plan)))
@@ -393,7 +393,7 @@ class Engine(Generator):
         """Reject a plan whose longest row would leave the positions that the model was trained for."""
         window, max_tokens = self.context_window, _answer_tokens(plan, max_tokens)
         needed, original = max(_lengths(layout, plan)), self.loaded.spec.original_window
-        within = self.loaded.spec.within
+        within = self.loaded.spec.windowed
         if plan.fits_windows and within is not None and needed + max_tokens > within.shape.context_window:
             raise PromptTooLongError(
                 f"the prompt takes {needed} positions and max_tokens={max_tokens} more, but the method needs all keys "

@@ -123,7 +123,7 @@ def load_engine(
         source, f"run in {str(torch_dtype).removeprefix('torch.')} on {model_device}", "use another dtype or device"
     ):
         spec = prepare(loaded, ranks)
-        is_whole = ranks is None and spec.plain is None
+        is_whole = ranks is None and spec.unhooked is None
         rows = rows_for(batch_invariant, loaded) if is_whole else ALL_ROWS
         encoder = Tokenizer(tokenizer, eos_ids=generation_config.eos_ids)
         if ranks is None:

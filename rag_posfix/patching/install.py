@@ -121,7 +121,7 @@ def install(model: Any, ranks: Ranks | None = None, structure: Structure | None 
         attention=stock,
     )
     if (within := shape_within(config, family)) is not None:
-        spec = replace(spec, within=replace(spec, shape=shape_as_placed(within, model, modules)))
+        spec = replace(spec, windowed=replace(spec, shape=shape_as_placed(within, model, modules)))
     window = original_window_of(config)
     return spec if window is None else _add_extended(spec, rotary, config, window)
 
@@ -193,7 +193,7 @@ def stock_copy(model: Any, spec: ModelSpec) -> Any:
     Its rotary module is made anew from the configuration.
     """
     stock = copy_over_weights(model)
-    if spec.plain is not None:
+    if spec.unhooked is not None:
         return stock
     decoder = decoder_of(stock)
     decoder.rotary_emb = new_rotary(decoder.rotary_emb, stock.config.get_text_config(decoder=True))
@@ -300,7 +300,7 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
 
     Cost: two passes of all layers over ``IDLE_TOKENS`` tokens (on the CPU one, for more than ``LARGE`` parameters); of
     the first layers, 13 over at most ``PROBE_TOKENS`` tokens and three over the long prompt, and all of
-    these again for calls that fit sliding windows (``spec.within``).
+    these again for calls that fit sliding windows (``spec.windowed``).
 
     Args:
         model: With the attention hook. Not while it is serving.
@@ -324,7 +324,7 @@ def verify(model: Any, spec: ModelSpec, *, thorough: bool = False) -> Verificati
     for each in (hooked, stock):
         decoder = decoder_of(each)
         decoder.layers = decoder.layers[: _first_layers(model, spec)]
-    for each in (spec.within, spec):
+    for each in (spec.windowed, spec):
         if each is not None:
             ids_of_shape = first.ids[:, : each.shape.context_window]
             results += replace(first, spec=each, ids=ids_of_shape).results(thorough=thorough)
@@ -566,7 +566,7 @@ def prepare(model: Any, ranks: Ranks | None = None) -> ModelSpec:
             plain_shape(config, reason),
             _no_angles,
             (),
-            plain=forward,
+            unhooked=forward,
         )
     _log.info("%s is not listed; its attention passed every check with the hook", config.model_type)
     return spec
@@ -594,9 +594,9 @@ def _prove(model: Any, implementation: str) -> ModelSpec:
 
 def check_again(model: Any, spec: ModelSpec) -> Verification:
     """Return the results of every check on a prepared model, whatever they cost. Errors as those of ``prepare``."""
-    if spec.plain is None:
+    if spec.unhooked is None:
         return verify(model, spec, thorough=True)
-    _, differences = verify_plain(model, spec.plain)
+    _, differences = verify_plain(model, spec.unhooked)
     return Verification(differences)
 
 

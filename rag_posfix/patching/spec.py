@@ -292,9 +292,9 @@ class ModelSpec:
         ranks: The processes that the model is split over.
         original_window: The most positions that a call may have under ``angles``; None: as many as the context window.
         unrotated: Layers whose queries and keys are not rotated.
-        plain: How the model is called without the attention hook; None where it has the hook.
-        within: The same model for calls that fit its sliding windows, ``within.shape.context_window`` tokens: it keeps
-            all keys. None where there are no windows, or others.
+        unhooked: How the model is called without the attention hook; None where it has the hook.
+        windowed: The same model for calls that fit its sliding windows, ``windowed.shape.context_window`` tokens: it
+            keeps all keys. None where there are no windows, or others.
         is_listed: Whether the family is in the table; else the model itself passed every check at load.
         attention: transformers' name of the attention that the hook takes the place of: ``sdpa`` or ``eager``.
         extended: The same model for calls with more positions: LongRoPE then rotates all of them by other
@@ -308,8 +308,8 @@ class ModelSpec:
     ranks: Ranks = field(default_factory=Ranks)
     original_window: int | None = None
     unrotated: frozenset[int] = frozenset()
-    plain: PlainForward | None = None
-    within: ModelSpec | None = None
+    unhooked: PlainForward | None = None
+    windowed: ModelSpec | None = None
     extended: ModelSpec | None = None
     is_listed: bool = True
     attention: str = "sdpa"
@@ -317,8 +317,8 @@ class ModelSpec:
     @property
     def reading(self) -> str:
         """How prompts are read: with the attention hook, listed or proved at load, or as plain prompts."""
-        if self.plain is not None:
-            return f"plain prompts: {self.plain.reason}"
+        if self.unhooked is not None:
+            return f"plain prompts: {self.unhooked.reason}"
         return "the attention hook (listed family)" if self.is_listed else "the attention hook (proved at load)"
 
     @property
@@ -327,11 +327,11 @@ class ModelSpec:
 
         Of a model without the attention hook: whether it reads rows in one batch, and what of its cache can be stored.
         """
-        if self.plain is not None:
+        if self.unhooked is not None:
             return {
-                "rows_in_one_batch": self.plain.batch != "",
-                "stored_keys": self.plain.kept is not None,
-                "stored_snapshots": self.plain.snapshots is not None,
+                "rows_in_one_batch": self.unhooked.batch != "",
+                "stored_keys": self.unhooked.kept is not None,
+                "stored_snapshots": self.unhooked.snapshots is not None,
             }
         return {
             "rotation": self.family.rotation,

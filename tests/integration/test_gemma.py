@@ -60,7 +60,7 @@ def test_methods_that_need_what_it_lacks_are_refused_with_the_reason(gemma):
     for name in lacking:
         method = MITIGATIONS.get(name)()
         assert re.search(f"{name} needs .*: {reason}", method.refusal(gemma.loaded.spec.shape) or ""), name
-    assert MITIGATIONS.get("stable_mask")().refusal(gemma.loaded.spec.within.shape) is None
+    assert MITIGATIONS.get("stable_mask")().refusal(gemma.loaded.spec.windowed.shape) is None
     with pytest.raises(PromptTooLongError, match="sliding windows keep 512"):
         gemma.open(prompt, MitigationChoice("stable_mask"))
     with pytest.raises(UnsupportedModelError, match=f"inter_document needs .*: {reason}"):

@@ -200,12 +200,12 @@ class LoadedModel:
     @property
     def kept(self) -> KeptKeys | None:
         """What the layers of a model without the attention hook keep of each token, where that is all they keep."""
-        return None if self.spec.plain is None else self.spec.plain.kept
+        return None if self.spec.unhooked is None else self.spec.unhooked.kept
 
     @property
     def snapshots(self) -> SnapshotForm | None:
         """How the whole cache of a model without the attention hook is stored, where its keys alone are not enough."""
-        return None if self.spec.plain is None else self.spec.plain.snapshots
+        return None if self.spec.unhooked is None else self.spec.unhooked.snapshots
 
     @property
     def stores_keys(self) -> bool:
@@ -266,7 +266,7 @@ class SequenceBatch:
         positions = torch.zeros((n_rows, 0), device=loaded.device)
         # Our own cache where every layer keeps all keys, else the model's own kind.
         cache: Any
-        if loaded.spec.plain is not None:
+        if loaded.spec.unhooked is not None:
             cache = PlainCache(starts)
         elif loaded.keeps_all_keys:
             cache = GrowingCache(loaded.spec.shape.n_layers)
@@ -481,8 +481,8 @@ def run_model(
     Without a cache (None) the tokens are all there are, and nothing is kept of them.
     Positions are integers, as the model was trained with them, where they are whole numbers.
     """
-    if loaded.spec.plain is not None:
-        return loaded.spec.plain(loaded.model, ids, cache, keep)
+    if loaded.spec.unhooked is not None:
+        return loaded.spec.unhooked(loaded.model, ids, cache, keep)
     with active(context):
         output = loaded.model(
             input_ids=ids,

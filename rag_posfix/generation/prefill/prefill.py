@@ -55,7 +55,7 @@ def prefill(
     rows = [resolve(row, layout, loaded.device) for row in plan.rows]
     if plan.blend is not None and layout.n_passages and loaded.keeps_all_keys:
         return [prefill_blended(loaded, layout, rows[0], plan.blend, kv_lookup)]
-    if loaded.spec.plain is not None:
+    if loaded.spec.unhooked is not None:
         return _prefill_plain(loaded, layout, rows, plan.score_question, kv_lookup)
     groups = []
     if plan.independent_passages and layout.n_passages and loaded.keeps_all_keys and can_share_batch(rows):
@@ -246,7 +246,7 @@ def _prefill_plain(
     With ``kv_lookup``, the stored part of each row is found or read by itself, so that its bits do not depend on what
     the store holds; the rest of all rows is read together. Rows that cannot share a batch are read one after another.
     """
-    forward, stores = loaded.spec.plain, kv_lookup is not None and loaded.stores_keys
+    forward, stores = loaded.spec.unhooked, kv_lookup is not None and loaded.stores_keys
     rows = [_reusable(loaded, row) for row in rows]
     if kv_lookup is not None and loaded.snapshots is not None and any(row.reusable for row in rows) and len(rows) > 1:
         return _prefill_snapshots(loaded, layout, rows, score_question, kv_lookup)
@@ -286,7 +286,7 @@ def _prefill_snapshots(
 
     Rows that are read apart are joined for the answer, so that each of its tokens takes one pass for all rows.
     """
-    forward, form = loaded.spec.plain, loaded.snapshots
+    forward, form = loaded.spec.unhooked, loaded.snapshots
     prefixes = [_CachedPrefix(loaded, row, kv_lookup) if row.reusable else None for row in rows]
     batches = [
         _read_context(loaded, row) if prefix is None else prefix.read_batch()

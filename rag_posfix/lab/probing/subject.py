@@ -373,7 +373,7 @@ def open_subject(settings: Settings) -> Subject:
     from rag_posfix.pipeline.build import build_engine
 
     engine = build_engine(settings)
-    if (plain := engine.loaded.spec.plain) is not None:
+    if (plain := engine.loaded.spec.unhooked) is not None:
         raise UnsupportedModelError(
             f"{engine.model_id} runs without the attention hook ({plain.reason}) and cannot be probed; choose a model "
             "that rag-posfix verify reads with the attention hook"

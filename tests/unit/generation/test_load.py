@@ -120,7 +120,7 @@ def test_a_family_without_rotary_positions_reads_plain_prompts(tmp_path):
     folder = save_tiny(tmp_path / "gpt2")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     engine = load_engine(str(folder), dtype="float32")
-    assert engine.loaded.spec.plain.reason == "it adds positions to its input and rotates nothing"
+    assert engine.loaded.spec.unhooked.reason == "it adds positions to its input and rotates nothing"
     assert engine.context_window == 64
 
 

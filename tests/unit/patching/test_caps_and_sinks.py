@@ -57,7 +57,7 @@ def pair(request):
 
 def test_the_hook_is_proved_and_says_what_the_softmax_is(pair):
     spec = pair[0].loaded.spec
-    assert (spec.plain, spec.is_listed, spec.attention, spec.family.softmax) == (None, False, "eager", False)
+    assert (spec.unhooked, spec.is_listed, spec.attention, spec.family.softmax) == (None, False, "eager", False)
     assert spec.structure["plain_softmax"] is False
     assert check_again(pair[0].loaded.model, spec).idle_difference == 0.0
 
@@ -117,7 +117,7 @@ def test_prompts_and_steps_have_the_logits_of_eager_attention(pair):
 @pytest.mark.slow
 def test_methods_of_masks_and_positions_are_order_free_within_the_windows(pair):
     engine, _ = pair
-    within = engine.loaded.spec.within.shape
+    within = engine.loaded.spec.windowed.shape
     names = [name for name, cls in MITIGATIONS.items() if cls.order_invariant and cls().refusal(within) is None]
     assert {"set_prompting", "context_experts", "canonical_rotations"} <= set(names)
     for name in names:

@@ -85,12 +85,12 @@ def test_what_is_read_of_listed_families_is_what_the_table_says():
 def test_a_proved_model_is_idle_the_stock_model_and_order_free_methods_are(model_type):
     engine = opened(model_type, sliding_window=64) if model_type == "exaone4" else opened(model_type)
     spec = engine.loaded.spec
-    assert (spec.plain, spec.is_listed) == (None, False)
+    assert (spec.unhooked, spec.is_listed) == (None, False)
     ids = torch.tensor([toy_layout().token_ids])
     with torch.inference_mode():
         expected = tiny_model(engine.loaded.model.config)(ids).logits
         assert torch.equal(engine.loaded.model(ids).logits, expected)
-    shape = spec.shape if spec.within is None else spec.within.shape
+    shape = spec.shape if spec.windowed is None else spec.windowed.shape
     names = [name for name, cls in MITIGATIONS.items() if cls.order_invariant and create(name).refusal(shape) is None]
     assert {"parallel_windows", "set_prompting", "sorted_inter_document", "inter_document"} <= set(names)
     for name in names:
@@ -113,7 +113,7 @@ def test_a_proved_model_is_idle_the_stock_model_and_order_free_methods_are(model
 def test_other_decoders_read_plain_prompts_as_the_stock_model_does(model_type, reason):
     engine = opened(model_type)
     spec = engine.loaded.spec
-    assert reason in spec.plain.reason
+    assert reason in spec.unhooked.reason
     assert spec.reading.startswith("plain prompts: ")
     assert spec.shape.capabilities == set()
     layout = toy_layout()
@@ -141,7 +141,7 @@ def test_other_decoders_read_plain_prompts_as_the_stock_model_does(model_type, r
 def test_layers_with_chunks_keep_all_keys_within_the_first_chunk():
     engine = opened("llama4_text", attention_chunk_size=64, attn_temperature_tuning=False)
     spec = engine.loaded.spec
-    assert (spec.plain, spec.within.shape.context_window, spec.unrotated) == (None, 64, {3})
+    assert (spec.unhooked, spec.windowed.shape.context_window, spec.unrotated) == (None, 64, {3})
     longer = toy_layout((20, 30, 20, 20))  # reaches into the second chunk
     stock = tiny_model(engine.loaded.model.config)
     with torch.inference_mode():
@@ -162,7 +162,7 @@ def test_layers_with_chunks_keep_all_keys_within_the_first_chunk():
 
 def test_queries_that_are_scaled_by_their_place_allow_no_other_positions():
     engine = opened("llama4_text", attention_chunk_size=64, attn_temperature_tuning=True, floor_scale=48)
-    within = engine.loaded.spec.within.shape
+    within = engine.loaded.spec.windowed.shape
     assert within.context_window == 47  # from 48 tokens on the scale is another
     with pytest.raises(UnsupportedModelError, match="scales queries by their place in the cache"):
         log_probs(engine, "set_prompting")
@@ -194,7 +194,7 @@ def test_a_model_that_fails_a_check_of_the_hook_is_read_without_it(monkeypatch):
     monkeypatch.setattr(attention_hook, "attend_causal_rows", lambda *arguments: kernel(*arguments) * 1.5)
     model = tiny_model(tiny_config("mixtral"))
     spec = prepare(model)
-    assert "differs from native" in spec.plain.reason
+    assert "differs from native" in spec.unhooked.reason
     assert (attention_of(model), count_hooks(model)) == ("sdpa", 0)
 
 
@@ -202,8 +202,8 @@ def test_a_sliding_window_model_runs_every_method_whose_call_fits_the_windows():
     engine = opened("mistral", sliding_window=48)
     spec = engine.loaded.spec
     assert Capability.FULL_CACHE not in spec.shape.capabilities
-    assert spec.within.shape.capabilities == set(Capability)
-    assert spec.within.shape.context_window == 48
+    assert spec.windowed.shape.capabilities == set(Capability)
+    assert spec.windowed.shape.context_window == 48
     full = opened("mistral", sliding_window=None)
     for name in ("parallel_windows", "set_prompting", "sorted_inter_document", "parallel_encoding"):
         assert torch.equal(log_probs(engine, name), log_probs(full, name)), name
@@ -222,6 +222,6 @@ def test_a_sliding_window_model_runs_every_method_whose_call_fits_the_windows():
 def test_the_decoder_of_a_multimodal_wrapper_gets_the_hook():
     engine = opened("gemma3")
     assert isinstance(engine.loaded.model, transformers.Gemma3ForConditionalGeneration)
-    assert engine.loaded.spec.plain is None
+    assert engine.loaded.spec.unhooked is None
     differences = log_probs(engine, "context_experts") - log_probs(engine, "context_experts", (2, 0, 3, 1))
     assert float(differences.abs().max()) < 1e-4

@@ -37,7 +37,7 @@ def engine_of(loaded, store=None):
 
 
 def changed(loaded, **changes):
-    return replace(loaded, spec=replace(loaded.spec, plain=replace(loaded.spec.plain, **changes)))
+    return replace(loaded, spec=replace(loaded.spec, unhooked=replace(loaded.spec.unhooked, **changes)))
 
 
 def scores(engine, method, layout=LAYOUT, tokens=(7, 3, 11)):
@@ -64,7 +64,7 @@ class Passes(list):
 @pytest.mark.slow
 def test_rows_in_a_batch_are_the_rows_one_after_another(model_type):
     loaded = loaded_as(model_type)
-    assert loaded.spec.plain.batch == BATCHED[model_type]
+    assert loaded.spec.unhooked.batch == BATCHED[model_type]
     batched, one_by_one = engine_of(loaded), engine_of(changed(loaded, batch=""))
     for method in SEVERAL_ROWS[:2] if model_type != "gpt2" else SEVERAL_ROWS:
         assert float((scores(batched, method) - scores(one_by_one, method)).abs().max()) < 1e-4, method
@@ -92,7 +92,7 @@ def test_rows_are_read_in_one_pass_and_so_is_each_token_after_them(model_type):
 
 def test_a_model_that_reads_its_padding_reads_one_row_after_another():
     loaded = loaded_as("rwkv")
-    assert loaded.spec.plain.batch == ""
+    assert loaded.spec.unhooked.batch == ""
     passes = Passes(loaded.model)
     scores(engine_of(loaded), "default", tokens=())
     assert [rows for rows, _ in passes] == [1] * (LAYOUT.n_passages + 1)

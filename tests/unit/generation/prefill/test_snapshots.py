@@ -168,7 +168,7 @@ def test_rows_whose_caches_cannot_be_joined_are_read_one_after_another() -> None
 
 def test_rows_are_joined_before_the_answer_where_their_questions_are_read_apart() -> None:
     loaded = loaded_as("qwen3_next")
-    apart = replace(loaded, spec=replace(loaded.spec, plain=replace(loaded.spec.plain, joins="answer")))
+    apart = replace(loaded, spec=replace(loaded.spec, unhooked=replace(loaded.spec.unhooked, joins="answer")))
     expected = scores(engine_of(loaded))
     with longest_passes(loaded.model) as seen:
         stored = scores(engine_of(apart, PassageStore([MemoryTier()])))
@@ -179,7 +179,7 @@ def test_rows_are_joined_before_the_answer_where_their_questions_are_read_apart(
 
 def test_bytes_of_a_snapshot_are_counted_by_layer() -> None:
     loaded = loaded_as("lfm2")
-    few, many = (snapshot_bytes(loaded.model, loaded.spec.plain, n) for n in (64, 128))
+    few, many = (snapshot_bytes(loaded.model, loaded.spec.unhooked, n) for n in (64, 128))
     assert [kind for kind, _ in few] == ["LinearAttentionLayer", "DynamicLayer"] * 2
     # Recurrent layers hold as much of any prompt; 64 tokens have keys and values of 2 heads of 16 channels of 4 bytes.
     assert [more - less for (_, less), (_, more) in zip(few, many, strict=True)] == [0, 64 * 2 * 2 * 16 * 4] * 2
@@ -203,7 +203,7 @@ def test_large_snapshots_are_not_sent_to_redis() -> None:
 @pytest.mark.slow
 def test_a_model_that_counts_positions_anew_after_its_cache_is_given_them() -> None:
     loaded = loaded_as("bamba")
-    assert loaded.spec.plain.needs_positions
+    assert loaded.spec.unhooked.needs_positions
     with torch.inference_mode():
         expected = loaded.model(torch.tensor([(*LAYOUT.select((0,)).token_ids, 7)])).logits[0, -1].log_softmax(dim=-1)
     session = engine_of(loaded, PassageStore([MemoryTier()])).open(LAYOUT.select((0,)), MitigationChoice("none"), 2)
