@@ -111,7 +111,7 @@ class EmbeddedPassages(FaissVectorStore):
 
 
 def split_documents(
-    documents: Sequence[Document], size: PassageSize, most: int, give_way: Callable[[], None]
+    documents: Sequence[Document], size: PassageSize, most: int, yield_to_waiters: Callable[[], None]
 ) -> dict[str, dict[str, IndexEntry]]:
     """Return the entries of each document by their ids: itself, or its passages if it is longer than a passage.
 
@@ -120,7 +120,7 @@ def split_documents(
     """
     entries: dict[str, dict[str, IndexEntry]] = {}
     for document in documents:
-        give_way()
+        yield_to_waiters()
         name, passages = str(document.id), split_document(document, size)
         if passages == [document]:
             entries[name] = {name: IndexEntry(document)}
@@ -570,7 +570,7 @@ class Collection:
         """Return a retriever of the documents as they are now; its ``invoke`` returns ``k`` passages."""
         return self._current().retriever(k)
 
-    def put(self, documents: Sequence[Document], give_way: Callable[[], None] = check_cancelled) -> PutResult:
+    def put(self, documents: Sequence[Document], yield_to_waiters: Callable[[], None] = check_cancelled) -> PutResult:
         """Add documents, replacing those with the same ids; return when that is on the disk.
 
         All of them are added, or none. Documents that are stored already are neither embedded nor written.
@@ -578,7 +578,7 @@ class Collection:
         Args:
             documents: One without an id gets a hash of its content. The last of several with one id counts. A
                 document that is longer than a passage becomes passages.
-            give_way: Is called before each step of embedding, so that others can embed too.
+            yield_to_waiters: Is called before each step of embedding, so that others can embed too.
 
         Raises:
             TooLargeError: the collection would hold too many passages, or the passages too much metadata.
@@ -588,7 +588,7 @@ class Collection:
         if self._external is not None:
             check_reserved(copies)
         ids = tuple(str(document.id) for document in copies)
-        passages = split_documents(copies, self._size, self._max_documents, give_way)
+        passages = split_documents(copies, self._size, self._max_documents, yield_to_waiters)
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MOST_COPIES:
             raise TooLargeError(
@@ -607,7 +607,7 @@ class Collection:
                 store = self._current()
                 missing = store.missing(entries, prepared)
                 for start in range(0, len(missing), _TEXTS_PER_STEP):
-                    give_way()
+                    yield_to_waiters()
                     prepared |= store.prepare(missing[start : start + _TEXTS_PER_STEP], entries)
                 with self._transaction() as (file, current):
                     # Else another writer changed them meanwhile, or the collection was created again.

@@ -239,7 +239,7 @@ async def add_documents(
     fields.documents = len(body.documents)
     documents = [_document(document, index) for index, document in enumerate(body.documents)]
     collection = service.collection(name)
-    put = await _with_embeddings(service, request, lambda: collection.put(documents, service.rerank.give_way))
+    put = await _with_embeddings(service, request, lambda: collection.put(documents, service.rerank.yield_to_waiters))
     return AddedDocuments(**asdict(put))
 
 

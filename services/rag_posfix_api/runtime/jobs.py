@@ -147,7 +147,7 @@ class Jobs:
             ticket.tenant = CALLER.get().tenant
             yield Job(ticket, self.admission, self._limiter, self._count_wait)
 
-    def give_way(self) -> None:
+    def yield_to_waiters(self) -> None:
         """Let those work first who wait for a permit. For long work that runs with one, in its thread.
 
         Raises:
