@@ -353,7 +353,7 @@ def fetch_command(name: str) -> str:
     return "rag-posfix models fetch" if weights_of(name).default else f"rag-posfix models fetch {name}"
 
 
-def package_version(name: str) -> str:
+def weights_version(name: str) -> str:
     """Return the version of a model's packages: of those that are installed, else of those that are fetched."""
     try:
         return version(distribution(weights_of(name).packages[0]))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_posfix.checkpoints import DEFAULT_READER, WEIGHTS, fetch, fetched_folder, located, package_version, weights_of
+from rag_posfix.checkpoints import DEFAULT_READER, WEIGHTS, fetch, fetched_folder, located, weights_of, weights_version
 from rag_posfix.cli.options import (
     AsJson,
     checked_choice,
@@ -609,6 +609,6 @@ def _describe_model(name: str, settings: Settings) -> dict[str, Any]:
         "memory_megabytes": weights.memory_megabytes,
         "right_answers": weights.right_answers,
         "speed": None,
-        "version": package_version(name),
+        "version": weights_version(name),
         "path": None if paths is None else str(paths[0].parent),
     }

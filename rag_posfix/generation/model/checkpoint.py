@@ -32,7 +32,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.checkpoints import WEIGHTS, fetch_command, located, package_version
+from rag_posfix.checkpoints import WEIGHTS, fetch_command, located, weights_version
 from rag_posfix.errors import ConfigError, missing_extra
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -112,7 +112,7 @@ class PackagedModel:
     @property
     def folder_name(self) -> str:
         """Name of the folder for the converted model; another version of the package gets another."""
-        return f"{WEIGHTS[self.name].packages[0]}-{package_version(self.name)}-bfloat16"
+        return f"{WEIGHTS[self.name].packages[0]}-{weights_version(self.name)}-bfloat16"
 
     def files(self, cache_dir: Path) -> tuple[Path, ...]:
         """Return the parts on disk, installed or fetched into ``cache_dir``; ConfigError if there are none."""
