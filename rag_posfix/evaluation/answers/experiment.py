@@ -495,7 +495,7 @@ def device_of(engine: Generator) -> str:
     return engine.loaded.device.type if isinstance(engine, Engine) else "remote"
 
 
-def answer_key(engine: Generator, case: EvalCase, max_new_tokens: int, *, any_order: bool) -> str:
+def case_key(engine: Generator, case: EvalCase, max_new_tokens: int, *, any_order: bool) -> str:
     """Return a digest of everything that an answer depends on; with ``any_order`` all orders have the same."""
     passages: Iterable[list[Any]] = ([p.key, p.relevance] for p in map(checked_document, case.documents))
     fields = {

@@ -36,9 +36,9 @@ from rag_posfix.evaluation.answers.experiment import (
     GradedAnswer,
     PositionRow,
     answer_all,
-    answer_key,
     answers_head,
     arrangement_rerankers,
+    case_key,
     check_arrangements,
     engine_facts,
     graded_again,
@@ -232,7 +232,7 @@ def answer_at_positions(
         template = template_of(example.question, example.history)
         for condition, passages in ((CLOSED_BOOK, ()), (GOLD_ONLY, example.gold)):
             case = EvalCase(example, passages, MitigationChoice("none"), template=template)
-            yield _PlannedRow(case, condition, None, answer_key(engine, case, max_new_tokens, any_order=False))
+            yield _PlannedRow(case, condition, None, case_key(engine, case, max_new_tokens, any_order=False))
         scored = {label: score_passages(scorers[label], example, n_documents, rankings) for label in labels}
         gold_rank = {label: _gold_rank(example, by_id) for label, by_id in scored.items()}
         for gold_position in gold_positions:
@@ -242,7 +242,7 @@ def answer_at_positions(
                 documents = tuple(by_id[name] for name in names if name in by_id)
                 case = EvalCase(example, documents, arrangement.mitigation, arrangement.order, template)
                 any_order = arrangement.order_free and not check_orders
-                key = answer_key(engine, case, max_new_tokens, any_order=any_order)
+                key = case_key(engine, case, max_new_tokens, any_order=any_order)
                 yield _PlannedRow(case, arrangement.label, gold_position, key, gold_rank[arrangement.scorer])
 
     rows: list[PositionRow] = []

@@ -18,7 +18,7 @@ from rag_posfix.evaluation.answers.experiment import (
     GradedAnswer,
     answer_all,
     answer_and_score,
-    answer_key,
+    case_key,
     is_sound,
     summarize_form,
 )
@@ -152,7 +152,7 @@ def test_the_history_of_a_turn_is_read_by_the_model_and_part_of_the_key(engine):
     turn = replace(alone, example=replace(alone.example, history=history))
     (first, _), (second, _) = answer_all(engine, [alone, turn], 4)
     assert first.log_probability != second.log_probability
-    assert answer_key(engine, alone, 4, any_order=False) != answer_key(engine, turn, 4, any_order=False)
+    assert case_key(engine, alone, 4, any_order=False) != case_key(engine, turn, 4, any_order=False)
 
 
 def test_passages_that_repeat_are_refused(engine):
@@ -293,7 +293,7 @@ class TestKey:
     def key(self, engine=None, example=None, documents=None, choice=None, tokens=24, any_order=False, **fields):
         documents = self.passages if documents is None else documents
         case = EvalCase(example or self.example, documents, choice or MitigationChoice("none"), **fields)
-        return answer_key(engine or self.engine, case, tokens, any_order=any_order)
+        return case_key(engine or self.engine, case, tokens, any_order=any_order)
 
     def test_all_that_an_answer_depends_on_changes_the_key(self):
         other = Engine(self.engine.loaded, self.engine.encoder, "tiny", "another print")
