@@ -64,7 +64,7 @@ class AskedInBatches(ABC):
         Closing the iterator begins no further question, and waits for those that were begun.
         """
         check_type("questions", questions, list | tuple, "a list of questions")
-        at_once = checked_count(max_concurrency)
+        at_once = checked_concurrency(max_concurrency)
         return as_completed(self.ask, questions, at_once)
 
     async def abatch(
@@ -80,7 +80,7 @@ class AskedInBatches(ABC):
         )
 
 
-def checked_count(max_concurrency: int | None) -> int:
+def checked_concurrency(max_concurrency: int | None) -> int:
     """Return how many questions may be open at the same time; ``AT_ONCE`` for None."""
     check_type("max_concurrency", max_concurrency, int | None, "a whole number, or None")
     if max_concurrency is not None and max_concurrency < 1:

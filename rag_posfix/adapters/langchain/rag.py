@@ -40,7 +40,7 @@ from rag_posfix.contracts.method_spec import MethodSpec, parse_method
 from rag_posfix.contracts.request import Generation
 from rag_posfix.contracts.retrieval import combine_filters
 from rag_posfix.errors import ConfigError, RagPosfixError
-from rag_posfix.pipeline.batch import checked_count
+from rag_posfix.pipeline.batch import checked_concurrency
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.pipeline.tracing import Stage
 from rag_posfix.retrieval.base import as_retriever
@@ -504,7 +504,7 @@ def _concurrent(config: RunnableConfig | list[RunnableConfig] | None, count: int
     for entry in config if isinstance(config, list) else [config]:
         _check_config(entry)
     configs = get_config_list(config, count)
-    return [{**entry, "max_concurrency": checked_count(entry.get("max_concurrency"))} for entry in configs]
+    return [{**entry, "max_concurrency": checked_concurrency(entry.get("max_concurrency"))} for entry in configs]
 
 
 def _method(text: str) -> MethodSpec:
