@@ -26,7 +26,7 @@ from rag_posfix.contracts.retrieval import filter_key
 from rag_posfix.pipeline.citations import attribute_sentences, dominant, find_quotes, page_of
 from rag_posfix.pipeline.disagreement import list_disagreements
 from rag_posfix.pipeline.run import RequestContext
-from rag_posfix.pipeline.support import compare_words, has_words_of, read_texts, verdict_of
+from rag_posfix.pipeline.support import compare_words, has_words_of, read_texts, support_verdict
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, content_hash
 
@@ -209,7 +209,7 @@ def answer_from(
     texts = read_texts(assembled.documents)
     documents = _documents(stored, assembled, names)
     words = compare_words(stored["text"], texts, question)
-    support, supporting = verdict_of(stored_odds(stored, assembled), words)
+    support, supporting = support_verdict(stored_odds(stored, assembled), words)
     return Answer(
         text=stored["text"],
         documents=documents,

@@ -135,7 +135,7 @@ def has_words_of(sentence: str, passage: str, question: str) -> bool:
     return bool(shared_words(evidence, passage_words(passage)))
 
 
-def verdict_of(odds: Sequence[float | None], words: WordSupport) -> tuple[SupportVerdict, tuple[int, ...]]:
+def support_verdict(odds: Sequence[float | None], words: WordSupport) -> tuple[SupportVerdict, tuple[int, ...]]:
     """Return whether passages support an answer, and the indices of those that do.
 
     Rule: ``no`` if the judge finds the answer in no passage, or if no passage has any of its words. ``yes`` if the

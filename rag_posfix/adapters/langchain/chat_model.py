@@ -36,7 +36,7 @@ from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, M
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.model.json_grammar import compile_schema
 from rag_posfix.generation.remote.connection import is_remote, parse_remote
-from rag_posfix.pipeline.support import compare_words, read_texts, verdict_of
+from rag_posfix.pipeline.support import compare_words, read_texts, support_verdict
 from rag_posfix.registry import check_names
 from rag_posfix.text import NO_PASSAGE_TEXT
 
@@ -412,7 +412,7 @@ class RagPosfixChatModel(Portable, Checked, BaseChatModel):
         layout = assembled.layout
         question = generator.encoder.decode(layout.tokens(layout.question))
         words = compare_words(generation.text, read_texts(assembled.documents), question)
-        support, supporting = verdict_of((), words) if assembled.documents else ("no", ())
+        support, supporting = support_verdict((), words) if assembled.documents else ("no", ())
         return {
             "model_name": generator.model_id,
             "model_provider": "rag_posfix",

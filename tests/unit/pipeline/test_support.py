@@ -15,7 +15,7 @@ from rag_posfix.pipeline.support import (
     asks_for_fact,
     compare_words,
     has_words_of,
-    verdict_of,
+    support_verdict,
 )
 from rag_posfix.reranking.deadline import GuardedReranker
 from rag_posfix.reranking.yes_no import YesNoReranker
@@ -77,17 +77,17 @@ class TestVerdict:
         ],
     )
     def test_the_best_passage_decides(self, odds, verdict, supporting):
-        assert verdict_of(odds, self.WORDS) == (verdict, supporting)
+        assert support_verdict(odds, self.WORDS) == (verdict, supporting)
 
     def test_words_are_a_necessary_condition(self):
-        assert verdict_of((9.0,), compare_words("In Rome.", [PASSAGE], ASKED)) == ("no", ())
-        assert verdict_of((9.0,), compare_words("5 years.", [PASSAGE], ASKED)) == ("partly", (0,))
-        assert verdict_of((), compare_words("In Rome.", [PASSAGE], ASKED)) == ("no", ())
+        assert support_verdict((9.0,), compare_words("In Rome.", [PASSAGE], ASKED)) == ("no", ())
+        assert support_verdict((9.0,), compare_words("5 years.", [PASSAGE], ASKED)) == ("partly", (0,))
+        assert support_verdict((), compare_words("In Rome.", [PASSAGE], ASKED)) == ("no", ())
 
     def test_without_words_to_compare_the_judge_decides(self):
         words = compare_words("Yes.", [OTHER, PASSAGE], ASKED)
-        assert verdict_of((0.1, YES_FROM), words) == ("yes", (1,))
-        assert verdict_of((0.1, 0.1), words) == ("unknown", ())
+        assert support_verdict((0.1, YES_FROM), words) == ("yes", (1,))
+        assert support_verdict((0.1, 0.1), words) == ("unknown", ())
 
 
 class Judge:
