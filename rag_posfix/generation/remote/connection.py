@@ -666,14 +666,14 @@ _NO_REASON = ("", "null", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class AnswerEnd:
     """How an answer ended. A reason that is not known counts as ``stop``, and such an answer is not cached."""
 
     reason: FinishReason
     is_known: bool = True
 
 
-def unreadable(url: str, what: str) -> UpstreamError:
+def unreadable_answer(url: str, what: str) -> UpstreamError:
     """Return the error for an answer of another form."""
     return UpstreamError(f"{url} sent {what}; is it an OpenAI-compatible server?")
 
@@ -693,13 +693,13 @@ def first_choice(event: Event, url: str, *, is_part: bool = False) -> Event | No
     if choices is None and is_part:
         return None
     if not isinstance(choices, list) or (choices and not isinstance(choices[0], dict)):
-        raise unreadable(url, "an object without choices")
+        raise unreadable_answer(url, "an object without choices")
     if choices and choices[0].get("error"):
         return first_choice({"error": choices[0]["error"]}, url)
     return choices[0] if choices else None
 
 
-def end_of(choice: Event, url: str) -> End | None:
+def end_of(choice: Event, url: str) -> AnswerEnd | None:
     """Return how the answer of a choice ended, None if it has not ended: servers without null send "" or "null".
 
     Raises:
@@ -719,11 +719,11 @@ def end_of(choice: Event, url: str) -> End | None:
             f"{url} gave up in the middle of the answer (finish_reason {said!r:.60}); try again, or see its log"
         )
     if kind is not None:
-        return End("length" if kind == "length" else "stop")
+        return AnswerEnd("length" if kind == "length" else "stop")
     _log.warning(
         "the server at %s ended an answer with finish_reason %.60r, which is not known: not cached", url, said
     )
-    return End("stop", is_known=False)
+    return AnswerEnd("stop", is_known=False)
 
 
 def content_of(message: object, url: str) -> str | None:
@@ -736,7 +736,7 @@ def content_of(message: object, url: str) -> str | None:
         raise NoAnswerError("the remote model called a tool instead of answering; turn off its tools")
     content = joined_texts(fields.get("content"))
     if content is not None and not isinstance(content, str):
-        raise unreadable(url, "a message whose content is no text")
+        raise unreadable_answer(url, "a message whose content is no text")
     return content
 
 

@@ -35,8 +35,8 @@ from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError, 
 from rag_posfix.generation.decode.answer_writer import StopMatcher
 from rag_posfix.generation.remote.connection import (
     DONE,
+    AnswerEnd,
     Connection,
-    End,
     Event,
     RemoteModel,
     ServerLimits,
@@ -46,7 +46,7 @@ from rag_posfix.generation.remote.connection import (
     no_text,
     parse_remote,
     split_sound,
-    unreadable,
+    unreadable_answer,
     withholds,
 )
 from rag_posfix.generation.remote.judge import ByteCache, Form, ServerFacts, ServerJudge, read_usage
@@ -303,8 +303,8 @@ class RemoteGenerator(Generator):
         url = self._connection.url
         choice = first_choice(answer, url)
         if choice is None:
-            raise unreadable(url, "an answer without a choice")
-        end = end_of(choice, url) or End("stop")  # it is complete: some servers name no reason
+            raise unreadable_answer(url, "an answer without a choice")
+        end = end_of(choice, url) or AnswerEnd("stop")  # it is complete: some servers name no reason
         timings = {"decode": time.perf_counter() - started}
         message = choice.get("message")
         content = content_of(message, url)
@@ -313,7 +313,7 @@ class RemoteGenerator(Generator):
         text, _half = split_sound(content)  # max_tokens cut a character
         start = StopMatcher(request.cues).push(text)
         if start is not None:  # the server did not stop there
-            text, end = text[:start], End("stop")
+            text, end = text[:start], AnswerEnd("stop")
         self._check_json(text, end.reason, request)
         return self._generation(request, text, end, answer.get("usage"), timings, choice.get("stop_reason"))
 
@@ -347,14 +347,14 @@ class RemoteGenerator(Generator):
         first: float | None = None
         texts: list[str] = []
         half = ""  # the beginning of a character, which max_tokens may cut
-        end: End | None = None
+        end: AnswerEnd | None = None
         choice: Event | None = None
         usage, stop_reason, withheld = None, None, None
         matcher, held_back, sent = StopMatcher(request.cues), "", 0
         with closing(events):
             for event in events:
                 if event is DONE:
-                    end = end or End("stop")
+                    end = end or AnswerEnd("stop")
                     break
                 usage = event.get("usage") or usage
                 current = first_choice(event, url, is_part=True)
@@ -363,7 +363,7 @@ class RemoteGenerator(Generator):
                 choice = current
                 delta, now = choice.get("delta"), end_of(choice, url)
                 if delta is None and not any(texts) and choice.get("message") is not None:  # it did not stream
-                    delta, now = choice["message"], now or End("stop")
+                    delta, now = choice["message"], now or AnswerEnd("stop")
                 content = content_of(delta, url)
                 withheld = delta if withholds(delta) else withheld
                 end = now or end
@@ -380,13 +380,13 @@ class RemoteGenerator(Generator):
                     first = first or time.perf_counter()
                     yield Chunk(texts[-1])
                 if start is not None:  # the server did not stop there; closing the stream stops it
-                    end, withheld = End("stop"), None
+                    end, withheld = AnswerEnd("stop"), None
                     break
         if held_back:
             texts.append(held_back)
             yield Chunk(held_back)
         if end is None and choice is None:
-            raise unreadable(url, "a stream without choices")
+            raise unreadable_answer(url, "a stream without choices")
         if end is None:
             raise UpstreamError(f"{url} ended its stream in the middle of the answer; try again")
         if not texts or (withheld is not None and not any(texts)):
@@ -437,7 +437,7 @@ class RemoteGenerator(Generator):
         self,
         request: GenerationRequest,
         text: str,
-        end: End,
+        end: AnswerEnd,
         usage: object,
         timings: Mapping[str, float],
         stop_reason: object,
