@@ -22,7 +22,7 @@ from rag_posfix.plan.plan import (
     Rule,
     mixture,
     relevance_rule,
-    without_copies,
+    without_question_copies,
 )
 
 
@@ -73,7 +73,7 @@ class Committee(Mitigation):
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage, the row without passages, and the all-passages row."""
-        cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
+        cut = None if self.question_copies or self.relevance == "score" else without_question_copies(layout)
         layout = cut.layout if cut else layout
         ranked = layout.ranked()[: self.experts]
         if not ranked:

@@ -23,7 +23,7 @@ from rag_posfix.plan.plan import (
     Rule,
     mixture,
     relevance_rule,
-    without_copies,
+    without_question_copies,
 )
 
 
@@ -128,7 +128,7 @@ class ContextExperts(Mitigation):
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:
         """Return one row per passage in canonical order (by content), then the row without passages."""
-        cut = None if self.question_copies or self.relevance == "score" else without_copies(layout)
+        cut = None if self.question_copies or self.relevance == "score" else without_question_copies(layout)
         layout = cut.layout if cut else layout
         chosen = self._chosen(layout)
         if not chosen:

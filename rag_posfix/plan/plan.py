@@ -495,7 +495,7 @@ class CutCopies(NamedTuple):
         return neutral
 
 
-def without_copies(layout: Layout) -> CutCopies | None:
+def without_question_copies(layout: Layout) -> CutCopies | None:
     """Return the layout in which a copy of the question is no evidence for a passage; None without copies.
 
     A passage is a copy if |G(question) & G(passage)| > ``COPIED_SHARE`` |G(question)|, where G is the set of runs of

@@ -13,7 +13,7 @@ from rag_posfix.errors import ConfigError
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import create
 from rag_posfix.plan.layout import Layout, Span
-from rag_posfix.plan.plan import relevance_rule, without_copies
+from rag_posfix.plan.plan import relevance_rule, without_question_copies
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model
 
@@ -54,7 +54,7 @@ def texts_of(layout: Layout) -> list[tuple[int, ...]]:
 )
 def test_runs_that_a_passage_shares_with_the_question_are_cut(text, remainder):
     layout = layout_of(FIRST, text, LAST)
-    cut = without_copies(layout)
+    cut = without_question_copies(layout)
     if remainder is None:
         assert cut is None
         return
@@ -67,19 +67,22 @@ def test_runs_that_a_passage_shares_with_the_question_are_cut(text, remainder):
 
 def test_a_short_query_has_no_copies():
     query = QUESTION[:5]  # three runs
-    assert without_copies(layout_of(FIRST, query, question=query)) is None
+    assert without_question_copies(layout_of(FIRST, query, question=query)) is None
 
 
 def test_the_score_of_a_copy_stays_for_an_entry_of_an_faq_is_found_by_its_question():
     for relevance in ((0.4, 0.9, 0.6), (0.4, 0.1, 0.6), None):
-        assert without_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).layout.relevance == relevance
+        assert (
+            without_question_copies(layout_of(FIRST, QUESTION, LAST, relevance=relevance)).layout.relevance
+            == relevance
+        )
 
 
 def test_a_title_that_is_the_question_is_cut_too():
     layout = layout_of((*QUESTION, *FIRST), LAST)
     start = layout.texts[0].start
     titled = replace(layout, texts=(Span(start + len(QUESTION), layout.texts[0].stop), layout.texts[1]))
-    cut = without_copies(titled).layout
+    cut = without_question_copies(titled).layout
     assert texts_of(cut) == [FIRST, LAST]
     assert cut.tokens(cut.passages[0]) == (5, *FIRST, 6)
 
@@ -119,7 +122,7 @@ def test_methods_read_the_cut_prompt_as_if_it_had_been_given(name, engine):
 def rule_of(*texts: tuple[int, ...]):
     """Return the rule of ``both`` for passages whose scores are 1, .5, .5, ...: log 1 = 0 and log .5 = -.69."""
     layout = layout_of(*texts, relevance=(1.0, *[0.5] * (len(texts) - 1)))
-    cut = without_copies(layout)
+    cut = without_question_copies(layout)
     return relevance_rule("both", layout if cut is None else cut.layout, range(len(texts)), cut)
 
 
@@ -145,10 +148,12 @@ def test_a_passage_that_asks_in_the_same_words_about_something_else_counts_no_mo
     assert relevance_of(rule, -6.0, -5.5, -5.0, -4.0) == [-5.0, -6.19, -5.69, -4.69]  # median -5; its own is lower
     answer = (60, *QUESTION[1:6], 61)  # as many runs, without the interrogative: an answer in the question's words
     assert relevance_of(rule_of((*QUESTION, 50), answer, FIRST, LAST), -6.0, -1.0, -5.0, -4.0)[1] == -1.69
-    cut = without_copies(layout_of((*QUESTION, 50), sibling, answer))
+    cut = without_question_copies(layout_of((*QUESTION, 50), sibling, answer))
     assert (cut.copies, cut.siblings) == ({0}, {1})
     assert texts_of(cut.layout) == [(50,), (60, 61), answer]
-    assert without_copies(layout_of(sibling, FIRST)) is None, "without a copy a passage that asks is as others"
+    assert without_question_copies(layout_of(sibling, FIRST)) is None, (
+        "without a copy a passage that asks is as others"
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -167,7 +172,10 @@ def test_tokens_of_letters_are_compared_in_longer_runs():
     question = tuple(map(ord, "who designed the tower and the light of the tower"))
     related = tuple(map(ord, "those who design lights: their tower stands on a light roof, and they owe the rent"))
     copy = (*question, *map(ord, " ilse korvanth"))
-    assert without_copies(layout_of(tuple(map(ord, "the hall and the town")), related, question=question)) is None
-    cut = without_copies(layout_of(related, copy, question=question))
+    assert (
+        without_question_copies(layout_of(tuple(map(ord, "the hall and the town")), related, question=question))
+        is None
+    )
+    cut = without_question_copies(layout_of(related, copy, question=question))
     assert cut is not None
     assert texts_of(cut.layout)[1] == tuple(map(ord, "ilse korvanth"))  # the space is in a run of the question
