@@ -24,7 +24,7 @@ from rag_posfix.cli.options import (
     checked_choice,
     emit,
     err,
-    load_engine,
+    open_engine,
     out,
     progress_bar,
     progress_bars,
@@ -413,7 +413,7 @@ def _precompute(folder: Path, embeddings: Embeddings, choice: MitigationChoice, 
     from rag_posfix.retrieval.faiss_store import FaissVectorStore
 
     started = time.perf_counter()
-    engine = load_engine(settings)
+    engine = open_engine(settings)
     documents = FaissVectorStore.load(folder, embeddings).documents()
     with _disk_on(settings), progress_bar("reading passages") as progress:
         tokens, stored_bytes = precompute_stored(engine, documents, choice, settings, progress)
@@ -499,7 +499,7 @@ def _speed_of(name: str, settings: Settings) -> dict[str, float]:
     from rag_posfix.evaluation.speed.bench import bench_layout, method_run
     from rag_posfix.pipeline.build import settings_with_model
 
-    engine = load_engine(settings_with_model(settings, name))
+    engine = open_engine(settings_with_model(settings, name))
     layout = bench_layout(engine.encoder, 10, 100)
     reading, writing = method_run(engine, layout, MethodSpec("none"), _WRITTEN)(_WRITTEN)
     return {"read_tokens_per_s": len(layout.token_ids) / reading, "written_tokens_per_s": _WRITTEN / writing}

@@ -28,7 +28,7 @@ from rag_posfix.cli.options import (
     checked_choice,
     emit,
     err,
-    load_engine,
+    open_engine,
     out,
     out_option,
     progress_bar,
@@ -363,7 +363,7 @@ def demo(
         settings = settings.model_copy(update={"model": DEMO_MODEL})
         if not as_json:
             say(DEMO_NOTE)
-    engine = load_engine(settings, PASSAGE_BYTES)
+    engine = open_engine(settings, PASSAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="rag-posfix-demo-") as folder:
         retriever, indexed = _index(Path(folder) / "demo.index", settings)
         cells = _compare(engine, retriever, questions, choices)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rag_posfix.cli.options import AsJson, Plugin, emit, emit_json, load_engine, out, say, status, table, with_settings
+from rag_posfix.cli.options import AsJson, Plugin, emit, emit_json, open_engine, out, say, status, table, with_settings
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.registry import GROUPS, plugin_entries
 from rag_posfix.settings import Settings
@@ -135,7 +135,7 @@ def verify(settings: Settings, as_json: AsJson = False) -> None:
     if is_remote(settings.model):
         emit(_verify_server(settings), as_json, _show_server)
         return
-    engine = load_engine(settings)
+    engine = open_engine(settings)
     from rag_posfix.generation.load import generation_config_of
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.patching.install import check_again, snapshot_bytes

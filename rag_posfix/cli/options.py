@@ -412,7 +412,7 @@ def unknown_filter_fields(index: Path | None, metadata_filter: Mapping[str, Any]
     return [f"no passage has the {noun} {names}; fields: {', '.join(known) or 'none'}"]
 
 
-def load_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
+def open_engine(settings: Settings, passage_bytes: int = 0) -> Engine:
     """Load the model of the settings into this process, with a status line; ``passage_bytes`` as ``build_engine``."""
     with status("loading the model"):
         from rag_posfix.pipeline.build import build_engine

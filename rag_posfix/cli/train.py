@@ -13,7 +13,7 @@ from rag_posfix.cli.options import (
     checked_choice,
     emit,
     experiment_step,
-    load_engine,
+    open_engine,
     out,
     out_option,
     say,
@@ -237,8 +237,8 @@ def _run(
             f"adapter={str(settings.adapter)!r} is set, and training adds an adapter; unset RAG_POSFIX_ADAPTER"
         )
     settings = settings.model_copy(update={"dtype": training.dtype if training.rank else "float32"})
-    engine = load_engine(settings)
-    teacher = load_engine(settings).loaded if objective.needs_teacher and not training.rank else None
+    engine = open_engine(settings)
+    teacher = open_engine(settings).loaded if objective.needs_teacher and not training.rank else None
     base = source_of(settings.model, settings.cache_dir)
     record = tune(
         engine, objective, data, training, output, base=base, teacher=teacher, progress=experiment_step
@@ -281,12 +281,12 @@ def forgetting(
     from rag_posfix.lab.training.objectives import BASE, compare_perplexity
 
     segments = [segment.text for segment in read_segments(texts, SEGMENT_WORDS)][:limit]
-    engines = {BASE: load_engine(settings.model_copy(update={"adapter": None}))}
+    engines = {BASE: open_engine(settings.model_copy(update={"adapter": None}))}
     for folder in tuned:
         is_adapter = (folder / "adapter_config.json").exists()
         change = {"adapter": folder} if is_adapter else {"adapter": None, "model": str(folder)}
         name = f"./{folder}" if str(folder) == BASE else str(folder)  # else it would stand for the model before
-        engines[name] = load_engine(settings.model_copy(update=change))
+        engines[name] = open_engine(settings.model_copy(update=change))
     record = compare_perplexity(engines, segments, tokens, output, experiment_step)
 
     def show(summary: dict[str, Any]) -> None:
