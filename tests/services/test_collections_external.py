@@ -17,7 +17,7 @@ from rag_posfix import FaissVectorStore
 from rag_posfix.contracts.retrieval import matches, parse_filter
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval import external_stores
-from rag_posfix_api.collections.collection import open_passage_store
+from rag_posfix_api.collections.collection import open_external_store
 from rag_posfix_api.http.errors import StorageError
 from tests.services.notes import NOTES, add
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -290,7 +290,7 @@ def test_store_that_cannot_do_what_collections_need_is_refused_at_the_start(
         monkeypatch.setattr(external_stores, "entry_points", lambda group: [Plugin(store)])
 
     use(FaissVectorStore)
-    open_passage_store("shelf:", LetterEmbeddings())
+    open_external_store("shelf:", LetterEmbeddings())
     for store, error, problem in (
         (Kept, ConfigError, "cannot hold collections.*refused the deletion"),
         (ReadOnly, StorageError, "cannot add to the vector store shelf:: PermissionError"),
@@ -303,7 +303,7 @@ def test_store_that_cannot_do_what_collections_need_is_refused_at_the_start(
     ):
         use(store)
         with pytest.raises(error, match=problem):
-            open_passage_store("shelf:", LetterEmbeddings())
+            open_external_store("shelf:", LetterEmbeddings())
     with pytest.raises(ConfigError, match="evaluates_filters"):
         Tenants(tmp_path, collection_store="shelf:")
 

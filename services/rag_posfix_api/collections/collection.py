@@ -156,7 +156,7 @@ SCOPE: Final = "posfix_collection"
 _ERASED_PER_SEARCH = 1000
 
 
-class PassageStore:
+class ExternalStore:
     """A vector store that holds copies of passages.
 
     Attributes:
@@ -232,7 +232,7 @@ class PassageStore:
         return call_client(work, StorageError, problem, "check that it runs")
 
 
-def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
+def open_external_store(text: str, embeddings: Embeddings) -> ExternalStore:
     """Return the store ``KIND:key=value,...`` of the settings, which then has shown what collections need.
 
     Raises:
@@ -259,19 +259,19 @@ def open_passage_store(text: str, embeddings: Embeddings) -> PassageStore:
             "the vector store milvus holds collections in a JSON field alone, so that metadata cannot name the fields "
             "of the store; add metadata=FIELD"
         )
-    store = PassageStore(f"{kind}:{options.get('collection') or options.get('index') or ''}", retriever, vectors)
+    store = ExternalStore(f"{kind}:{options.get('collection') or options.get('index') or ''}", retriever, vectors)
     store.probe()
     return store
 
 
 class ExternalPassages:
-    """The passages of a collection, whose vectors are in a ``PassageStore``. Rows store the ids of their copies.
+    """The passages of a collection, whose vectors are in a ``ExternalStore``. Rows store the ids of their copies.
 
     Attributes:
         names: The ids of passages by the ids of their copies.
     """
 
-    def __init__(self, store: PassageStore, scope: str, removed: DeleteListener) -> None:
+    def __init__(self, store: ExternalStore, scope: str, removed: DeleteListener) -> None:
         self.table = DocumentTable()
         self._store = store
         self._scope = scope
@@ -540,7 +540,7 @@ class Collection:
         removed: Removed,
         failures: CollectionFailures,
         size: PassageSize,
-        external: PassageStore | None = None,
+        external: ExternalStore | None = None,
     ) -> None:
         self.folder = folder
         self._embeddings = embeddings

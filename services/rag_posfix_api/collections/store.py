@@ -27,7 +27,7 @@ from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix_api.collections.collection import (
     Collection,
     CollectionFailures,
-    PassageStore,
+    ExternalStore,
     collection_file,
     existing_file,
     file_names,
@@ -77,7 +77,7 @@ class Collections:
         self._max_documents = max_documents
         self._size = size or PassageSize()
         self.failures = CollectionFailures()
-        self.external: PassageStore | None = None
+        self.external: ExternalStore | None = None
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, str], Collection] = OrderedDict()
 

@@ -37,7 +37,7 @@ from rag_posfix.retrieval.indexing import FollowedIndex
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix.telemetry.build import OFF, Telemetry
-from rag_posfix_api.collections.collection import Collection, open_passage_store
+from rag_posfix_api.collections.collection import Collection, open_external_store
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, SharedQuotas
 from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
@@ -284,7 +284,7 @@ class Service:
             return
         if pipeline.embeddings is None:
             raise ConfigError("collection_store is set and there is no embedding model; serve a pipeline with one")
-        self.collections.external = open_passage_store(address, pipeline.embeddings)
+        self.collections.external = open_external_store(address, pipeline.embeddings)
 
     def adopt(self, pipeline: Pipeline) -> None:
         """Serve ``pipeline`` from now on. The pipeline itself is not changed."""
