@@ -83,7 +83,7 @@ _FLUSH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Methods:
+class ResolvedMethods:
     """The methods that settings name, checked, with the values of files, and how passages are made to fit."""
 
     mitigation: MitigationChoice
@@ -94,7 +94,7 @@ class Methods:
     measured: MeasuredProfile | None = None
 
 
-def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
+def resolve_methods(settings: Settings, *, loads_model: bool = True) -> ResolvedMethods:
     """Read and check mitigation, order and reranker of ``settings``: errors are raised before a model is loaded.
 
     Args:
@@ -129,7 +129,9 @@ def resolve_methods(settings: Settings, *, loads_model: bool = True) -> Methods:
     if on_server:
         used = measured.mitigation if measured is not None and spec.name == AUTO else mitigation
         check_remote_mitigation(parse_remote(settings.model).name, used)
-    return Methods(mitigation if spec.parameters else spec, order, reranker, budget, order_parameters, measured)
+    return ResolvedMethods(
+        mitigation if spec.parameters else spec, order, reranker, budget, order_parameters, measured
+    )
 
 
 def build_pipeline(
@@ -140,7 +142,7 @@ def build_pipeline(
     generator: Generator | None = None,
     deferred: bool = False,
     tracer: QuestionTracer | None = None,
-    methods: Methods | None = None,
+    methods: ResolvedMethods | None = None,
     template: object = None,
     follows_index: bool = False,
 ) -> Pipeline:
@@ -268,7 +270,7 @@ def _support_test(engine: Generator, settings: Settings) -> SupportTest:
 
 
 def _defaults(
-    settings: Settings, methods: Methods, template: object, engine: Generator, embeddings: Embeddings
+    settings: Settings, methods: ResolvedMethods, template: object, engine: Generator, embeddings: Embeddings
 ) -> Defaults:
     measured, mitigation = methods.measured, methods.mitigation
     if measured is not None:

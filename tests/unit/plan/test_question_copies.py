@@ -151,9 +151,7 @@ def test_a_passage_that_asks_in_the_same_words_about_something_else_counts_no_mo
     cut = without_question_copies(layout_of((*QUESTION, 50), sibling, answer))
     assert (cut.copies, cut.siblings) == ({0}, {1})
     assert texts_of(cut.layout) == [(50,), (60, 61), answer]
-    assert without_question_copies(layout_of(sibling, FIRST)) is None, (
-        "without a copy a passage that asks is as others"
-    )
+    assert without_question_copies(layout_of(sibling, FIRST)) is None, "without a copy a passage may ask"
 
 
 @pytest.mark.parametrize("name", METHODS)
