@@ -84,7 +84,7 @@ def _score(pipeline: Pipeline, query: str, texts: Sequence[str]) -> tuple[Rankin
     with salted(tenant_salt(pipeline.defaults.tenant)), pipeline.tracer.stage("reranker", query, documents) as stage:
         reranked = rerank_indexed(pipeline.reranker, query, documents)
         check_cancelled()  # not each scorer works in steps
-        stage.done([entry.document for entry in reranked])
+        stage.on_result([entry.document for entry in reranked])
     ranking = []
     for entry in reranked:
         score = entry.document.metadata.get("relevance_score")
