@@ -234,7 +234,7 @@ class DiskTier(Generic[V]):
     """
 
     name = "disk"
-    immediate = False
+    is_synchronous = False
 
     def __init__(
         self,

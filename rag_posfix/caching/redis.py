@@ -64,7 +64,7 @@ class RedisTier(Generic[V]):
     """
 
     name = "redis"
-    immediate = False
+    is_synchronous = False
 
     def __init__(
         self,

@@ -288,7 +288,7 @@ class Tier(Protocol[V]):
         ...
 
     @property
-    def immediate(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether writing takes almost no time. The passage KV store writes other tiers in the background."""
         ...
 
@@ -357,7 +357,7 @@ class TieredCache(Generic[V]):
             raise CacheError(f"{cache}: needs at least one tier; pass None in place of the cache to have none")
         self._tiers = tuple(tiers)
         self._guard = Guard(cache)
-        self._first_is_immediate = self._call(tiers[0], lambda tier: tier.immediate, False)
+        self._first_is_synchronous = self._call(tiers[0], lambda tier: tier.is_synchronous, False)
         found = {tier.name: self._call(tier, lambda tier: getattr(tier, "deleted_tags", None), None) for tier in tiers}
         shared = {name: tags for name, tags in found.items() if isinstance(tags, SharedTags)}
         self._shared = frozenset(shared)
@@ -400,11 +400,11 @@ class TieredCache(Generic[V]):
         return self._call(tier, lambda tier: tier.get_many(keys), {})
 
     def _search(
-        self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]], *, immediate: bool = False
+        self, keys: Mapping[str, Any], accept: Callable[[dict[str, V]], dict[str, V]], *, is_synchronous: bool = False
     ) -> dict[str, V]:
         """Return the entries that ``accept`` accepts; a tier is searched for the keys that earlier tiers lack.
 
-        With ``immediate`` only immediate tiers are searched.
+        With ``is_synchronous`` only synchronous tiers are searched.
         """
         hits: dict[str, V] = {}
         searches: list[Computation] = []  # what is deleted during the search is neither copied nor returned
@@ -412,9 +412,9 @@ class TieredCache(Generic[V]):
         for index, tier in enumerate(self._tiers):
             if not missing:
                 break
-            if immediate and not tier.immediate:
+            if is_synchronous and not tier.is_synchronous:
                 continue
-            may_be_late = index or not self._first_is_immediate
+            may_be_late = index or not self._first_is_synchronous
             if may_be_late:
                 self._deletions.wait_for_reading()
                 searches.append(self.begin())
@@ -626,7 +626,7 @@ class MemoryTier(Generic[V]):
     """
 
     name = "memory"
-    immediate = True  # only a reference is stored
+    is_synchronous = True  # only a reference is stored
 
     def __init__(
         self, max_bytes: int = 1024**3, max_entries: int | None = None, clock: Callable[[], float] = time.time

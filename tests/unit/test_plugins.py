@@ -232,7 +232,7 @@ def test_a_cache_backend_is_a_further_tier_by_its_name_and_parameters(tmp_path):
         codec: object
         label: str = "a"
         name: str = field(default="shelf", init=False)
-        immediate: bool = field(default=True, init=False)
+        is_synchronous: bool = field(default=True, init=False)
         entries: dict = field(default_factory=dict, init=False)
 
         def get_many(self, keys):

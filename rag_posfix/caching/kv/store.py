@@ -445,7 +445,7 @@ class WriteBehind:
 
     Args:
         write: Takes entries and a number n, and writes them to the tiers among the first n that are not
-            immediate. It must not raise.
+            synchronous. It must not raise.
         max_bytes: Most bytes of entries in the queue. An entry that would exceed it is not written, unless the queue
             is empty.
     """
@@ -600,7 +600,7 @@ def build_passage_store(settings: Any, cache_dir: Path, device: torch.device | s
 class PassageStore(TieredCache[PassageKV]):
     """Keeps entries in every tier and returns them from the first that has them.
 
-    Tiers that are not immediate are written in the background, after the answer. A hit is copied to the tiers before
+    Tiers that are not synchronous are written in the background, after the answer. A hit is copied to the tiers before
     it, with its tags, so that a copy can be dropped with the original. A tier is searched only for entries that
     earlier tiers lack, so an entry that memory serves is not marked as used on disk. ``drop`` and ``clear`` reach the
     tiers of this process, and within a second those of processes that share a Redis.
@@ -624,7 +624,7 @@ class PassageStore(TieredCache[PassageKV]):
         super().__init__(tiers, KVCodec.cache)
         self._device = device
         self._behind = WriteBehind(
-            lambda entries, n_tiers: self._write(entries, n_tiers, immediate=False), queue_bytes
+            lambda entries, n_tiers: self._write(entries, n_tiers, is_synchronous=False), queue_bytes
         )
         self._counters = Counters()
 
@@ -635,7 +635,7 @@ class PassageStore(TieredCache[PassageKV]):
 
     def get_many(self, keys: Mapping[str, ExpectedShape], *, memory_only: bool = False) -> dict[str, PassageKV]:
         """Return the stored entries of ``keys`` on the store's device, without damaged ones."""
-        hits = self._search(keys, self._on_device, immediate=memory_only)
+        hits = self._search(keys, self._on_device, is_synchronous=memory_only)
         self._counters.add("hits", len(hits))
         self._counters.add("misses", len(keys) - len(hits))
         self._counters.add("hit_bytes", sum(entry.n_bytes for entry in hits.values()))
@@ -661,7 +661,7 @@ class PassageStore(TieredCache[PassageKV]):
         tags_of = tags or {}
         tagged = {key: entry.tagged(tags_of.get(key, ())) for key, entry in entries.items()}
         if memory_only:
-            self._write(self._on_device(tagged), len(self._tiers), immediate=True)
+            self._write(self._on_device(tagged), len(self._tiers), is_synchronous=True)
         else:
             self._put(self._on_device(tagged), len(self._tiers))
 
@@ -692,12 +692,13 @@ class PassageStore(TieredCache[PassageKV]):
     def memory_tags(self) -> frozenset[str]:
         """Return the tags of the entries in memory; reads neither disk nor Redis."""
         tags: frozenset[str] = frozenset()
-        return tags.union(*(tier.tags() for tier in self._tiers if tier.immediate and isinstance(tier, MemoryTier)))
+        in_memory = [tier for tier in self._tiers if tier.is_synchronous and isinstance(tier, MemoryTier)]
+        return tags.union(*(tier.tags() for tier in in_memory))
 
     def persistent_stats(self) -> list[dict[str, Any]]:
         """Return the counts of the tiers that are written in the background; of all tiers if there are none such."""
         stats = self.tier_stats()
-        behind = [tier for tier, written in zip(stats, self._tiers, strict=True) if not written.immediate]
+        behind = [tier for tier, written in zip(stats, self._tiers, strict=True) if not written.is_synchronous]
         return behind or stats
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
@@ -724,15 +725,16 @@ class PassageStore(TieredCache[PassageKV]):
         return super()._erase(tags, from_shared)
 
     def _put(self, entries: dict[str, PassageKV], n_tiers: int) -> None:
-        self._write(entries, n_tiers, immediate=True)
-        if not all(tier.immediate for tier in self._tiers[:n_tiers]):
+        self._write(entries, n_tiers, is_synchronous=True)
+        if not all(tier.is_synchronous for tier in self._tiers[:n_tiers]):
             queued = self.begin()  # the computation of the entries may have ended when they are written
             rejected = self._behind.add(self._deletions.surviving(entries), n_tiers, queued)
             self._counters.add("dropped_writes", rejected)
 
-    def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, immediate: bool) -> None:
-        """Write ``entries`` to the immediate, or the other, of the first ``n_tiers`` tiers."""
-        self._write_tiers(dict(entries), [tier for tier in self._tiers[:n_tiers] if tier.immediate == immediate])
+    def _write(self, entries: Mapping[str, PassageKV], n_tiers: int, *, is_synchronous: bool) -> None:
+        """Write ``entries`` to the synchronous, or the other, of the first ``n_tiers`` tiers."""
+        tiers = [tier for tier in self._tiers[:n_tiers] if tier.is_synchronous == is_synchronous]
+        self._write_tiers(dict(entries), tiers)
 
     def _accepted(self, tier: str, entries: dict[str, PassageKV]) -> dict[str, PassageKV]:
         if tier != "redis":

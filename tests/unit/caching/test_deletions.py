@@ -72,7 +72,7 @@ class SharedTier(MemoryTier[Blob]):
     """A tier that processes share, as Redis is."""
 
     name = "shared"
-    immediate = False
+    is_synchronous = False
 
     def __init__(self, server: SharedSet) -> None:
         super().__init__(clock=server.clock)

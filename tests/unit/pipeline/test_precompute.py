@@ -207,7 +207,7 @@ def test_an_engine_without_a_store_is_refused(loaded):
 class Hanging(MemoryTier):
     """A slow tier whose first write does not end."""
 
-    name, immediate = "hanging", False
+    name, is_synchronous = "hanging", False
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,7 @@ def test_a_disk_too_small_for_all_passages_is_told(loaded, tmp_path, caplog):
 
 def test_of_two_lasting_tiers_one_is_enough(loaded, tmp_path):
     class Refusing(MemoryTier):
-        name, immediate = "refusing", False
+        name, is_synchronous = "refusing", False
 
         def put_many(self, entries):
             raise OSError("full")

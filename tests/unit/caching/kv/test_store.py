@@ -22,7 +22,7 @@ SECONDS = 60  # enough on a busy machine; nothing waits that long if all is well
 class Slow(MemoryTier):
     """A tier that is written behind the answer, with a gate before each write and each search."""
 
-    immediate = False
+    is_synchronous = False
     name = "slow"
 
     def __init__(self):
@@ -51,8 +51,8 @@ class Broken:
 
     name = "broken"
 
-    def __init__(self, immediate):
-        self.immediate = immediate
+    def __init__(self, is_synchronous):
+        self.is_synchronous = is_synchronous
         self.works = False
 
     def __getattr__(self, operation):
@@ -239,9 +239,9 @@ def test_clear_empties_every_tier(store, memory, slow):
     assert slow.stats().entries == 1
 
 
-@pytest.mark.parametrize("immediate", [True, False])
-def test_a_broken_tier_is_skipped_and_logged_once(memory, caplog, immediate):
-    broken = Broken(immediate)
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_a_broken_tier_is_skipped_and_logged_once(memory, caplog, is_synchronous):
+    broken = Broken(is_synchronous)
     store = PassageStore([broken, memory])
     for _ in range(3):
         store.put_many({"key": entry(1)}, {"key": ["doc"]})
@@ -330,7 +330,7 @@ def test_the_memory_tags_are_those_in_memory(store, memory, slow):
     assert store.memory_tags() == {"x", "y", "z"}
     memory.delete_tags(["x"])
     assert store.memory_tags() == {"z"}
-    assert PassageStore([Broken(immediate=True)]).memory_tags() == frozenset()
+    assert PassageStore([Broken(is_synchronous=True)]).memory_tags() == frozenset()
 
 
 def tier_names(store):

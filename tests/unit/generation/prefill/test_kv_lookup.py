@@ -352,7 +352,7 @@ def test_passages_are_stored_where_rows_and_answer_fit_the_windows(window, cache
 
 def test_an_answer_never_depends_on_the_tiers_health(loaded):
     class Failing:
-        name, immediate = "failing", True
+        name, is_synchronous = "failing", True
 
         def __getattr__(self, attribute):
             raise OSError("the disk is gone")
