@@ -52,17 +52,17 @@ class Number:
     Attributes:
         low: The smallest number.
         high: The largest number.
-        above: Whether ``low`` itself is not allowed.
+        exclusive_min: Whether ``low`` itself is not allowed.
     """
 
     low: float
     high: float
-    above: bool = False
+    exclusive_min: bool = False
 
     @property
     def allowed(self) -> str:
         """Description of the allowed values, for messages."""
-        if self.above:
+        if self.exclusive_min:
             return f"a number above {self.low:g} and at most {self.high:g}"
         return f"a number between {self.low:g} and {self.high:g}"
 
@@ -70,7 +70,7 @@ class Number:
         """Return ``value`` as a float, or raise."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             raise InvalidValueError
-        if self.above and value == self.low:
+        if self.exclusive_min and value == self.low:
             raise InvalidValueError
         return float(value)
 

@@ -166,7 +166,7 @@ class CalibratedAttention(Mitigation):
     uses_last_prompt_token = True
     file_parameters = MappingProxyType({"profile": bias_profile_from("profile")})
 
-    temperature: Annotated[float, Number(0, 100, above=True)] = 0.5
+    temperature: Annotated[float, Number(0, 100, exclusive_min=True)] = 0.5
     strength: Annotated[float, Number(0, 1)] = 1.0
     profile: Annotated[tuple[float, ...] | None, BIAS_PROFILE] = None
 

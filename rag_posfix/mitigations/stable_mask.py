@@ -70,7 +70,7 @@ class StableMask(Mitigation):
     identity_parameters = MappingProxyType({"gamma": 100.0})
     uses_last_prompt_token = True
 
-    gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
+    gamma: Annotated[float, Number(0, 100, exclusive_min=True)] = 0.1
     train_length: Annotated[int | None, Integer(1)] = None
 
     def plan(self, layout: Layout, model: ModelShape) -> Plan:

@@ -23,7 +23,7 @@ class Method:
     kind: ClassVar[str] = "no parameter"
 
     share: Annotated[float, Number(0, 1)] = 0.5
-    sharp: Annotated[float, Number(0, 100, above=True)] = 1.0
+    sharp: Annotated[float, Number(0, 100, exclusive_min=True)] = 1.0
     count: Annotated[int | None, Integer(1)] = None
     weights: Annotated[tuple[float, ...], NumberList(-1, 1, min_length=1, max_length=3)] = (1.0,)
     choose: Literal["first", "best"] = "first"
