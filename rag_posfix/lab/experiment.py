@@ -68,7 +68,7 @@ class TrainingSettings:
 
     steps: Annotated[int, Integer(1)] = 2000
     batch: Annotated[int, Integer(1)] = 32
-    learning_rate: Annotated[float, Number(0, 1, above=True)] = 1e-3
+    learning_rate: Annotated[float, Number(0, 1, exclusive_min=True)] = 1e-3
     warmup: Annotated[int, Integer(0)] = 100
     evaluate_every: Annotated[int, Integer(1)] = 200
     examples: Annotated[int, Integer(1)] = 512

@@ -47,7 +47,7 @@ class CopeRope(Encoding):
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False
     divide: bool = True
-    base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
+    base: Annotated[float, Number(1, 1e9, exclusive_min=True)] = 10000.0
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return tables of zeros, and a rotation."""

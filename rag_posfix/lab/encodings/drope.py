@@ -61,8 +61,8 @@ class Drope(Encoding):
 
     name = "drope"
 
-    recalibration: Annotated[float, Number(0, 1, above=True)] = 0.1
-    base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
+    recalibration: Annotated[float, Number(0, 1, exclusive_min=True)] = 0.1
+    base: Annotated[float, Number(1, 1e9, exclusive_min=True)] = 10000.0
     growth: Annotated[float, Number(0, 10)] = 0.0
     train_length: Annotated[int, Integer(1)] = 512
 

@@ -89,7 +89,7 @@ class Rope(Encoding):
 
     name = "rope"
 
-    base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
+    base: Annotated[float, Number(1, 1e9, exclusive_min=True)] = 10000.0
     interpolation: Annotated[float, Number(0.01, 1000)] = 1.0
     ntk: Annotated[float, Number(1, 1000)] = 1.0
 

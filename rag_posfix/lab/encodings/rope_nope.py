@@ -46,7 +46,7 @@ class RopeNope(Encoding):
     name = "rope_nope"
 
     every: Annotated[int, Integer(2)] = 4
-    base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
+    base: Annotated[float, Number(1, 1e9, exclusive_min=True)] = 10000.0
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return a module without parameters.

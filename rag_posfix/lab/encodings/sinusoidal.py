@@ -55,7 +55,7 @@ class Sinusoidal(Encoding):
 
     name = "sinusoidal"
 
-    base: Annotated[float, Number(1, 1e9, above=True)] = 10000.0
+    base: Annotated[float, Number(1, 1e9, exclusive_min=True)] = 10000.0
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return a module without parameters."""

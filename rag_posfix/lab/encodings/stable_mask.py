@@ -62,7 +62,7 @@ class StableMask(Encoding):
     name = "stable_mask"
     memory = "per head"
 
-    gamma: Annotated[float, Number(0, 100, above=True)] = 0.1
+    gamma: Annotated[float, Number(0, 100, exclusive_min=True)] = 0.1
     train_length: Annotated[int, Integer(1)] = 512
     positions: Literal["none", "rope", "alibi"] = "rope"
 

@@ -107,7 +107,7 @@ class RopeWaveform(MeasuredProbe):
 
     context: Annotated[int, Integer(8)] = 2048
     bases: Annotated[int, Integer(1)] = 7
-    highest: Annotated[float, Number(1, 100, above=True)] = 3.0
+    highest: Annotated[float, Number(1, 100, exclusive_min=True)] = 3.0
     candidates: Annotated[int, Integer(2)] = 41
 
     def measure(self, subject: Subject, progress: Progress) -> Found:

@@ -44,11 +44,11 @@ class TrainSettings:
     steps: Annotated[int, Integer(1)] = 200
     batch: Annotated[int, Integer(1)] = 8
     packing: Annotated[int, Integer(0)] = 0
-    learning_rate: Annotated[float, Number(0, 1, above=True)] = 1e-4
+    learning_rate: Annotated[float, Number(0, 1, exclusive_min=True)] = 1e-4
     warmup: Annotated[int, Integer(0)] = 10
     weight_decay: Annotated[float, Number(0, 1)] = 0.0
     rank: Annotated[int, Integer(0)] = 16
-    alpha: Annotated[float, Number(0, 1024, above=True)] = 32.0
+    alpha: Annotated[float, Number(0, 1024, exclusive_min=True)] = 32.0
     targets: str = "all-linear"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     checkpointing: bool = False
