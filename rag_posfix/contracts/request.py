@@ -179,7 +179,7 @@ class GenerationRequest:
         mitigation: The mitigation and its parameters.
         sampling: Sampling parameters.
         salt: Cached keys and values are shared only with requests of the same salt: one per tenant.
-        traced: Whether the answer has the shares of the passages in each token.
+        attribution: Whether the answer has the shares of the passages in each token.
         prompt_scored: Whether the tokens of the prompt come back with their log-probabilities, with
             ``sampling.top_logprobs`` alternatives each. For prompts without passages.
         cues: ``PromptTemplate.cues``. They end the answer as stop strings do; ``Generation.stop_string`` names none.
@@ -189,7 +189,7 @@ class GenerationRequest:
     mitigation: MitigationChoice = field(default_factory=MitigationChoice)
     sampling: Sampling = field(default_factory=Sampling)
     salt: str = ""
-    traced: bool = False
+    attribution: bool = False
     prompt_scored: bool = False
     cues: tuple[str, ...] = ()
 
@@ -235,7 +235,7 @@ class Generation:
         attention: Share of each passage (in the order of the layout) in the attention of the first generated token to
             passages; sums to 1, empty without passages.
         weighted: Whether ``attention`` and ``sources`` are the weights of experts that read one passage each.
-        sources: The shares of the passages in each token, if the request was traced and the generator supports it.
+        sources: The shares of the passages in each token, if the request has ``attribution``.
         timings: Seconds by stage: ``prefill``, ``decode``, and ``queue`` if requests wait for the model.
         log_probs: Every generated token with its log-probability, if the request asked for ``top_logprobs``: by the
             distribution that the plan combines its rows to.

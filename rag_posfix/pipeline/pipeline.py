@@ -435,12 +435,13 @@ class Pipeline(AskedInBatches):
         """Return the prompt of a question; that of an equal question a short while ago, if its answer is cached."""
         question, conversation = run.question, conversation_text(run.question)
         before = conversation if assembler.template.history_first else ""
-        template, traced = assembler.template.fingerprint(), self.defaults.attribution
+        template, attribution = assembler.template.fingerprint(), self.defaults.attribution
         scope = content_hash(run.salt, info.fingerprint, template, before, filter_key(run.filter))
         caches = self.cache is not None and question.use_cache and sampling.deterministic
         order, model = question.order or self.defaults.order, self.generator.fingerprint
-        retrieves, values = question.documents is None, document_values(documents) if caches else None
-        origin = (scope, model, traced, sampling, order, question.seed, question.text, conversation, retrieves, values)
+        values = document_values(documents) if caches else None
+        asked = (question.seed, question.text, conversation, question.documents is None)
+        origin = (scope, model, attribution, sampling, order, *asked, values)
         if values is not None and (prompt := self._memory.get(origin)) is not None:
             return prompt
         assembled = assembler.assemble(
@@ -448,7 +449,7 @@ class Pipeline(AskedInBatches):
             history=question.history, tool_turns=() if question.tools is None else question.tools.turns,
             recent=self.recent.recent(scope), order_free=info.order_invariant,
         )  # fmt: skip
-        key = answer_key(run, assembled, info, sampling, model, template, traced) if caches else None
+        key = answer_key(run, assembled, info, sampling, model, template, attribution) if caches else None
         prompt = CachedPrompt(assembled, key, scope)
         if values is not None and not assembled.depends_on_recent:
             texts = [question.text, conversation, *sampling.stop, sampling.json_schema, *chain.from_iterable(values)]
@@ -587,7 +588,7 @@ class Pipeline(AskedInBatches):
                 history=run.question.history,
             )  # fmt: skip
             request = replace(
-                prepared.request, layout=alone.layout, mitigation=MethodSpec("none"), traced=False,
+                prepared.request, layout=alone.layout, mitigation=MethodSpec("none"), attribution=False,
                 sampling=Sampling(max_tokens=RIVAL_TOKENS),
             )  # fmt: skip
             return self.generator.generate(request).text

@@ -73,7 +73,7 @@ def answer_key(
     sampling: Sampling,
     model: str,
     template: str,
-    traced: bool,
+    attribution: bool,
 ) -> str:
     """Return the key of an answer in the cache; ``model`` and ``template`` are the fingerprints of both."""
     layout, question = assembled.layout, run.question
@@ -90,7 +90,7 @@ def answer_key(
         order_invariant=info.order_invariant,
         tenant=run.salt,
         filter="" if question.documents is not None else filter_key(run.filter),
-        traced=traced,
+        attribution=attribution,
     ).digest()
 
 

@@ -18,7 +18,7 @@ METHODS = ["none", "context_experts", "inter_document"]
 
 
 def request(name: str, **sampling: object) -> GenerationRequest:
-    return GenerationRequest(LAYOUT, MitigationChoice(name), Sampling(max_tokens=6, **sampling), traced=True)
+    return GenerationRequest(LAYOUT, MitigationChoice(name), Sampling(max_tokens=6, **sampling), attribution=True)
 
 
 def as_plain(generation: Generation) -> dict[str, object]:

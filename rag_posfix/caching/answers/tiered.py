@@ -363,7 +363,7 @@ class AnswerKey:
         tenant: Salt that separates the answers of tenants.
         filter: ``filter_key`` of the filter that the passages were retrieved under: answers of one set of permissions
             are never given to another. Empty without a filter.
-        traced: Whether the stored answer has citations by attention.
+        attribution: Whether the stored answer has citations by attention.
     """
 
     model: str
@@ -377,7 +377,7 @@ class AnswerKey:
     history: str = ""
     tenant: str = ""
     filter: str = ""
-    traced: bool = True
+    attribution: bool = True
 
     def digest(self) -> str:
         """Return the key as 32 hexadecimal digits."""
@@ -393,7 +393,7 @@ class AnswerKey:
             self.history,
             self.tenant,
             self.filter,
-            str(self.traced),
+            str(self.attribution),
             str(self.order_invariant),
             *documents,
         )

@@ -575,7 +575,7 @@ class AnswerWriter:
         self._request = request
         self._prompt = tuple(prompt)
         self._session = session
-        if request.traced:
+        if request.attribution:
             session.attribute_tokens()
         self._eos_ids = encoder.eos_ids
         self._prefill_seconds = session.prefill_seconds
@@ -664,7 +664,7 @@ class AnswerWriter:
 
     def _sources(self) -> tuple[TokenSource, ...]:
         """Return which passages each token comes from. The last one brings what was held back."""
-        if not self._request.traced:
+        if not self._request.attribution:
             return ()
         written = len(self._text.text)
         ends = [min(end, written) for end in self._ends[:-1]] + [written]

@@ -32,7 +32,7 @@ def counted(engine):
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", MITIGATIONS.names())
 def test_a_token_takes_one_synchronisation_the_read_of_its_number(engine, name, traced):
-    request = GenerationRequest(LAYOUT, choice(name), sampling=Sampling(max_tokens=9), traced=traced)
+    request = GenerationRequest(LAYOUT, choice(name), sampling=Sampling(max_tokens=9), attribution=traced)
     session = engine.prefill(LAYOUT, engine.plan(LAYOUT, request.mitigation, 9))
     chunks = engine.resume(session, request)
     next(chunks)

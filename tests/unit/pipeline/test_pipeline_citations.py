@@ -24,7 +24,7 @@ class Tracing(Counting):
 
     def generate(self, request):
         generation = super().generate(request)
-        if not request.traced:
+        if not request.attribution:
             return generation
         text, shares = self.answer or generation.text, generation.attention
         ends = [end for end in range(1, len(text) + 1) if text[end - 1 : end].isalnum()]

@@ -46,7 +46,7 @@ def test_the_documents_change_the_digest(documents):
     assert (other.digest() == KEY.digest()) == (other == KEY)
 
 
-@pytest.mark.parametrize("change", [{"order_invariant": True}, {"traced": False}])
+@pytest.mark.parametrize("change", [{"order_invariant": True}, {"attribution": False}])
 def test_order_invariance_and_citations_by_attention_change_the_digest(change):
     assert dataclasses.replace(KEY, **change).digest() != KEY.digest()
 

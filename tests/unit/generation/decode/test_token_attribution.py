@@ -27,14 +27,14 @@ def engine():
     return Engine(loaded_model(), NumberEncoder(), "tiny", "print")
 
 
-def request(name, traced=True, layout=LAYOUT):
+def request(name, attribution=True, layout=LAYOUT):
     choice = MitigationChoice(name, dict(MITIGATIONS.get(name).example))
-    return GenerationRequest(layout, choice, Sampling(max_tokens=TOKENS), traced=traced)
+    return GenerationRequest(layout, choice, Sampling(max_tokens=TOKENS), attribution=attribution)
 
 
 @pytest.mark.parametrize("name", MITIGATIONS.names())
 def test_every_method_says_where_each_token_comes_from_and_answers_as_without(engine, name):
-    plain, traced = engine.generate(request(name, traced=False)), engine.generate(request(name))
+    plain, traced = engine.generate(request(name, attribution=False)), engine.generate(request(name))
     assert plain.sources == ()
     assert (traced.text, traced.token_ids, traced.attention) == (plain.text, plain.token_ids, plain.attention)
     assert len(traced.sources) == len(traced.token_ids) == TOKENS
@@ -121,7 +121,8 @@ def test_rows_of_one_passage_need_no_attention(engine, monkeypatch):
 
 
 def test_answers_written_together_are_traced_as_alone(engine):
-    asked = [request("none"), request("parallel_windows"), request("context_experts"), request("none", traced=False)]
+    asked = [request(name) for name in ("none", "parallel_windows", "context_experts")]
+    asked.append(request("none", attribution=False))
     together = generate_together(engine, asked)
     for one, other in zip(together, [engine.generate(each) for each in asked], strict=True):
         assert one.token_ids == other.token_ids

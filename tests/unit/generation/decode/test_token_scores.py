@@ -174,7 +174,7 @@ def test_tokens_of_a_stop_string_and_of_the_end_start_where_the_text_ends_or_lat
         Layout.plain(PROMPT),
         MitigationChoice("none"),
         Sampling(max_tokens=4, stop=(f"{ids[1]},{ids[2]},",), top_logprobs=0),
-        traced=True,
+        attribution=True,
     )
     *_, last = loaded_engine_of().stream(stop)
     generation = last.generation

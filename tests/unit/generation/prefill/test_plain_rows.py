@@ -72,7 +72,7 @@ def test_rows_in_a_batch_are_the_rows_one_after_another(model_type):
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
 def test_the_shares_of_experts_are_their_weights_also_without_the_hook(model_type):
-    request = GenerationRequest(LAYOUT, MitigationChoice("context_experts"), Sampling(max_tokens=3), traced=True)
+    request = GenerationRequest(LAYOUT, MitigationChoice("context_experts"), Sampling(max_tokens=3), attribution=True)
     generation = engine_of(loaded_as(model_type)).generate(request)
     assert generation.weighted
     assert sum(generation.attention) == pytest.approx(1, abs=1e-5)
