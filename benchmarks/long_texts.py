@@ -78,7 +78,7 @@ BODIES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 )
 """A request with short texts for each route that reads text."""
 
-MOST_SECONDS, MOST_MEGABYTES = 1.0, 100
+MAX_SECONDS, MAX_MEGABYTES = 1.0, 100
 """Beyond those of a short text."""
 
 
@@ -130,7 +130,7 @@ def measure(url: str, pid: int, path: str, body: Mapping[str, Any], text: str) -
         _, megabytes, seconds = min(_send(client, pid, path, body) for _ in range(3))
         for field, long in _lengthened(body, text):
             attempts = [_send(client, pid, path, long)]
-            while len(attempts) < 3 and attempts[-1][2] - seconds >= MOST_SECONDS:
+            while len(attempts) < 3 and attempts[-1][2] - seconds >= MAX_SECONDS:
                 attempts.append(_send(client, pid, path, long))
             status, more_megabytes, more_seconds = min(attempts, key=lambda attempt: attempt[2])
             yield Cost(path, field, status, more_megabytes - megabytes, more_seconds - seconds)

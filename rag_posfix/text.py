@@ -24,7 +24,7 @@ REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are no character, also for the first bytes of one that is cut."""
 
 _CHARACTERS_PER_TOKEN = 2
-_MOST_CHARACTERS_PER_TOKEN = 64
+_MAX_CHARACTERS_PER_TOKEN = 64
 _ALWAYS_READ = 2**18
 _MORE_TOKENS = 32
 _SPLIT_CHARACTERS = 2**16
@@ -85,7 +85,7 @@ def text_beginning(text: str, tokens: int, count_tokens: Callable[[str], int]) -
     Limits: of a word or a run of spaces without end, 64 characters for each token are read, and at least 262,144.
     """
     needed = tokens + _MORE_TOKENS
-    size, most = _CHARACTERS_PER_TOKEN * needed, max(_MOST_CHARACTERS_PER_TOKEN * needed, _ALWAYS_READ)
+    size, most = _CHARACTERS_PER_TOKEN * needed, max(_MAX_CHARACTERS_PER_TOKEN * needed, _ALWAYS_READ)
     while size < len(text):
         space = text.rfind(" ", size // 2, size)
         beginning = text[: size if space < 0 else space]
@@ -187,7 +187,7 @@ _WORD = re.compile(
 _ASCII_WORD = re.compile(rf"{_LANGUAGE}|[a-z0-9]+(?:[-/_^](?!{_LANGUAGE})[a-z0-9]+)*")  # the same, faster
 _FOREIGN = re.compile(rf"[^\W\x00-\x7f]|{_SIGN}")
 _JOINTS = re.compile(_JOINT)
-_MOST_JOINED_PARTS, _MOST_JOINED_CHARACTERS = 4, 32
+_MAX_JOINED_PARTS, _MAX_JOINED_CHARACTERS = 4, 32
 _MIN_LONG_NUMBER = 7
 _RAISED = "\u00b9\u00b2\u00b3\u2070\u2074-\u2079\u00bc-\u00be\u2150-\u215e"
 _BEFORE_RAISED = re.compile(rf"[{_RAISED}](?<=[^\W{_RAISED}].)")
@@ -244,9 +244,9 @@ def _words_of(run: str) -> Sequence[str]:
         return [first + second for first, second in pairwise(characters)] or characters
     parts = _JOINTS.split(run)
     count = len(parts)
-    if count == 1 or len(run) > _MOST_JOINED_CHARACTERS or not any(map(str.isdigit, run)):
+    if count == 1 or len(run) > _MAX_JOINED_CHARACTERS or not any(map(str.isdigit, run)):
         return parts
-    lengths = range(2 if count <= _MOST_JOINED_PARTS else count, count + 1)
+    lengths = range(2 if count <= _MAX_JOINED_PARTS else count, count + 1)
     joined = ("".join(parts[first : first + length]) for length in lengths for first in range(count - length + 1))
     return [*parts, *(word for word in joined if not word.isdecimal() or len(word) >= _MIN_LONG_NUMBER)]
 

@@ -36,11 +36,11 @@ from rag_posfix.errors import ConfigError, PromptTooLongError
 from rag_posfix.plan.layout import Layout
 from rag_posfix.text import clean_text, text_beginning
 
-__all__ = ["MOST_CHARACTERS", "Assembled", "Assembler"]
+__all__ = ["MAX_CHARACTERS", "Assembled", "Assembler"]
 
 _log = logging.getLogger(__name__)
 
-MOST_CHARACTERS = 64
+MAX_CHARACTERS = 64
 """Upper bound of the characters per token, on average over a prompt: words have 4 or 5, code fewer.
 
 Text with more characters per token of the context window is rejected without tokenising it: tokenising 8 MB takes
@@ -265,7 +265,7 @@ class Assembler:
     @property
     def _max_characters(self) -> int:
         """Characters of a text that are tokenised at most."""
-        return MOST_CHARACTERS * self.context_window
+        return MAX_CHARACTERS * self.context_window
 
     def _beginning(self, text: str) -> str:
         """Return as much of a text as the context window can hold, and more."""

@@ -117,7 +117,7 @@ def without_source_claims(text: str) -> str:
 
 _log = logging.getLogger(__name__)
 
-MOST_TITLE_CHARACTERS = 10_000
+MAX_TITLE_CHARACTERS = 10_000
 """Characters of a title: it is read with each part of its passage that the context window holds."""
 
 DropReason = Literal["duplicate", "empty", "budget"]
@@ -136,7 +136,7 @@ class CheckedDocument:
 
     Attributes:
         id: ``Document.id``, else ``metadata["id"]``, else a hash of the content.
-        title: The first ``MOST_TITLE_CHARACTERS`` of ``metadata["title"]`` on one line; empty if it is missing or no
+        title: The first ``MAX_TITLE_CHARACTERS`` of ``metadata["title"]`` on one line; empty if it is missing or no
             string.
         text: The cleaned text, without sentences about other documents (``source_claims``).
         key: A content hash of title and text.
@@ -195,9 +195,9 @@ def checked_document(document: Document, index: int = 0, *, with_relevance: bool
     text = without_source_claims(complete)
     title = document.metadata.get("title")
     title = title if isinstance(title, str) else ""
-    if len(title) > MOST_TITLE_CHARACTERS:
-        _log.warning("a title of %d characters is cut to its first %d", len(title), MOST_TITLE_CHARACTERS)
-    title = single_spaced(clean_text(title[:MOST_TITLE_CHARACTERS]))
+    if len(title) > MAX_TITLE_CHARACTERS:
+        _log.warning("a title of %d characters is cut to its first %d", len(title), MAX_TITLE_CHARACTERS)
+    title = single_spaced(clean_text(title[:MAX_TITLE_CHARACTERS]))
     return CheckedDocument(
         id=name,
         title=title,

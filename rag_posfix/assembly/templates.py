@@ -263,7 +263,7 @@ _log = logging.getLogger(__name__)
 _MARK, _END = "\ue002", "\ue003"
 """No chat template writes these characters."""
 
-_MOST_MESSAGES = 256
+_MAX_MESSAGES = 256
 """Of a conversation whose contents are looked for: the cost grows with the square of their number."""
 
 _warned: WeakSet[TokenEncoder] = WeakSet()
@@ -300,7 +300,7 @@ def written_contents(
     if rendered == filled:
         return None
     try:
-        spans = [_find(encoder, messages, n, rendered) for n in numbers if len(messages) <= _MOST_MESSAGES]
+        spans = [_find(encoder, messages, n, rendered) for n in numbers if len(messages) <= _MAX_MESSAGES]
     except ConfigError:  # it refuses a content that is marked
         spans = [None]
     found = [span for span in spans if span is not None]

@@ -33,7 +33,7 @@ SAMPLED_KEYS = 32
 PRODUCTS_FROM = 2**16
 """Scores of a key head from which products take less time than the fused kernel."""
 
-MOST_SCORES = 2**21
+MAX_SCORES = 2**21
 """Scores that products have at a time: they stay in the processor's cache."""
 
 FOLD_FROM = 32
@@ -98,7 +98,7 @@ def attend_whole(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> t
     sample = keys[:, :: max(1, n_key // SAMPLED_KEYS)].transpose(1, 2)
     near = ((queries @ sample) * scaling).amax(dim=2, keepdim=True)
     out, total = torch.empty_like(queries), torch.empty_like(near)
-    block = max(1, MOST_SCORES // n_key)
+    block = max(1, MAX_SCORES // n_key)
     kept = query.new_empty(min(block, rows), n_key)
     for head, first in itertools.product(range(len(queries)), range(0, rows, block)):
         at = head, slice(first, first + block)

@@ -55,7 +55,7 @@ def distances(importance: Tensor, lengths: Tensor) -> Tensor:
 SPARE_POSITIONS = 256
 """The table of rotations grows by so many positions at a time."""
 
-MOST_PADDED = 2
+MAX_PADDED = 2
 """Prefix and documents are padded to one length where that makes them at most so many times as many tokens."""
 
 ROWS = 64
@@ -104,7 +104,7 @@ class ImportanceOrderedAttention(AttentionOverride):
         offsets = torch.cat([torch.arange(len(span)) for span in (*spans, layout.suffix)])
         longest = max(map(len, spans))
         columns = segments * longest + offsets[: len(segments)]
-        n_padded = len(spans) * longest if len(spans) * longest <= MOST_PADDED * len(columns) else 0
+        n_padded = len(spans) * longest if len(spans) * longest <= MAX_PADDED * len(columns) else 0
         padding = torch.zeros(n_padded, dtype=torch.int64)
         if n_padded:
             padding[columns] = torch.arange(len(columns))

@@ -125,7 +125,7 @@ def shape_of(config: Any, family: Family) -> ModelShape:
     )
 
 
-LEAST_WINDOW = 16
+MIN_WINDOW = 16
 """Sliding windows of fewer tokens hold no prompt."""
 
 
@@ -144,7 +144,7 @@ def _scales_by_place(config: Any) -> bool:
 def shape_within(config: Any, family: Family) -> ModelShape | None:
     """Return the shape for calls that fit the windows, or the first chunk: the layers then keep all keys."""
     window, kinds = window_of(config), getattr(config, "layer_types", None) or ()
-    if keeps_all_keys(config) or not window or window < LEAST_WINDOW:
+    if keeps_all_keys(config) or not window or window < MIN_WINDOW:
         return None
     if not {"full_attention", "sliding_attention", "chunked_attention"}.issuperset(kinds):
         return None

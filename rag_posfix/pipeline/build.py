@@ -42,9 +42,9 @@ from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.defaults import (
     AUTO,
     LARGE_HIDDEN_SIZE,
-    LEAST_GAIN,
     MIDDLE_HIDDEN_SIZE,
-    MIDDLE_LEAST_GAIN,
+    MIDDLE_MIN_GAIN,
+    MIN_GAIN,
     SMALL_HIDDEN_SIZE,
     Defaults,
     MeasuredProfile,
@@ -306,7 +306,7 @@ def _defaults(
 def _relevance_test(engine: Generator, template: PromptTemplate, settings: Settings) -> RelevanceTest:
     is_middle = _has_channels(engine, MIDDLE_HIDDEN_SIZE) and not _has_channels(engine, LARGE_HIDDEN_SIZE)
     judge = functools.cache(lambda: _judge(engine, template, settings))
-    return RelevanceTest(judge, MIDDLE_LEAST_GAIN if is_middle else LEAST_GAIN)
+    return RelevanceTest(judge, MIDDLE_MIN_GAIN if is_middle else MIN_GAIN)
 
 
 def _judge(engine: Generator, template: PromptTemplate, settings: Settings) -> GuardedReranker | None:

@@ -21,7 +21,7 @@ ENOUGH_EVIDENCE = 4
 QUESTION_SHARE = 0.4
 STEM = 6
 
-MOST_CHARACTERS = 350_000
+MAX_CHARACTERS = 350_000
 """Characters of a passage that are searched: as many as a context window of 90,000 tokens holds."""
 
 _ABBREVIATIONS = (
@@ -105,7 +105,7 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
     ``QUESTION_SHARE`` of its words. "No." has no evidence. Markers of sources, such as ``[1]``, are none.
 
     Args:
-        passages: Texts, with their titles; of each, the first ``MOST_CHARACTERS`` are searched.
+        passages: Texts, with their titles; of each, the first ``MAX_CHARACTERS`` are searched.
         question: "" for a text that answers none: then its words are not needed either.
 
     Cost: words of the answer's sentences times the sentences of the passages.
@@ -133,19 +133,19 @@ def find_evidence(text: str, question: str, answer: str = "") -> set[str]:
 
 
 def passage_words(passage: str) -> frozenset[str]:
-    """Return the words of a passage, of its first ``MOST_CHARACTERS``."""
-    return frozenset(_words(_WRAPPED.sub(" ", passage[:MOST_CHARACTERS])))
+    """Return the words of a passage, of its first ``MAX_CHARACTERS``."""
+    return frozenset(_words(_WRAPPED.sub(" ", passage[:MAX_CHARACTERS])))
 
 
 class PassageSentences:
     """The sentences of a passage and their words. Cost: linear in the passage, once.
 
     Args:
-        passage: The text of the passage; the first ``MOST_CHARACTERS`` are searched.
+        passage: The text of the passage; the first ``MAX_CHARACTERS`` are searched.
     """
 
     def __init__(self, passage: str) -> None:
-        self.spans = _sentences(_WRAPPED.sub(" ", passage[:MOST_CHARACTERS]))
+        self.spans = _sentences(_WRAPPED.sub(" ", passage[:MAX_CHARACTERS]))
         self._own = [frozenset(_words(passage[start:end])) for start, end in self.spans]
         self._pairs = [first | second for first, second in pairwise(self._own)]
         self.words = frozenset[str]().union(*self._own)

@@ -247,7 +247,7 @@ class Defaults:
         return self.templates.get(next(languages, ""))
 
 
-LEAST_GAIN, MIDDLE_LEAST_GAIN = 0.8, 1.2
+MIN_GAIN, MIDDLE_MIN_GAIN = 0.8, 1.2
 """Nats per token of the question that a passage must gain; the second with a model of ``MIDDLE_HIDDEN_SIZE`` channels.
 
 Chosen on half of the questions of the end-to-end gate: with 135M parameters, and with 0.5 billion also on half of
@@ -273,7 +273,7 @@ class RelevanceTest:
     """
 
     judge: Callable[[], Reranker | None] = lambda: None
-    least_gain: float = LEAST_GAIN
+    least_gain: float = MIN_GAIN
 
     def similar(
         self, run: RequestContext, retriever: Retriever, documents: Sequence[Document], choice: MinRelevance

@@ -14,7 +14,7 @@ from rag_posfix.pipeline.citations import find_evidence
 from rag_posfix.pipeline.support import YES_FROM, compare_words, passage_name
 from rag_posfix.pipeline.versions import date_of
 
-MOST_RIVALS = 3
+MAX_RIVALS = 3
 """Passages that are read once more at most, those with the highest odds."""
 
 RIVAL_TOKENS = 24
@@ -45,7 +45,7 @@ def rival_answers(
     ]
     asked.sort(key=lambda index: -(odds[index] or 0.0))
     rivals = []
-    for index in asked[:MOST_RIVALS]:
+    for index in asked[:MAX_RIVALS]:
         lines = answer_alone(index).strip().splitlines()
         text = lines[0].strip() if lines else ""
         if compare_words(text, [passages[index]], question).verdict == "all" and contradicts(text, answer, question):

@@ -20,7 +20,7 @@ from rag_posfix.text import single_spaced
 _AROUND = " \t\n\"'`*#_.:?!\u201c\u201d\u00ab\u00bb"
 """What stands around a heading that is copied."""
 
-MOST_CHARACTERS = 1000
+MAX_CHARACTERS = 1000
 """Of a title: no answer copies a longer one."""
 
 
@@ -52,7 +52,7 @@ class CopiedHeading:
     """
 
     def __init__(self, titles: Sequence[object], question: str, rewords: bool = False) -> None:
-        read = [title for title in titles if isinstance(title, str) and len(title) <= MOST_CHARACTERS]
+        read = [title for title in titles if isinstance(title, str) and len(title) <= MAX_CHARACTERS]
         paths = [[_folded(part) for part in re.split(r"\s>\s", title)] for title in read]
         self._paths = {f"{first} > {second}" for path in paths for first, second in pairwise(path)}
         self._headings = {part for path in paths for part in path if " " in part and not find_evidence(part, question)}

@@ -61,7 +61,7 @@ ALL_THE_SAME = (
 )
 """What has an unsupported answer written."""
 
-LEAST_FORM = 3
+MIN_FORM = 3
 """Letters of the shortest form of a word that has another ending elsewhere."""
 
 WordVerdict = Literal["all", "some", "none", "unknown"]
@@ -125,8 +125,8 @@ def shared_words(evidence: Set[str], words: Set[str]) -> Set[str]:
 
 
 def _without_ending(word: str) -> tuple[str, ...]:
-    """Return a word without one and without two letters, where ``LEAST_FORM`` are left."""
-    return tuple(word[:-cut] for cut in (1, 2) if word.isalpha() and len(word) - cut >= LEAST_FORM)
+    """Return a word without one and without two letters, where ``MIN_FORM`` are left."""
+    return tuple(word[:-cut] for cut in (1, 2) if word.isalpha() and len(word) - cut >= MIN_FORM)
 
 
 def has_words_of(sentence: str, passage: str, question: str) -> bool:

@@ -17,7 +17,7 @@ from rag_posfix.text import single_spaced, split_words
 SAME_WORDS = 0.5
 """Share of the words of two passages, numbers aside, that versions of one text have in common at least."""
 
-LEAST_WORDS = 4
+MIN_WORDS = 4
 """Words without which two passages are too short to be versions of one text."""
 
 _FIELDS = ("date", "updated", "modified", "last_modified", "published", "created", "year", "version")
@@ -154,7 +154,7 @@ def _is_older(one: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...
 
 
 def _is_same(one: set[str], other: set[str]) -> bool:
-    return min(len(one), len(other)) >= LEAST_WORDS and len(one & other) >= SAME_WORDS * len(one | other)
+    return min(len(one), len(other)) >= MIN_WORDS and len(one & other) >= SAME_WORDS * len(one | other)
 
 
 def _date_in(text: str) -> str:

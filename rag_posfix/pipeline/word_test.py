@@ -20,7 +20,7 @@ from rag_posfix.pipeline.language import same_language
 from rag_posfix.pipeline.support import ALL_THE_SAME, passage_name, shared_words
 from rag_posfix.text import is_pair
 
-MOST_WORDS = 8
+MAX_WORDS = 8
 """An answer with this many words that no passage has is in other words, or in another language: it is written."""
 
 LARGEST_COUNT = 10
@@ -51,7 +51,7 @@ class WordTest:
         if restates(answer, self._question):
             return True
         evidence = find_evidence(answer, self._question)
-        if not 0 < len(evidence) < MOST_WORDS or all(map(_is_count, evidence)):
+        if not 0 < len(evidence) < MAX_WORDS or all(map(_is_count, evidence)):
             return False
         return not shared_words(evidence, self._words)
 
@@ -62,7 +62,7 @@ class WordTest:
         evidence = find_evidence(beginning, self._question)
         complete = beginning[:-1] if any(map(is_pair, evidence)) else beginning.rpartition(" ")[0]
         evidence = find_evidence(complete, self._question)
-        if len(evidence) >= MOST_WORDS:
+        if len(evidence) >= MAX_WORDS:
             return False
         return not shared_words(evidence, self._words) or restates(complete, self._question)
 

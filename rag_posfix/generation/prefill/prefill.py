@@ -223,15 +223,15 @@ def _reusable(loaded: LoadedModel, row: ResolvedRow) -> ResolvedRow:
     A snapshot is of all tokens of a row with one passage, up to its question.
     """
     if loaded.snapshots is not None:
-        least = LEAST_SNAPSHOT_TOKENS.get(loaded.device.type, _LEAST_ON_DEVICES)
+        least = MIN_SNAPSHOT_TOKENS.get(loaded.device.type, _MIN_ON_DEVICES)
         is_stored = len(row.passages) <= 1 and row.layout.suffix.start >= least
         return replace(row, reusable=(row.layout.suffix.start,) if is_stored else ())
     ends = row.reusable or (row.layout.boundaries if loaded.kept is not None else ())
     return replace(row, reusable=(*ends, *row.layout.turn_starts) if row.layout.suffix.start in ends[-1:] else ends)
 
 
-LEAST_SNAPSHOT_TOKENS = {"cpu": 32}
-_LEAST_ON_DEVICES = 128
+MIN_SNAPSHOT_TOKENS = {"cpu": 32}
+_MIN_ON_DEVICES = 128
 """Least tokens of prefix and passage of which a snapshot is kept: fewer are read about as fast as it is filled in."""
 
 ROW_TOKENS = 2**15

@@ -470,7 +470,7 @@ def messages_of(layout: Layout, encoder: TokenEncoder) -> list[ChatMessage]:
     return [{"role": turn.role, "content": encoder.decode(layout.tokens(turn.content))} for turn in layout.turns]
 
 
-_MOST_STOPS = 4
+_MAX_STOPS = 4
 """Stop strings that OpenAI's API takes."""
 
 
@@ -481,7 +481,7 @@ def _sampling_fields(sampling: Sampling, token_limit_field: TokenLimitField, cue
     """
     stop = list(sampling.stop)
     if token_limit_field == "max_tokens":
-        stop += cues[: max(0, _MOST_STOPS - len(stop))]
+        stop += cues[: max(0, _MAX_STOPS - len(stop))]
     fields: dict[str, Any] = {token_limit_field: sampling.max_tokens, "temperature": sampling.temperature}
     if sampling.top_p < 1.0:
         fields["top_p"] = sampling.top_p

@@ -366,11 +366,11 @@ _ROWS_PER_STEP = 1000
 WAIT_SECONDS = 30.0
 """How long a writer waits for another one."""
 
-MOST_TEXT = 1_000_000
+MAX_TEXT = 1_000_000
 """Characters of a document's text: nothing else is embedded while they are split."""
-MOST_METADATA = 50_000
+MAX_METADATA = 50_000
 """Characters of a document's metadata as JSON: a search returns the metadata of all that it finds."""
-_MOST_COPIES = 16_000_000
+_MAX_COPIES = 16_000_000
 """Characters of metadata that one request stores: each passage has the metadata of its document."""
 
 Removed = Callable[[Sequence[Document]], None]
@@ -590,10 +590,10 @@ class Collection:
         ids = tuple(str(document.id) for document in copies)
         passages = split_documents(copies, self._size, self._max_documents, yield_to_waiters)
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
-        if size > _MOST_COPIES:
+        if size > _MAX_COPIES:
             raise TooLargeError(
                 f"the metadata of the documents would be stored with each of their passages, {size} characters, at "
-                f"most {_MOST_COPIES} are allowed; shorten the metadata, or send fewer or shorter documents",
+                f"most {_MAX_COPIES} are allowed; shorten the metadata, or send fewer or shorter documents",
                 param="documents",
             )
         entries: dict[str, IndexEntry] = {}

@@ -80,7 +80,7 @@ def error(out, expected):
 @pytest.mark.parametrize("most", [2**21, 1000])  # all rows in one product; five at a time
 @torch.inference_mode()
 def test_products_round_less_than_scores_in_bfloat16_do(most, products, monkeypatch):
-    monkeypatch.setattr(masks, "MOST_SCORES", most)
+    monkeypatch.setattr(masks, "MAX_SCORES", most)
     query, key, value = bfloat16_states()
     expected, lse = exact(query, key, value, 0.125)
     out, found = attend_whole(query, key, value, 0.125)

@@ -13,7 +13,7 @@ from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
-from rag_posfix.pipeline.word_test import MOST_WORDS, WordTest
+from rag_posfix.pipeline.word_test import MAX_WORDS, WordTest
 from rag_posfix.text import NO_PASSAGE_TEXT
 from tests.support.reader import ScriptedReader
 
@@ -56,7 +56,7 @@ def test_a_beginning_is_open_until_a_complete_word_is_one_of_a_passage():
     test = WordTest([MUSEUM], "Who leads the tours?")
     beginnings = ("", "The", "The tours are led by Od", "The tours are led by Odd", "The tours are led by Odd N")
     assert [test.is_open(beginning) for beginning in beginnings] == [True, True, True, True, False]
-    assert not test.is_open(" ".join(f"word{number}" for number in range(MOST_WORDS + 1)))
+    assert not test.is_open(" ".join(f"word{number}" for number in range(MAX_WORDS + 1)))
     assert not WordTest([MUSEUM], "Wer ist der Leiter von dem Museum?").is_open("Der"), (
         "another language is not tested"
     )
