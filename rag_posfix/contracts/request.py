@@ -28,7 +28,7 @@ __all__ = ["MitigationChoice", "Sampling"]
 
 FinishReason = Literal["stop", "length"]
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Log-probabilities are at least this, as in OpenAI's API: JSON has no infinity."""
 
 MAX_TOP_LOGPROBS = 20
@@ -41,7 +41,7 @@ class TokenScore:
 
     Attributes:
         data: The bytes of the token; they need not be complete characters.
-        log_prob: Natural logarithm of its probability, at least ``LEAST``; None for the first token of a prompt.
+        log_prob: Natural logarithm of its probability, at least ``MIN_LOGPROB``; None for the first token of a prompt.
     """
 
     data: bytes

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rag_posfix.contracts.request import (
-    LEAST,
+    MIN_LOGPROB,
     Chunk,
     FinishReason,
     Generation,
@@ -324,7 +324,7 @@ def score_tokens(
 
 
 def _score(token: int, log_prob: float, data_of: Callable[[int], bytes]) -> TokenScore:
-    return TokenScore(data_of(token), max(log_prob, LEAST))
+    return TokenScore(data_of(token), max(log_prob, MIN_LOGPROB))
 
 
 MAX_SCORE_ELEMENTS = 1 << 24

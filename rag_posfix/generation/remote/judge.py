@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rag_posfix.contracts.generator import ChatMessage, spend, sum_usage
-from rag_posfix.contracts.request import LEAST, Usage, tenant_tags
+from rag_posfix.contracts.request import MIN_LOGPROB, Usage, tenant_tags
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
 from rag_posfix.generation.remote.connection import Connection, Event, error_message, joined_texts
 from rag_posfix.text import content_hash
@@ -391,7 +391,7 @@ def _alternatives(form: Form, answer: Event) -> dict[str, float]:
     for token, value in pairs:
         if isinstance(token, str) and isinstance(value, int | float) and not math.isnan(value):
             text = token.translate(_SPACES)
-            found[text] = max(found.get(text, LEAST), float(value))  # minus infinity less itself is no number
+            found[text] = max(found.get(text, MIN_LOGPROB), float(value))  # minus infinity less itself is no number
     return found
 
 
@@ -441,4 +441,4 @@ def _mean_log_prob(answer: Event, start: int, stop: int) -> float:
             "the server took tokens of the question from its prefix cache, whose log-probabilities may be wrong "
             "(vllm#42019); use the reranker yes_no"
         )
-    return math.fsum(max(values[i], LEAST) for i in within) / len(within)
+    return math.fsum(max(values[i], MIN_LOGPROB) for i in within) / len(within)

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
-from rag_posfix.contracts.request import LEAST, MAX_TOP_LOGPROBS, ScoredToken, TokenScore, Usage
+from rag_posfix.contracts.request import MAX_TOP_LOGPROBS, MIN_LOGPROB, ScoredToken, TokenScore, Usage
 from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
@@ -383,7 +383,7 @@ def _fields(score: TokenScore) -> dict[str, object]:
 
 def log_prob_of(score: TokenScore) -> float:
     """Return the log-probability of a token, at least -9999."""
-    return LEAST if score.log_prob is None else score.log_prob
+    return MIN_LOGPROB if score.log_prob is None else score.log_prob
 
 
 def text_of(score: TokenScore, mark: str = "") -> str:

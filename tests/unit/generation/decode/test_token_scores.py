@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rag_posfix.contracts.request import (
-    LEAST,
+    MIN_LOGPROB,
     Chunk,
     GenerationRequest,
     MitigationChoice,
@@ -58,7 +58,7 @@ def test_scores_are_normalised_and_the_likeliest_come_first():
 def test_impossible_tokens_have_the_least_log_probability_and_no_more_than_all_tokens_are_listed():
     scores = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).log()
     (one,) = score_tokens(scores, [1], [0], 20, letters)
-    assert one.token.log_prob == LEAST
+    assert one.token.log_prob == MIN_LOGPROB
     assert len(one.top) == 4
 
 
