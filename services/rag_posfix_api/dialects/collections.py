@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from rag_posfix.contracts.retrieval import combine_filters
-from rag_posfix_api.collections.collection import MOST_METADATA, MOST_TEXT, metadata_size
+from rag_posfix_api.collections.collection import MAX_METADATA, MAX_TEXT, metadata_size
 from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
 from rag_posfix_api.dialects.requests import (
     MetadataFilter,
@@ -83,8 +83,8 @@ def _storable(metadata: dict[str, Any]) -> dict[str, Any]:
                 "finite", "has the number {number}, which JSON cannot hold; use null", {"number": str(value)}
             )
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if (size := metadata_size(metadata)) > MOST_METADATA:
-        limits = {"size": size, "most": MOST_METADATA}
+    if (size := metadata_size(metadata)) > MAX_METADATA:
+        limits = {"size": size, "most": MAX_METADATA}
         raise PydanticCustomError("metadata_size", "has {size} characters as JSON, at most {most} are allowed", limits)
     return metadata
 
@@ -99,10 +99,10 @@ class NewDocument(RequestModel):
         description="Without it, a hash of title, text and metadata. No control characters, not '.' or '..'.",
         json_schema_extra=within(pattern=_ID),
     )
-    text: str = Field(min_length=1, max_length=MOST_TEXT, json_schema_extra={"pattern": r"\S"})
+    text: str = Field(min_length=1, max_length=MAX_TEXT, json_schema_extra={"pattern": r"\S"})
     title: str | None = Field(default=None, max_length=1000)
     metadata: Annotated[dict[str, Any], AfterValidator(_storable)] = Field(
-        default_factory=dict, description=f"At most {MOST_METADATA} characters as JSON."
+        default_factory=dict, description=f"At most {MAX_METADATA} characters as JSON."
     )
 
 
