@@ -35,7 +35,7 @@ from rag_posfix.generation.decode.question_scores import (
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.prefill.per_passage import KVLookup, ResolvedRow, can_share_batch, passage_starts, resolve
-from rag_posfix.generation.prefill.prefill import cached_segments, passage_attention, read_ahead
+from rag_posfix.generation.prefill.prefill import cached_segments, passage_attention, prefill_ahead
 from rag_posfix.mitigations import MITIGATIONS, Mitigation, create
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import Plan
@@ -139,7 +139,7 @@ class Engine(Generator):
                 "it cannot be precomputed; use the default parameters"
             )
         with torch.inference_mode():
-            return read_ahead(self.loaded, layout, rows, kv_lookup)
+            return prefill_ahead(self.loaded, layout, rows, kv_lookup)
 
     def cached_segments(self, request: GenerationRequest) -> tuple[bool, ...]:
         """Return whether the store has the keys and values of the prefix, and of each passage, of a prompt.

@@ -130,7 +130,7 @@ def _read_suffix(
         start, batch = layout.suffix.start, before.branch()
     ids = torch.tensor([layout.token_ids[start:]], device=loaded.device)
     positions = torch.arange(start, len(layout.token_ids), dtype=torch.float32)
-    batch.read_layers(ids, positions[None], last_layer, observer)
+    batch.prefill_layers(ids, positions[None], last_layer, observer)
 
 
 def _suffix_attention(

@@ -316,12 +316,12 @@ class SequenceBatch:
             self.loaded, context, self.cache, token_ids, position_ids(positions, self.integer_positions), keep
         )
 
-    def read_layers(
+    def prefill_layers(
         self, token_ids: Tensor, positions: Tensor, last_layer: int, observer: Observer | None = None
     ) -> None:
         """Append tokens to every row in the layers up to ``last_layer``; the later layers do not run.
 
-        For batches without overrides. Only ``read_layers`` may follow, with the same ``last_layer`` or an earlier one.
+        For batches without overrides. Only ``prefill_layers`` may follow, to the same or an earlier ``last_layer``.
 
         Shapes:
             token_ids: (R, Tq). positions: (R, Tq) float32, whole numbers; they may be on the CPU.

@@ -424,7 +424,7 @@ def logits_at_once(loaded: LoadedModel, n_rows: int) -> int:
     return max(1, MAX_SCORE_ELEMENTS // (n_rows * int(loaded.model.config.get_text_config().vocab_size)))
 
 
-def read_question(
+def prefill_question(
     batch: SequenceBatch,
     token_ids: Tensor,
     positions: Tensor,
@@ -483,7 +483,7 @@ def prefilled_group(
     observer: Observer,
     cached_tokens: int = 0,
 ) -> PrefilledGroup:
-    """Return the result of a prefill whose last passes were ``read_question`` and had the ``observer``."""
+    """Return the result of a prefill whose last passes were ``prefill_question`` and had the ``observer``."""
     logits, question = read
     spans = tuple(
         tuple((passage, start + span.start, start + span.stop) for passage, span in row.passage_spans)
@@ -565,7 +565,7 @@ def prefill_per_passage(
     ids = torch.tensor([layout.tokens(asked)] * len(rows), device=loaded.device)
     observer = Observer()
     keep, positions = logits_to_keep(layout, score_question), _positions_of(layout, rows, asked)
-    scores = read_question(batch, ids, positions, layout, keep, observer, in_parts=overrides.attend is None)
+    scores = prefill_question(batch, ids, positions, layout, keep, observer, in_parts=overrides.attend is None)
     return prefilled_group(batch, scores, layout, rows, observer, cached + read - start)
 
 
@@ -711,7 +711,7 @@ def prefill_blended(
         _recompute(loaded, row, batch, chosen)
     start, observer = row.layout.suffix.start, Observer()
     ids = torch.tensor([row.layout.token_ids[start:]], device=loaded.device)
-    read = read_question(batch, ids, row.positions[:, start:], layout, 1, observer)
+    read = prefill_question(batch, ids, row.positions[:, start:], layout, 1, observer)
     return prefilled_group(batch, read, layout, [row], observer, max(0, cached - len(chosen)))
 
 

@@ -33,8 +33,8 @@ from rag_posfix.generation.prefill.per_passage import (
     logits_to_keep,
     prefill_blended,
     prefill_per_passage,
+    prefill_question,
     prefilled_group,
-    read_question,
     resolve,
 )
 from rag_posfix.patching.attention_hook import Observer
@@ -87,7 +87,7 @@ def cached_segments(loaded: LoadedModel, layout: Layout, plan: Plan, kv_lookup: 
     return tuple(index in stored for index in range(-1, layout.n_passages))
 
 
-def read_ahead(loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], kv_lookup: KVLookup) -> int:
+def prefill_ahead(loaded: LoadedModel, layout: Layout, rows: Sequence[ResolvedRow], kv_lookup: KVLookup) -> int:
     """Read prefix and passages of rows into the store; return how many tokens had to be read."""
     if loaded.keeps_all_keys:
         kv, cached = encode_passages(loaded, layout, rows, kv_lookup)
@@ -116,13 +116,13 @@ def prefill_context(
 
     For models that keep all keys in every layer. Shares stored segments with prompts that are read in full.
 
-    ``last_layer`` is the last layer that is read (``SequenceBatch.read_layers``), without ``kv_lookup``: the store has
-    all layers, so all are read.
+    ``last_layer`` is the last layer that is read (``SequenceBatch.prefill_layers``), without ``kv_lookup``: the store
+    has all layers, so all are read.
     """
     row = resolve(RowPlan(reusable=layout.boundaries), layout, loaded.device)
     if kv_lookup is not None and row.reusable:
         prefix = _CachedPrefix(loaded, row, kv_lookup)
-        prefix.read_missing()
+        prefix.prefill_missing()
         prefix.add_missing(prefix.batch)
         return prefix.batch
     batch = SequenceBatch.empty(loaded)
@@ -133,12 +133,12 @@ def prefill_context(
         if last_layer is None:
             batch.forward(ids, positions, keep=1, ends_prompt=False)
         else:
-            batch.read_layers(ids, positions, last_layer)
+            batch.prefill_layers(ids, positions, last_layer)
     return batch
 
 
 class _CachedPrefix:
-    """The first tokens of a row: ``batch`` has the stored segments, then the segments of ``read_missing``."""
+    """The first tokens of a row: ``batch`` has the stored segments, then the segments of ``prefill_missing``."""
 
     def __init__(self, loaded: LoadedModel, row: ResolvedRow, kv_lookup: KVLookup) -> None:
         self._loaded, self._kv_lookup, self._row = loaded, kv_lookup, row
@@ -147,20 +147,20 @@ class _CachedPrefix:
             kv_lookup.prefix_encoding(row.overrides) if form is None else kv_lookup.snapshot_encoding(form)
         )
         entries = [*kv_lookup.find(loaded, self._encoding, requests), None]
-        self._held = [kv for kv in entries[: entries.index(None)] if kv is not None]
-        self._missing = requests[len(self._held) :]
-        self.cached_tokens = row.reusable[len(self._held) - 1] if self._held else 0
+        self._cached_segments = [kv for kv in entries[: entries.index(None)] if kv is not None]
+        self._missing = requests[len(self._cached_segments) :]
+        self.cached_tokens = row.reusable[len(self._cached_segments) - 1] if self._cached_segments else 0
 
     @cached_property
     def batch(self) -> SequenceBatch:
         """A batch of the row alone."""
-        if not self._held:
+        if not self._cached_segments:
             return SequenceBatch.empty(self._loaded, overrides=self._row.overrides)
         positions = self._row.positions[:, : self.cached_tokens]
         more_tokens = len(self._row.layout.token_ids) - self.cached_tokens
-        return concatenate_kv(self._loaded, [self._held], [positions], more_tokens, self._row.overrides)
+        return concatenate_kv(self._loaded, [self._cached_segments], [positions], more_tokens, self._row.overrides)
 
-    def read_missing(self) -> None:
+    def prefill_missing(self) -> None:
         """Read each missing segment in its own forward pass: results do not depend on what the store holds."""
         for request in self._missing:
             ids = torch.tensor([request.segment.token_ids], device=self._loaded.device)
@@ -181,11 +181,11 @@ class _CachedPrefix:
             _ = self.batch
         except SnapshotError:  # it is of another version of the library
             self._missing = _prefix_requests(self._row)
-            self._held, self.cached_tokens = [], 0
-        self.read_missing()
+            self._cached_segments, self.cached_tokens = [], 0
+        self.prefill_missing()
         copies = self._copies(self.batch) if self._missing else []
         self._kv_lookup.add(self._encoding, list(zip(self._missing, copies, strict=True)))
-        return [*self._held, *copies]
+        return [*self._cached_segments, *copies]
 
     def _copies(self, batch: SequenceBatch) -> list[Tensor]:
         bounds = list(itertools.pairwise((0, *self._row.reusable)))
@@ -211,7 +211,7 @@ def _prefill_row(
         return _prefill_remaining(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     attend = row.overrides.attend
     if attend is None or attend.standard_from in row.reusable[:1]:  # else its attention needs the whole prompt at once
-        prefix.read_missing()
+        prefix.prefill_missing()
     group = _prefill_remaining(loaded, layout, row, prefix.batch, keep, prefix.cached_tokens)
     prefix.add_missing(group.batch)
     return group
@@ -275,7 +275,7 @@ def _prefill_plain(
         ids[index, -len(tokens) :] = torch.tensor(tokens)
         positions_of[index, -len(tokens) :] = row.positions[0, -len(tokens) :]
     observer = Observer()
-    read = read_question(batch, ids.to(loaded.device), positions_of, rows[0].layout, keep.pop(), observer)
+    read = prefill_question(batch, ids.to(loaded.device), positions_of, rows[0].layout, keep.pop(), observer)
     return [prefilled_group(batch, read, layout, rows, observer, cached)]
 
 
@@ -304,7 +304,7 @@ def _prefill_snapshots(
         with suppress(SnapshotError):
             batch, positions = join_batches(form, batches), [row.positions[:, -len(rest[0]) :] for row in rows]
             ids = torch.tensor(rest, device=loaded.device)
-            read = read_question(batch, ids, torch.cat(positions), rows[0].layout, keeps[0], observer)
+            read = prefill_question(batch, ids, torch.cat(positions), rows[0].layout, keeps[0], observer)
             return [prefilled_group(batch, read, layout, rows, observer, cached)]
     groups = [
         _prefill_remaining(loaded, layout, row, batch, keep, cached)
@@ -347,7 +347,7 @@ def _prefill_remaining(
     observer = Observer()
     ids = torch.tensor([row.layout.token_ids[start:]], device=loaded.device)
     apart = bool(row.reusable) and row.overrides.attend is None and loaded.stores_keys  # as its segments are
-    read = read_question(before, ids, row.positions[:, start:], row.layout, keep, observer, in_parts=apart)
+    read = prefill_question(before, ids, row.positions[:, start:], row.layout, keep, observer, in_parts=apart)
     return prefilled_group(before, read, layout, [row], observer, cached_tokens)
 
 
