@@ -1,4 +1,4 @@
-"""What a question gets that it does not choose: defaults, and the measured profile of ``mitigation=auto``.
+"""Default request options, and the measured profile of ``mitigation=auto``.
 
 The test of relevance leaves out the retrieved passages that are not about the question.
 
