@@ -75,7 +75,7 @@ def test_idle_it_is_the_stock_model_bit_for_bit(pair):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_in_sixteen_bits_it_is_proved_too(model_type, dtype):
     model = stock_of(model_type).to(dtype)
-    assert prepare(model).plain is None
+    assert prepare(model).unhooked is None
 
 
 @torch.inference_mode()
@@ -180,7 +180,7 @@ def test_a_model_that_fails_gets_its_eager_attention_back(monkeypatch):
 
     monkeypatch.setattr(attention_hook, "causal_rows", lambda *arguments: causal_rows(*arguments).logical_not())
     model = stock_of("gemma2")
-    assert "differs from native" in prepare(model).plain.reason
+    assert "differs from native" in prepare(model).unhooked.reason
     assert attention_of(model) == "eager"
 
 
