@@ -454,19 +454,19 @@ def _is_row_of_values(row: Sequence[str], below: Sequence[Sequence[str]]) -> boo
 
     Numbers in order are names (36, 37, 38), and so is a year above what are no years.
     """
-    columns = [
-        [other[column] for other in below if column < len(other) and other[column]] for column in range(len(row))
-    ]
-    values = [
-        number
-        for number, (cell, cells) in enumerate(zip(row, columns, strict=True))
-        if cells and (kind := _kind_of(cell)) and all(_kind_of(other) == kind for other in cells)
-        and not (_YEAR.fullmatch(cell) and not all(map(_YEAR.fullmatch, cells)))
-    ]  # fmt: skip
-    numbers = [int(row[number]) for number in values if row[number].isdecimal()]
-    are_neighbours = values == list(range(values[0], values[-1] + 1)) if values else False
-    is_ordered = are_neighbours and len(values) > 1 and len(numbers) == len(values)
-    return bool(values) and not (is_ordered and numbers == sorted(set(numbers))) and not _counts_columns(row)
+    values: list[int] = []  # columns
+    for column, cell in enumerate(row):
+        cells = [other[column] for other in below if column < len(other) and other[column]]
+        kind = _kind_of(cell)
+        is_year = _YEAR.fullmatch(cell) and not all(map(_YEAR.fullmatch, cells))
+        if kind and cells and not is_year and all(_kind_of(other) == kind for other in cells):
+            values.append(column)
+    if not values or _counts_columns(row):
+        return False
+    numbers = [int(row[column]) for column in values if row[column].isdecimal()]
+    are_neighbours = values == list(range(values[0], values[0] + len(values)))
+    is_ordered = 1 < len(numbers) == len(values) and numbers == sorted(set(numbers))
+    return not (are_neighbours and is_ordered)
 
 
 def _counts_columns(row: Sequence[str]) -> bool:
