@@ -416,7 +416,7 @@ def test_rerank_scores_best_first_and_keeps_the_order_of_equals():
     [
         ({"query": " "}, 400, "query"),
         ({"query": None}, 422, "query"),
-        ({"top_n": 0}, 422, "top_n"),
+        ({"top_n": -1}, 422, "top_n"),
         ({"documents": [5]}, 422, "documents[0]"),
         ({"documents": ["a"] * 4}, 413, "documents"),
     ],

@@ -34,13 +34,7 @@ from rag_posfix_api.dialects.requests import (
     chosen_methods,
     prompt_template,
 )
-from rag_posfix_api.http.errors import (
-    ANSWERING,
-    ErrorForm,
-    InvalidRequestError,
-    NotAllowedError,
-    UnsupportedFeatureError,
-)
+from rag_posfix_api.http.errors import ANSWERING, ErrorForm, RequestError
 from rag_posfix_api.http.metrics import LogFields, RequestLogFields
 from rag_posfix_api.http.middleware import SafeJSONResponse
 from rag_posfix_api.runtime.jobs import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
@@ -145,9 +139,9 @@ def pipeline_of(service: Service, question: Question, name: str | None) -> Calla
         pipeline = service.pipeline
         return lambda: pipeline
     if question.documents is not None:
-        raise InvalidRequestError("documents and a collection are given; give one of them", param="posfix.collection")
+        raise RequestError("documents and a collection are given; give one of them", param="posfix.collection")
     if question.index is not None:  # its passages need the tenant's filter, which those of a collection do not have
-        raise InvalidRequestError("an index and a collection are given; give one of them", param="posfix.index")
+        raise RequestError("an index and a collection are given; give one of them", param="posfix.index")
     tenant_pipeline, collection = service.collection_pipeline, service.collection(name)
     k = question.k or tenant_pipeline.defaults.k
     return lambda: tenant_pipeline.with_retriever(collection.retriever(k))
@@ -202,29 +196,29 @@ def build_question(
         sampling: Sampling parameters; None takes the default. ``seed`` also seeds the order ``random``.
 
     Raises:
-        InvalidRequestError: the last message is not the user's or is empty, or fields of ``posfix`` contradict each
-            other.
-        NotAllowedError: it asks for an answer without passages, and the operator does not allow that.
+        RequestError: the last message is not the user's or is empty, fields of ``posfix`` contradict each other, or
+            it asks for an answer without passages, and the operator does not allow that.
         ConfigError: a sampling parameter is out of range.
     """
     parameters = chosen_sampling(service.pipeline.defaults.sampling, sampling)
     (*history, last), turns = _split_tool_turns(messages)
     if last["role"] != "user":
-        raise InvalidRequestError(
+        raise RequestError(
             f"the last message has the role {shown(role)}; it must be 'user': the question", param=param
         )
     if not last["content"].strip():
-        raise InvalidRequestError("the last message is empty; it must hold the question", param=param)
+        raise RequestError("the last message is empty; it must hold the question", param=param)
     if system is not None:
         history.insert(0, {"role": "system", "content": system})
     posfix = posfix or PosfixInput()
     if tools is None and any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         tools = ToolUse(choice="none")
     if tools is not None and not isinstance(service.pipeline.generator.encoder, ToolEncoder):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"tools is not supported by the served model {service.model_id}, which is remote or has no chat template; "
             "leave out tools, calls and their results, or set tool_choice to 'none'",
             param="tools" if tools.definitions else param,
+            code="unsupported",
         )
     return Question(
         text=last["content"],
@@ -273,10 +267,11 @@ def _allow_ungrounded(service: Service, documents: Sequence[Document] | None, po
     """
     allowed, always = service.limits.ungrounded, service.pipeline.defaults.allow_ungrounded
     if posfix.allow_ungrounded and allowed != "request" and not always:
-        raise NotAllowedError(
+        raise RequestError(
             "this service does not let requests have answers without passages; leave it out (operators: "
             "RAG_POSFIX_SERVICE_UNGROUNDED=request)",
             param="posfix.allow_ungrounded",
+            code="not_allowed",
         )
     if posfix.allow_ungrounded is not None:
         return posfix.allow_ungrounded
@@ -303,7 +298,7 @@ _IN_PLACE_OF: Mapping[str, str] = {
 
 
 def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise ``UnsupportedFeatureError`` for a field that would change the answer and is not supported.
+    """Raise ``RequestError`` for a field that would change the answer and is not supported.
 
     Args:
         extra: The fields of the request that its schema does not have.
@@ -321,9 +316,10 @@ def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[
         if extra and name in extra and extra[name] not in allowed:
             values = ", ".join(repr(value) for value in allowed if value is not None) or "null"
             instead = f", or use {_IN_PLACE_OF[name]} of OpenAI's chat API" if name in _IN_PLACE_OF else ""
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{prefix}{name} is not supported here; leave it out{instead} (allowed: {values})",
                 param=f"{prefix}{name}",
+                code="unsupported",
             )
 
 
@@ -336,10 +332,10 @@ def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ..
         return None
     stops = tuple(filter(None, (stops,) if isinstance(stops, str) else stops))
     if len(stops) > MAX_STOPS:
-        raise InvalidRequestError(f"{param} has {len(stops)} entries, at most {MAX_STOPS} are allowed", param=param)
+        raise RequestError(f"{param} has {len(stops)} entries, at most {MAX_STOPS} are allowed", param=param)
     longest = max(map(len, stops), default=0)
     if longest > MAX_STOP_CHARACTERS:
-        raise InvalidRequestError(
+        raise RequestError(
             f"{param} holds a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed", param=param
         )
     return stops
@@ -348,7 +344,7 @@ def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ..
 def check_top_logprobs(count: int | None, param: str) -> None:
     """Raise for a number of alternatives, in the field ``param``, that is not between 0 and ``MOST_ALTERNATIVES``."""
     if count is not None and not 0 <= count <= MOST_ALTERNATIVES:
-        raise InvalidRequestError(f"{param}={count} must be between 0 and {MOST_ALTERNATIVES}", param=param)
+        raise RequestError(f"{param}={count} must be between 0 and {MOST_ALTERNATIVES}", param=param)
 
 
 class DocumentOutput(BaseModel):
@@ -553,10 +549,11 @@ def definitions(tools: Sequence[ToolInput] | None) -> list[dict[str, Any]]:
     return result
 
 
-def unsupported_tool(field: str, kind: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(
+def unsupported_tool(field: str, kind: str) -> RequestError:
+    return RequestError(
         f"{field}: a tool of type {shown(kind)} is not supported; use functions with a name and parameters",
         param="tools",
+        code="unsupported",
     )
 
 
@@ -566,10 +563,11 @@ def choice_name(choice: str | NamedTool | None) -> str:
         return choice or "auto"
     name = choice.name or (choice.function or {}).get("name")
     if choice.type != "function" or not isinstance(name, str):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"a tool_choice of type {shown(choice.type)} is not supported; use none, auto, required, or a function "
             "with its name",
             param="tool_choice",
+            code="unsupported",
         )
     return name
 
@@ -583,7 +581,7 @@ def tool_use(
         define: Returns the definitions; not called for the choice ``none``: tools that nobody may call are read over.
 
     Raises:
-        InvalidRequestError: as ``ToolUse``.
+        RequestError: as ``ToolUse``.
     """
     tools = define() if choice != "none" else ()
     if choice == "none" or (choice == "auto" and not tools):
@@ -592,7 +590,7 @@ def tool_use(
         return ToolUse(tools, choice, parallel=parallel is not False)
     except ConfigError as error:
         param = "tool_choice" if str(error).startswith("tool_choice") else "tools"
-        raise InvalidRequestError(str(error), param=param) from error
+        raise RequestError(str(error), param=param) from error
 
 
 def check_free_answer(tools: ToolUse | None, fields: Mapping[str, bool]) -> None:
@@ -603,10 +601,11 @@ def check_free_answer(tools: ToolUse | None, fields: Mapping[str, bool]) -> None
     """
     for name, is_given in fields.items():
         if tools is not None and is_given and (tools.choice == "auto" or name == "logprobs"):
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{name} is not supported next to tools that may be called; leave one of them out, or set tool_choice "
                 "to 'none'",
                 param=name,
+                code="unsupported",
             )
 
 
@@ -638,7 +637,7 @@ class ToolTurns:
         if identity is None and self._open:
             identity = self._open[0]
         if identity is None or identity not in self._names:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"{field}: {shown(identity)} is the id of no call before it; send the message with the call, too",
                 param=field.partition("[")[0],
             )
@@ -653,9 +652,7 @@ def _arguments_text(arguments: Any, field: str) -> str:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise InvalidRequestError(
-            f"{field}: the arguments of a call must be a JSON object", param=field.partition("[")[0]
-        )
+        raise RequestError(f"{field}: the arguments of a call must be a JSON object", param=field.partition("[")[0])
     return json.dumps(parsed, ensure_ascii=False)
 
 

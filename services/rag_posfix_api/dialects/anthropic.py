@@ -48,7 +48,7 @@ from rag_posfix_api.dialects.requests import (
     check_count,
     needs,
 )
-from rag_posfix_api.http.errors import ANSWERING, ANTHROPIC, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import ANSWERING, ANTHROPIC, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event, typed_event
 from rag_posfix_api.runtime.service import ReadyService, Service
 
@@ -388,8 +388,10 @@ def _conversation(messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     for index, message in enumerate(messages):
         field, content = f"messages[{index}]", message.content
         if message.role not in ("user", "assistant", "system"):
-            raise UnsupportedFeatureError(
-                f"{field}: role {shown(message.role)} is not supported; use user or assistant", param="messages"
+            raise RequestError(
+                f"{field}: role {shown(message.role)} is not supported; use user or assistant",
+                param="messages",
+                code="unsupported",
             )
         kind = {"assistant": "tool_use", "user": "tool_result"}.get(message.role)
         blocks = [] if isinstance(content, str) else [block for block in content if block.type == kind]
@@ -410,7 +412,7 @@ def _result_text(block: AnthropicBlock, field: str) -> str:
     if not isinstance(content, str):
         texts = [part.text for part in content if part.type == "text" and part.text is not None]
         if len(texts) < len(content):
-            raise UnsupportedFeatureError(f"{field}: the result of a tool must be text", param="messages")
+            raise RequestError(f"{field}: the result of a tool must be text", param="messages", code="unsupported")
         content = "\n".join(texts)
     return f"Error: {content}" if block.is_error else content
 
@@ -437,10 +439,11 @@ def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
         if block.type in _PASSAGES and field != "system":
             continue
         if block.type != "text" or block.text is None:
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{field}: a block of type {shown(block.type)} is not supported; use "
                 '{"type": "text", "text": ...} or a document with its text',
                 param=field.partition("[")[0],
+                code="unsupported",
             )
         texts.append(block.text)
     return "\n".join(texts)
@@ -464,17 +467,18 @@ def _citable(block: AnthropicBlock, index: int) -> CitableDocument:
 
 def _source_blocks(source: DocumentSource | str | None, index: int) -> tuple[str, ...]:
     if not isinstance(source, DocumentSource):
-        raise InvalidRequestError(f"document {index} has no source; give its text", param="messages")
+        raise RequestError(f"document {index} has no source; give its text", param="messages")
     if source.type == "text" and source.data is not None:
         return (source.data,)
     if source.type == "content" and source.content is not None:
         texts = [source.content] if isinstance(source.content, str) else [block.text for block in source.content]
         if None not in texts:
             return tuple(text for text in texts if text is not None)
-    raise UnsupportedFeatureError(
+    raise RequestError(
         f"document {index}: a source of type {shown(source.type)} without text is not supported; use "
         '{"type": "text", "media_type": "text/plain", "data": ...}',
         param="messages",
+        code="unsupported",
     )
 
 

@@ -30,7 +30,7 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, NotFoundError, TooLargeError
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.runtime.jobs import PrecomputeState
@@ -254,7 +254,7 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
     # The pattern of the route matches before a line break at the end, which is then not in document_id.
     is_complete = request.scope["path"].endswith(f"/{document_id}")
     if not is_complete or not await anyio.to_thread.run_sync(collection.delete, [document_id]):
-        raise NotFoundError("the collection has no document with this id", param="document_id")
+        raise RequestError("the collection has no document with this id", param="document_id", code="not_found")
     return Deleted(id=document_id, deleted=True, pending=service.pipeline.pending_deletions or None)
 
 
@@ -266,7 +266,7 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
 async def search_collection(name: Name, body: SearchRequest, request: Request, service: ReadyService) -> Response:
     """Return the documents nearest to a query by embeddings, best first; 413 if they are too many bytes."""
     if not body.query.strip():
-        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
+        raise RequestError("query is empty; give at least one visible character", param="query")
     collection = service.collection(name)
     metadata_filter = combine_filters(CALLER.get().filter, body.filter)
     limits = service.limits
@@ -312,7 +312,7 @@ async def _with_embeddings(service: Service, request: Request, work: Callable[[]
 
 def _document(document: NewDocument, index: int) -> Document:
     if not document.text.strip():
-        raise InvalidRequestError(f"documents[{index}].text is empty; give visible text", param="documents")
+        raise RequestError(f"documents[{index}].text is empty; give visible text", param="documents")
     title = {} if document.title is None else {"title": document.title}
     return Document(id=document.id, page_content=document.text, metadata=document.metadata | title)
 
@@ -324,7 +324,7 @@ def _encode_hits(hits: Sequence[Document], max_bytes: int, *, with_text: bool) -
         encoded.append(encode_json(_found_document(document, with_text=with_text).model_dump()))
         size += len(encoded[-1])
         if size > max_bytes:
-            raise TooLargeError(
+            raise RequestError(
                 f"the first {len(encoded)} of {len(hits)} documents have {size} bytes, at most {max_bytes} are "
                 f"allowed; ask with k={max(len(encoded) - 1, 1)} or less, or store less metadata",
                 param="k",

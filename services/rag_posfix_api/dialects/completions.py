@@ -38,7 +38,7 @@ from rag_posfix_api.dialects.answering import (
 )
 from rag_posfix_api.dialects.openai import DONE, StreamOptions, UsageOutput, log_prob_of, text_of, usage_output
 from rag_posfix_api.dialects.requests import Integer, Natural, RequestModel, Seed, StopStrings, TopK, TopP, within
-from rag_posfix_api.http.errors import ANSWERING, OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import ANSWERING, OPENAI, Problem, RequestError
 from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event
 from rag_posfix_api.runtime.jobs import EventRenderer
@@ -172,7 +172,7 @@ def _sampling(body: CompletionRequest, defaults: Sampling) -> Sampling:
     reject_fields(body.model_extra, _UNSUPPORTED)
     for name, value in (("n", body.n), ("best_of", body.best_of)):
         if value not in (None, 1):
-            raise UnsupportedFeatureError(f"{name}={value} is not supported; it must be 1", param=name)
+            raise RequestError(f"{name}={value} is not supported; it must be 1", param=name, code="unsupported")
     check_top_logprobs(body.logprobs, "logprobs")
     chosen: dict[str, Any] = {
         "max_tokens": DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens or 1,
@@ -199,22 +199,24 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
     """Yield the completions of all prompts, one after another, in pieces; the last piece of each has its ``answer``.
 
     Raises:
-        UnsupportedFeatureError: the generator takes no prompts without a chat template, or gives no log-probabilities.
-        InvalidRequestError: a prompt is empty, or has a token that the vocabulary lacks.
+        RequestError: the generator takes no prompts without a chat template, or gives no log-probabilities; a
+            prompt is empty, or has a token that the vocabulary lacks.
         PromptTooLongError: a prompt exceeds the context window.
     """
     generator = pipeline.generator
     encoder = generator.encoder
     if not isinstance(encoder, PromptEncoder):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"{shown_model(generator.model_id)} takes no prompts without a chat template here; "
-            "use /v1/chat/completions"
+            "use /v1/chat/completions",
+            code="unsupported",
         )
     needs_scores = sampling.top_logprobs is not None
     if needs_scores and not gives_scores(generator):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"{shown_model(generator.model_id)} returns no log-probabilities here; leave logprobs out",
             param="logprobs",
+            code="unsupported",
         )
     is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts: Any = [body.prompt] if is_single else body.prompt
@@ -242,13 +244,13 @@ def _read_prompt(encoder: PromptEncoder, prompt: str | Sequence[int], index: int
     else:
         largest = max(prompt, default=0)
         if largest >= encoder.vocab_size:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"prompt {index} has the token {largest}; the vocabulary has tokens 0 to {encoder.vocab_size - 1}",
                 param="prompt",
             )
         encoded = _Prompt(encoder.decode(prompt), tuple(prompt))
     if not encoded.token_ids:
-        raise InvalidRequestError(f"prompt {index} is empty; give at least one token", param="prompt")
+        raise RequestError(f"prompt {index} is empty; give at least one token", param="prompt")
     return encoded
 
 

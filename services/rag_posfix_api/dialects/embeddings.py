@@ -17,7 +17,7 @@ from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, UnsupportedFeatureError
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.metrics import LogFields, RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.runtime.service import ReadyService, Service
@@ -122,7 +122,7 @@ async def respond_with_vectors(
     texts = [inputs] if isinstance(inputs, str) else inputs
     check_count(len(texts), service.limits.max_documents, "input")
     if not all(text.strip() for text in texts):
-        raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
+        raise RequestError("input has an empty text; give each at least one visible character", param="input")
     fields.documents = len(texts)
     embed = partial(_embed, service.pipeline, texts, dimensions, render, truncate=truncate)
     content = await service.rerank.run(request.receive, embed, permit=True)
@@ -140,33 +140,36 @@ def _embed(
     """Return the response, encoded here and not on the event loop: a thousand vectors take a while."""
     started = time.perf_counter()
     if pipeline.embeddings is None:
-        raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one to embed texts")
+        raise RequestError(
+            "this server has no embedding model; serve a pipeline with one to embed texts", code="unsupported"
+        )
     tokens = _embedded_tokens(pipeline, texts, truncate=truncate)
     vectors = pipeline.embeddings.embed_documents(list(texts))
     if dimensions not in (None, len(vectors[0])):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"dimensions={dimensions} is not supported; the model's vectors have {len(vectors[0])}",
             param="dimensions",
+            code="unsupported",
         )
     return encode_json(render(vectors, tokens, time.perf_counter() - started))
 
 
 def _embedded_tokens(pipeline: Pipeline, texts: Sequence[str], *, truncate: bool) -> int:
-    """Return how many tokens of texts are embedded; raise ``InvalidRequestError`` for more than are read."""
+    """Return how many tokens of texts are embedded; raise ``RequestError`` for more than are read."""
     if not isinstance(pipeline.embeddings, SentenceEmbeddings):  # its server has its own limits
         return count_tokens(pipeline.generator.encoder, texts)
     total = 0
     for index, text in enumerate(texts):
         n_tokens = pipeline.embeddings.embedded_tokens(text)
         if n_tokens > MAX_TEXT_TOKENS and not truncate:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"text {index} of input has more than {MAX_TEXT_TOKENS} tokens, the most that are embedded of a text; "
                 "split it into passages",
                 param="input",
             )
         total += min(n_tokens, MAX_TEXT_TOKENS)
         if total > _MAX_REQUEST_TOKENS:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"input has more than {_MAX_REQUEST_TOKENS} tokens, the most of a request; send fewer texts at a time",
                 param="input",
             )

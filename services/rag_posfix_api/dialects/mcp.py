@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.errors import missing_extra
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.http.metrics import LogFields, RequestLogFields
 from rag_posfix_api.http.middleware import check_shape
 from rag_posfix_api.runtime.service import ReadyService, Service
@@ -102,12 +102,12 @@ class McpSessions:
         """Return what answers a message.
 
         Raises:
-            UnsupportedFeatureError: the SDK is not installed.
+            RequestError: the SDK is not installed.
         """
         async with self._lock:
             if self._handler is None:
                 if find_spec("mcp") is None:
-                    raise UnsupportedFeatureError(f"this service has no MCP: {missing_extra('mcp', 'mcp')}")
+                    raise RequestError(f"this service has no MCP: {missing_extra('mcp', 'mcp')}", code="unsupported")
                 manager = await anyio.to_thread.run_sync(self._build)
                 ready = asyncio.Event()
                 # Not in the context of this request, whose caller is not that of the next one.
@@ -150,7 +150,7 @@ async def mcp(request: Request, service: ReadyService, fields: RequestLogFields)
     """Answer one message of the Model Context Protocol."""
     sessions: McpSessions | None = getattr(request.app.state, "mcp", None)
     if sessions is None:
-        raise NotReadyError("the service is starting; try again later")
+        raise RequestError("the service is starting; try again later", code="not_ready")
     body = await request.body()
     check_shape(body)
     return _Exchange(await sessions.handler(), body, request.receive, fields)

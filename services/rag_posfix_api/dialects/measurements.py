@@ -32,7 +32,7 @@ from rag_posfix_api.dialects.requests import (
     mitigation_choice,
     to_documents,
 )
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse
 from rag_posfix_api.runtime.service import ReadyService
@@ -106,7 +106,7 @@ async def evaluate_order(
     All orders together have the time limit of one request.
     """
     if not body.question.strip():
-        raise InvalidRequestError("question is empty; give at least one visible character", param="question")
+        raise RequestError("question is empty; give at least one visible character", param="question")
     fields.documents = len(body.documents)
     pipeline = service.pipeline
     documents = to_documents(body.documents, service.limits.max_documents)
@@ -225,7 +225,7 @@ async def passage_attention(
     """
     service.check_model(body.model or "")
     if not body.query.strip():
-        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
+        raise RequestError("query is empty; give at least one visible character", param="query")
     documents = to_documents(body.documents, service.limits.max_documents)
     fields.documents = len(documents)
     measure = partial(

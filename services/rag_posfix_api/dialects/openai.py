@@ -50,7 +50,7 @@ from rag_posfix_api.dialects.requests import (
     to_documents,
     within,
 )
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import OPENAI, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, event
 from rag_posfix_api.runtime.service import ReadyService, Service
 
@@ -234,12 +234,14 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 def _check(body: ChatRequest) -> None:
     reject_fields(body.model_extra, _UNSUPPORTED)
     if body.n not in (None, 1):
-        raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
+        raise RequestError(
+            f"n={body.n} is not supported; one answer is given, so n must be 1", param="n", code="unsupported"
+        )
     check_top_logprobs(body.top_logprobs, "top_logprobs")
     if body.max_tokens is not None and body.max_tokens < 1:  # also where max_completion_tokens replaces it
-        raise InvalidRequestError(f"max_tokens={body.max_tokens} must be >= 1", param="max_tokens")
+        raise RequestError(f"max_tokens={body.max_tokens} must be >= 1", param="max_tokens")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError(
+        raise RequestError(
             f"top_logprobs={body.top_logprobs} needs logprobs, which is false; set logprobs to true",
             param="top_logprobs",
         )
@@ -252,7 +254,7 @@ def _json_schema(form: ResponseFormat | None) -> str | None:
     if form.type == "json_object":
         return ANY_OBJECT
     if form.json_schema is None:
-        raise InvalidRequestError(
+        raise RequestError(
             'response_format of type json_schema needs {"json_schema": {"schema": ...}}', param="response_format"
         )
     return json.dumps(form.json_schema.schema_)
@@ -264,9 +266,7 @@ def _posfix(body: ChatRequest) -> PosfixInput:
     fields = {name: value for name in ("mitigation", "order", "k") if (value := getattr(body, name)) is not None}
     for name, value in fields.items():
         if getattr(posfix, name) not in (None, value):
-            raise InvalidRequestError(
-                f"{name} is given twice, next to messages and in posfix; give it once", param=name
-            )
+            raise RequestError(f"{name} is given twice, next to messages and in posfix; give it once", param=name)
     return posfix.model_copy(update=fields)
 
 

@@ -49,7 +49,7 @@ from rag_posfix_api.dialects.requests import (
     needs,
     to_documents,
 )
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import OPENAI, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
@@ -111,7 +111,7 @@ class TextFormat(RequestModel):
     def json_schema(self) -> str | None:
         """Return the schema of the answer; None for free text."""
         if self.type == "json_schema" and self.schema_ is None:
-            raise InvalidRequestError('text.format of type json_schema needs {"schema": ...}', param="text")
+            raise RequestError('text.format of type json_schema needs {"schema": ...}', param="text")
         schemas = {"text": None, "json_object": ANY_OBJECT, "json_schema": json.dumps(self.schema_)}
         return schemas[self.type]
 
@@ -283,9 +283,10 @@ def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
 
 def _chat_message(item: InputItem, index: int) -> ChatMessage:
     if item.type != "message" or item.role is None:
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"input[{index}]: an item of type {shown(item.type)} is not supported; use messages with a role",
             param="input",
+            code="unsupported",
         )
     if item.content is None or isinstance(item.content, str):
         return chat_message(Message(role=item.role, content=item.content), index, "input")

@@ -15,7 +15,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rag_posfix_api.http.errors import INVALID, ErrorForm, Problem
+from rag_posfix_api.http.errors import ErrorForm, RequestError, problem_of
 from rag_posfix_api.http.middleware import encode_json
 
 _log = logging.getLogger("rag_posfix_api.access")
@@ -168,9 +168,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _reject_head(self) -> None:
         size = max(self._head_bytes, self._unparsed_bytes)
         self._reject(
-            431,
-            "head_too_large",
             f"request line and headers have {size} bytes so far, at most {self.max_head_bytes} are allowed",
+            "head_too_large",
         )
 
     def _late(self) -> None:
@@ -184,18 +183,17 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
             return
         self._reject(
-            408,
-            "request_timeout",
-            f"the request was not complete after {self.read_seconds:g} seconds; send it faster",
+            f"the request was not complete after {self.read_seconds:g} seconds; send it faster", "request_timeout"
         )
 
-    def _reject(self, status: int, code: str, message: str) -> None:
+    def _reject(self, message: str, code: str) -> None:
         """Answer once, without the application, and close the connection."""
         if self._rejected:
             return
         self._rejected = True
         self._stop_timer()
-        body = encode_json(self.form(Problem(status, INVALID, code, message)))
+        problem = problem_of(RequestError(message, code=code))
+        body, status = encode_json(self.form(problem)), problem.status
         lines = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "content-type: application/json",
