@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request
 from langchain_core.documents import Document
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question, SupportVerdict
@@ -26,8 +26,10 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.requests import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    AnswerRequest,
     Forms,
     Message,
+    ModelRequest,
     PosfixInput,
     RequestModel,
     chat_message,
@@ -76,7 +78,10 @@ def chat_route(
     streamed = STREAMED if lines is None else {200: {"content": {lines: {"schema": {"type": "string"}}}}}
 
     def decorate(prepare: Prepare) -> Prepare:
-        async def endpoint(body: Any, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+        async def endpoint(
+            body: AnswerRequest, request: Request, service: ReadyService, fields: RequestLogFields
+        ) -> Response:
+            check_request(service, body)
             prepared = prepare(body, service)
             if isinstance(prepared, Response):
                 return prepared
@@ -172,11 +177,12 @@ ANY_OBJECT = '{"type":"object"}'
 
 def build_question(
     service: Service,
+    body: AnswerRequest,
     messages: Sequence[ChatMessage],
     documents: Sequence[Document] | None,
-    posfix: PosfixInput | None,
     *,
     role: str,
+    posfix: PosfixInput | None = None,
     system: str | None = None,
     use_cache: bool = True,
     param: str = "messages",
@@ -186,20 +192,22 @@ def build_question(
     """Return the question that the last message asks, or the last of the user before results of tools.
 
     Args:
+        body: Has the sampling parameters by name, as ``sampling_fields``.
         documents: The passages; None retrieves them.
-        posfix: What this service adds to the dialect.
         role: The role of the last message as the request has it, for the error.
+        posfix: In place of that of ``body``.
         system: Instructions before the conversation.
         use_cache: Whether the answer cache may be used.
         param: The field of the messages in this dialect.
         tools: The tools that may be called.
-        sampling: Sampling parameters; None takes the default. ``seed`` also seeds the order ``random``.
+        sampling: In place of the sampling parameters of ``body``.
 
     Raises:
         RequestError: the last message is not the user's or is empty, fields of ``posfix`` contradict each other, or
             it asks for an answer without passages, and the operator does not allow that.
         ConfigError: a sampling parameter is out of range.
     """
+    sampling = sampling_fields(body) | sampling
     parameters = chosen_sampling(service.pipeline.defaults.sampling, sampling)
     (*history, last), turns = _split_tool_turns(messages)
     if last["role"] != "user":
@@ -210,7 +218,7 @@ def build_question(
         raise RequestError("the last message is empty; it must hold the question", param=param)
     if system is not None:
         history.insert(0, {"role": "system", "content": system})
-    posfix = posfix or PosfixInput()
+    posfix = posfix or body.posfix or PosfixInput()
     if tools is None and any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         tools = ToolUse(choice="none")
     if tools is not None and not isinstance(service.pipeline.generator.encoder, ToolEncoder):
@@ -232,6 +240,21 @@ def build_question(
         tools=None if tools is None else replace(tools, turns=turns),
         **chosen_methods(posfix),
     )
+
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+
+
+def sampling_fields(fields: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """Return the sampling parameters that the model of a request has by these names; None takes the default.
+
+    ``seed`` also seeds the order ``random``. ``prefix`` is that of the field with stop strings, for errors.
+    """
+    declared = type(fields).model_fields
+    chosen = {name: getattr(fields, name) for name in _SAMPLING if name in declared}
+    if "stop" in chosen:
+        chosen["stop"] = stop_strings(chosen["stop"], f"{prefix}{declared['stop'].alias or 'stop'}")
+    return chosen
 
 
 def chosen_sampling(defaults: Sampling, fields: Mapping[str, Any]) -> Sampling:
@@ -297,6 +320,12 @@ _IN_PLACE_OF: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def check_request(service: Service, body: ModelRequest) -> None:
+    """Raise for a model that is not served, and for a field that would change the answer and is not supported."""
+    service.check_model(body.served_name)
+    reject_fields(body.model_extra, body.unsupported)
+
+
 def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
     """Raise ``RequestError`` for a field that would change the answer and is not supported.
 
@@ -350,6 +379,8 @@ def check_top_logprobs(count: int | None, param: str) -> None:
 class DocumentOutput(BaseModel):
     """A passage in the prompt."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     id: str
     score: float | None
     position: int
@@ -360,23 +391,22 @@ class DocumentOutput(BaseModel):
     title: str | None
     source: str | None = Field(description="Its file.")
     page: int | None = Field(description="The page of its file on which it begins.")
-    text: str | None = Field(description="Its text; null where that is switched off (``source_text``).")
-
-
-_DOCUMENT_FIELDS = tuple(DocumentOutput.model_fields)
+    text: Annotated[str | None, BeforeValidator(lambda text: text or None)] = Field(
+        description="Its text; null where that is switched off (``source_text``)."
+    )
 
 
 class CitationOutput(BaseModel):
     """A span of the answer and its source documents."""
 
-    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(from_attributes=True, serialize_by_alias=True)
 
     start: int
     end: int
     text: str
     document_ids: list[str]
     origin: Literal["quote", "attention"] = Field(
-        alias="from",
+        serialization_alias="from",
         description="How that is known: 'quote', they hold what the sentence adds to the question; "
         "'attention', one of them dominated the attention, or the weights of the experts, while the sentence was "
         "written.",
@@ -393,8 +423,14 @@ class DroppedOutput(BaseModel):
     reason: str
 
 
+def _dropped(entries: Sequence[tuple[str, str]]) -> list[DroppedOutput]:
+    return [DroppedOutput(id=identity, reason=reason) for identity, reason in entries]
+
+
 class DisagreementOutput(BaseModel):
     """What some passages answer, where others answer something else."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     text: str
     document_ids: list[str]
@@ -404,10 +440,12 @@ class DisagreementOutput(BaseModel):
 class Provenance(BaseModel):
     """The sources of an answer: the fields that this service adds to the format of the dialect."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     query: str = Field(description="What was searched for: the question, or what was made of the conversation.")
     documents: list[DocumentOutput]
     citations: list[CitationOutput]
-    dropped: list[DroppedOutput]
+    dropped: Annotated[list[DroppedOutput], BeforeValidator(_dropped)]
     truncated: list[str] = Field(description="Ids of documents whose text was cut to fit into the prompt.")
     grounded: bool = Field(
         description="Whether passages were there and the model wrote from them; ``support`` says whether they support "
@@ -438,42 +476,8 @@ class Provenance(BaseModel):
 
 
 def provenance(answer: Answer) -> Provenance:
-    """Return the sources of ``answer``. Its own fields have the right types: they are not validated."""
-    fault = answer.form_fault
-    return Provenance.model_construct(
-        query=answer.query,
-        documents=[
-            DocumentOutput.model_construct(**{n: getattr(d, n) for n in _DOCUMENT_FIELDS} | {"text": d.text or None})
-            for d in answer.documents
-        ],
-        citations=[
-            CitationOutput(
-                start=c.start,
-                end=c.end,
-                text=c.text,
-                document_ids=list(c.document_ids),
-                origin=c.origin,
-                pages=list(c.pages),
-            )
-            for c in answer.citations
-        ],
-        dropped=[DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
-        truncated=list(answer.truncated),
-        grounded=answer.grounded,
-        support=answer.support,
-        supported_by=list(answer.supported_by),
-        disagreements=[
-            DisagreementOutput(text=side.text, document_ids=list(side.document_ids), date=side.date)
-            for side in answer.disagreements
-        ],
-        warnings=list(answer.warnings),
-        well_formed=fault is None,
-        form_fault=fault,
-        mitigation=answer.mitigation,
-        order=answer.order,
-        cached=answer.cached,
-        timings=dict(answer.timings),
-    )
+    """Return the sources of ``answer``, whose attributes have the names of the fields."""
+    return Provenance.model_validate(answer)
 
 
 class FunctionInput(RequestModel):

@@ -5,10 +5,10 @@ Documents of Anthropic messages, and citations of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from langchain_core.documents import Document
@@ -26,25 +26,26 @@ from rag_posfix_api.dialects.answering import (
     ToolTurns,
     build_question,
     chat_route,
+    check_request,
     definition,
     pipeline_of,
     provenance,
     reject_fields,
-    stop_strings,
     tool_use,
     unsupported_tool,
 )
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
+    AnswerRequest,
     Forms,
     Integer,
-    PosfixInput,
     RequestModel,
     StopList,
     Temperature,
     TextOr,
     TopK,
     TopP,
+    Unsupported,
     check_count,
     needs,
 )
@@ -314,10 +315,15 @@ def _texts_only(schema: dict[str, Any]) -> None:
             member["anyOf"] = [{"type": "string"}, {"type": "array", "items": text_block}]
 
 
-class AnthropicRequest(RequestModel):
-    """A request. Fields of Anthropic's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class AnthropicRequest(AnswerRequest):
+    """A request. Fields of Anthropic's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
+        "mcp_servers": (None, []),
+        "container": (None,),
+        "output_format": (None,),
+    }
 
     model: str = Field(examples=["default"], description="The served model, or 'default'.")
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(
@@ -328,13 +334,11 @@ class AnthropicRequest(RequestModel):
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
-    stop_sequences: StopList | None = None
+    stop: StopList | None = Field(default=None, alias="stop_sequences")
     tools: list[AnthropicTool] | None = Field(
         default=None, description="Tools that may be called, where the chat template of the model takes tools."
     )
     tool_choice: AnthropicToolChoice | None = None
-    stream: bool | None = None
-    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
 
 
 class AnthropicUsage(BaseModel):
@@ -370,15 +374,6 @@ class AnthropicResponse(BaseModel):
     stop_sequence: str | None = None
     usage: AnthropicUsage
     posfix: Provenance = Field(description="What this service adds to Anthropic's API.")
-
-
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
-    "mcp_servers": (None, []),
-    "container": (None,),
-    "output_format": (None,),
-}
 
 
 def _conversation(messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
@@ -609,6 +604,7 @@ class TokenCount(BaseModel):
 @router.post(COUNT_PATH, tags=["chat"], response_model=TokenCount, responses=ANTHROPIC.responses(*ANSWERING))
 async def count_tokens(body: CountTokensRequest, request: Request, service: ReadyService) -> Response:
     """Count the tokens of the prompt that the model would read: with retrieved passages if the request has none."""
+    check_request(service, body)
     question, _ = _question(body, service)
     pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
     question = replace(question, use_cache=False)
@@ -617,8 +613,6 @@ async def count_tokens(body: CountTokensRequest, request: Request, service: Read
 
 
 def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[CitableDocument]]:
-    service.check_model(body.model)
-    reject_fields(body.model_extra, _UNSUPPORTED)
     output = (body.model_extra or {}).get("output_config")
     if isinstance(output, dict):  # its "effort" is harmless
         reject_fields({"output_config.format": output.get("format")}, {"output_config.format": (None,)})
@@ -636,16 +630,11 @@ def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[
     ]
     question = build_question(
         service,
+        body,
         _conversation(body.messages),
         documents or None,  # without any, they are retrieved
-        body.posfix,
         role=body.messages[-1].role,
         system=None if body.system is None else _text(body.system, "system"),
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=stop_strings(body.stop_sequences, "stop_sequences"),
         tools=_tools(body),
     )
     return question, citable

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
+from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag
 from starlette.responses import Response
 
 from rag_posfix.caching.answers.tiered import tenant_salt
@@ -30,14 +30,24 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.text import text_beginning
 from rag_posfix_api.dialects.answering import (
     STREAMED,
+    check_request,
     check_top_logprobs,
     chosen_sampling,
-    reject_fields,
     respond_with_stream,
-    stop_strings,
+    sampling_fields,
 )
 from rag_posfix_api.dialects.openai import DONE, StreamOptions, UsageOutput, log_prob_of, text_of, usage_output
-from rag_posfix_api.dialects.requests import Integer, Natural, RequestModel, Seed, StopStrings, TopK, TopP, within
+from rag_posfix_api.dialects.requests import (
+    Integer,
+    ModelRequest,
+    Natural,
+    Seed,
+    StopStrings,
+    TopK,
+    TopP,
+    Unsupported,
+    within,
+)
 from rag_posfix_api.http.errors import ANSWERING, OPENAI, Problem, RequestError
 from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event
@@ -68,13 +78,17 @@ Prompt = Annotated[
 """A text, token ids, or a list of either."""
 
 
-class CompletionRequest(RequestModel):
+class CompletionRequest(ModelRequest):
     """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "suffix": (None, ""),
+        "logit_bias": (None, {}),
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+    }
 
     prompt: Prompt = Field(description="One text or list of token ids, or several. No chat template is applied.")
-    model: str | None = Field(default=None, description="The served model, or 'default'.")
     max_tokens: Integer | None = Field(
         default=None, json_schema_extra=within(minimum=0), description="16 without it. 0 generates nothing."
     )
@@ -94,7 +108,6 @@ class CompletionRequest(RequestModel):
         description="Log-probabilities of the tokens, and of so many likeliest tokens in their places; with ``echo``, "
         "of the tokens of the prompt too.",
     )
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -132,14 +145,6 @@ router = APIRouter(tags=["completions"], route_class=CleanRoute)
 
 DEFAULT_TOKENS = 16
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-}
-
 
 @router.post("/v1/completions", response_model=CompletionObject, responses=OPENAI.responses(*ANSWERING) | STREAMED)
 async def create_completion(
@@ -150,7 +155,7 @@ async def create_completion(
     With ``echo`` and ``logprobs`` the tokens of the prompt come with their log-probabilities: evaluations of multiple
     choice need them.
     """
-    service.check_model(body.model or "")
+    check_request(service, body)
     run = partial(_complete, service.pipeline, body, _sampling(body, service.pipeline.defaults.sampling))
     renderer = CompletionRenderer(
         service.identifiers.new(),
@@ -169,21 +174,12 @@ async def create_completion(
 
 def _sampling(body: CompletionRequest, defaults: Sampling) -> Sampling:
     """Return the sampling parameters of a request; a token that was not asked for is dropped (``max_tokens=0``)."""
-    reject_fields(body.model_extra, _UNSUPPORTED)
     for name, value in (("n", body.n), ("best_of", body.best_of)):
         if value not in (None, 1):
             raise RequestError(f"{name}={value} is not supported; it must be 1", param=name, code="unsupported")
     check_top_logprobs(body.logprobs, "logprobs")
-    chosen: dict[str, Any] = {
-        "max_tokens": DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens or 1,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "seed": body.seed,
-        "stop": stop_strings(body.stop, "stop"),
-        "top_logprobs": body.logprobs,
-    }
-    return chosen_sampling(defaults, chosen)
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens or 1
+    return chosen_sampling(defaults, sampling_fields(body) | {"max_tokens": max_tokens, "top_logprobs": body.logprobs})
 
 
 @dataclass(frozen=True, slots=True)

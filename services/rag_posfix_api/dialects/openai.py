@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,12 +28,11 @@ from rag_posfix_api.dialects.answering import (
     conversation,
     definitions,
     provenance,
-    reject_fields,
-    stop_strings,
     tool_call_output,
     tool_use,
 )
 from rag_posfix_api.dialects.requests import (
+    AnswerRequest,
     Documents,
     Integer,
     MaxTokens,
@@ -47,6 +46,7 @@ from rag_posfix_api.dialects.requests import (
     Temperature,
     TopK,
     TopP,
+    Unsupported,
     to_documents,
     within,
 )
@@ -85,13 +85,22 @@ _ALTERNATIVES_NEED_LOGPROBS: dict[str, Any] = {
 }
 
 
-class ChatRequest(RequestModel):
-    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class ChatRequest(AnswerRequest):
+    """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
+    model_config = ConfigDict(json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
+    unsupported: ClassVar[Unsupported] = {
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "logit_bias": (None, {}),
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "web_search_options": (None,),
+    }
 
     messages: Messages
-    model: str | None = Field(default=None, examples=["default"], description="The served model, or 'default'.")
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
@@ -112,7 +121,6 @@ class ChatRequest(RequestModel):
     )
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: Documents | None = Field(
         default=None,
@@ -122,7 +130,6 @@ class ChatRequest(RequestModel):
     mitigation: Mitigation | None = Field(default=None, description="A method by name, or with its parameters.")
     order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")
-    posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
     cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
 
 
@@ -218,21 +225,7 @@ class ModelList(BaseModel):
     last_id: str
 
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-}
-
-
 def _check(body: ChatRequest) -> None:
-    reject_fields(body.model_extra, _UNSUPPORTED)
     if body.n not in (None, 1):
         raise RequestError(
             f"n={body.n} is not supported; one answer is given, so n must be 1", param="n", code="unsupported"
@@ -409,24 +402,19 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
 
     With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
     """
-    service.check_model(body.model or "")
     _check(body)
     tools = tool_use(lambda: definitions(body.tools), choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
     json_schema = _json_schema(body.response_format)
     check_free_answer(tools, {"response_format": json_schema is not None, "logprobs": bool(body.logprobs)})
     question = build_question(
         service,
+        body,
         conversation(body.messages),
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
-        _posfix(body),
         role=body.messages[-1].role,
+        posfix=_posfix(body),
         use_cache=body.cache is not False,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop=stop_strings(body.stop, "stop"),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=json_schema,
         tools=tools,

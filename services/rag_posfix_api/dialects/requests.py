@@ -5,8 +5,8 @@ A value of another JSON type is rejected, not converted, as the schema says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from langchain_core.documents import Document
 from pydantic import (
@@ -429,6 +429,34 @@ class PosfixInput(RequestModel):
     )
     filter: MetadataFilter | None = Field(default=None, description="Retrieve passages whose metadata matches.")
     min_relevance: MinRelevance | None = Field(default=None, description="Which retrieved passages are read.")
+
+
+Unsupported = Mapping[str, tuple[Any, ...]]
+
+
+class ModelRequest(RequestModel):
+    """A request to the served model. Fields of the API without effect here are ignored.
+
+    Attributes:
+        unsupported: Fields that would change the answer and are refused, with the values that leave it unchanged.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {}
+
+    model: str | None = Field(default=None, examples=["default"], description="The served model, or 'default'.")
+    stream: bool | None = None
+
+    @property
+    def served_name(self) -> str:
+        """The name of the model that is asked for; "" is the served one."""
+        return self.model or ""
+
+
+class AnswerRequest(ModelRequest):
+    """A request for an answer from passages."""
+
+    posfix: PosfixInput | None = Field(default=None, description="What this service adds to the API.")
 
 
 def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:

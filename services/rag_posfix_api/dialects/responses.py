@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, Tag
@@ -29,22 +29,22 @@ from rag_posfix_api.dialects.answering import (
     choice_name,
     definition,
     provenance,
-    reject_fields,
     tool_use,
     unsupported_tool,
 )
 from rag_posfix_api.dialects.requests import (
     VISIBLE,
+    AnswerRequest,
     Documents,
     Forms,
     MaxTokens,
     Message,
     Part,
-    PosfixInput,
     RequestModel,
     Temperature,
     TextOr,
     TopP,
+    Unsupported,
     chat_message,
     needs,
     to_documents,
@@ -122,22 +122,26 @@ class TextOptions(RequestModel):
     format: TextFormat = Field(default_factory=TextFormat)
 
 
-class ResponsesRequest(RequestModel):
-    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class ResponsesRequest(AnswerRequest):
+    """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "previous_response_id": (None,),
+        "conversation": (None,),
+        "prompt": (None,),
+        "background": (None, False),
+        "top_logprobs": (None, 0),
+    }
 
     input: Annotated[
         Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
         | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("array")],
         Forms("string", "array"),
     ] = Field(description="The question, or a conversation that ends with it.")
-    model: str | None = Field(default=None, description="The served model, or 'default'.")
     instructions: str | None = None
-    max_output_tokens: MaxTokens = None
+    max_tokens: Annotated[MaxTokens, Field(alias="max_output_tokens")] = None
     temperature: Temperature = None
     top_p: TopP = None
-    stream: bool | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(
         default=None, description="Functions that may be called, where the chat template of the model takes tools."
@@ -147,7 +151,6 @@ class ResponsesRequest(RequestModel):
     documents: Documents | None = Field(
         default=None, description="The passages to answer from. Without the field they are retrieved."
     )
-    posfix: PosfixInput | None = Field(default=None, description="What this service adds to OpenAI's API.")
 
 
 class FileCitation(BaseModel):
@@ -252,14 +255,6 @@ class ResponseObject(BaseModel):
     posfix: Provenance | None = Field(default=None, description="What this service adds to OpenAI's API.")
 
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "prompt": (None,),
-    "background": (None, False),
-    "top_logprobs": (None, 0),
-}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -429,8 +424,6 @@ router = APIRouter(route_class=CleanRoute)
 @chat_route(router, "/v1/responses", OPENAI, "create_response", ResponseObject)
 def create_response(body: ResponsesRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the input from documents: those of the request, or retrieved ones. Responses are not stored."""
-    service.check_model(body.model or "")
-    reject_fields(body.model_extra, _UNSUPPORTED)
     text = body.text or TextOptions()
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     json_schema = text.format.json_schema()
@@ -440,15 +433,12 @@ def create_response(body: ResponsesRequest, service: Service) -> tuple[Question,
     check_free_answer(tools, {"text.format": json_schema is not None})
     question = build_question(
         service,
+        body,
         _conversation(items),
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
-        body.posfix,
         role=items[-1].role or items[-1].type,
         system=body.instructions,
         param="input",
-        max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         json_schema=json_schema,
         tools=tools,
     )
