@@ -490,13 +490,31 @@ class FunctionInput(RequestModel):
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
 
 
-class ToolInput(RequestModel):
+class AnyTool(RequestModel):
+    """A tool of a request."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = None
+
+    def definition(self) -> dict[str, Any] | None:
+        """Return the tool in OpenAI's form; None if it is no function of the client."""
+        raise NotImplementedError
+
+
+class ToolInput(AnyTool):
     """A tool in OpenAI's form; functions are supported."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["function"]})
+    model_config = ConfigDict(json_schema_extra={"required": ["function"]})
 
     type: str = Field(default="function", json_schema_extra={"enum": ["function"]})
     function: FunctionInput | None = None
+
+    def definition(self) -> dict[str, Any] | None:
+        function = self.function
+        if self.type != "function" or function is None:
+            return None
+        return definition(function.name, function.description, function.parameters)
 
 
 class NamedTool(RequestModel):
@@ -543,24 +561,6 @@ def definition(name: str, description: str | None, parameters: Mapping[str, Any]
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
 
-def definitions(tools: Sequence[ToolInput] | None) -> list[dict[str, Any]]:
-    """Return the definitions of tools in OpenAI's form; raise for one that is no function."""
-    result = []
-    for index, tool in enumerate(tools or ()):
-        if tool.type != "function" or tool.function is None:
-            raise unsupported_tool(f"tools[{index}]", tool.type)
-        result.append(definition(tool.function.name, tool.function.description, tool.function.parameters))
-    return result
-
-
-def unsupported_tool(field: str, kind: str) -> RequestError:
-    return RequestError(
-        f"{field}: a tool of type {shown(kind)} is not supported; use functions with a name and parameters",
-        param="tools",
-        code="unsupported",
-    )
-
-
 def choice_name(choice: str | NamedTool | None) -> str:
     """Return ``auto``, ``none``, ``required``, or the name of a tool."""
     if choice is None or isinstance(choice, str):
@@ -576,22 +576,26 @@ def choice_name(choice: str | NamedTool | None) -> str:
     return name
 
 
-def tool_use(
-    define: Callable[[], Sequence[Mapping[str, Any]]], choice: str, *, parallel: bool | None = None
-) -> ToolUse | None:
+def tool_use(tools: Sequence[AnyTool] | None, choice: str, *, parallel: bool | None = None) -> ToolUse | None:
     """Return the tools that may be called; None where there are none, or the choice is ``none``.
 
-    Args:
-        define: Returns the definitions; not called for the choice ``none``: tools that nobody may call are read over.
-
     Raises:
-        RequestError: as ``ToolUse``.
+        RequestError: one is no function of the client, or as ``ToolUse``.
     """
-    tools = define() if choice != "none" else ()
-    if choice == "none" or (choice == "auto" and not tools):
+    definitions = []
+    for index, tool in enumerate(tools or () if choice != "none" else ()):  # tools that nobody may call are read over
+        if (defined := tool.definition()) is None:
+            raise RequestError(
+                f"tools[{index}]: a tool of type {shown(tool.type)} is not supported; use functions with a name and "
+                "parameters",
+                param="tools",
+                code="unsupported",
+            )
+        definitions.append(defined)
+    if choice == "none" or (choice == "auto" and not definitions):
         return None
     try:
-        return ToolUse(tools, choice, parallel=parallel is not False)
+        return ToolUse(definitions, choice, parallel=parallel is not False)
     except ConfigError as error:
         param = "tool_choice" if str(error).startswith("tool_choice") else "tools"
         raise RequestError(str(error), param=param) from error

@@ -22,6 +22,7 @@ from rag_posfix.parameters import shown
 from rag_posfix.pipeline.citations import PassageSentences
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
+    AnyTool,
     Provenance,
     ToolTurns,
     build_question,
@@ -32,7 +33,6 @@ from rag_posfix_api.dialects.answering import (
     provenance,
     reject_fields,
     tool_use,
-    unsupported_tool,
 )
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
@@ -287,15 +287,19 @@ class AnthropicMessage(RequestModel):
     content: TextOr[AnthropicBlock]
 
 
-class AnthropicTool(RequestModel):
+class AnthropicTool(AnyTool):
     """A tool of the client; tools that a server runs are refused."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["name", "input_schema"]})
+    model_config = ConfigDict(json_schema_extra={"required": ["name", "input_schema"]})
 
     type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
     name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
+
+    def definition(self) -> dict[str, Any] | None:
+        is_own = self.type in (None, "custom")
+        return definition(self.name, self.description, self.input_schema) if is_own else None
 
 
 class AnthropicToolChoice(RequestModel):
@@ -412,18 +416,10 @@ def _result_text(block: AnthropicBlock, field: str) -> str:
     return f"Error: {content}" if block.is_error else content
 
 
-def _definitions(tools: Sequence[AnthropicTool]) -> Iterator[dict[str, Any]]:
-    for index, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise unsupported_tool(f"tools[{index}]", tool.type)
-        yield definition(tool.name, tool.description, tool.input_schema)
-
-
 def _tools(body: AnthropicRequest) -> ToolUse | None:
     choice = body.tool_choice or AnthropicToolChoice(type="auto")
     name = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
-    parallel = not choice.disable_parallel_tool_use
-    return tool_use(lambda: list(_definitions(body.tools or ())), name, parallel=parallel)
+    return tool_use(body.tools, name, parallel=not choice.disable_parallel_tool_use)
 
 
 def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +35,14 @@ from rag_posfix_api.dialects.answering import (
     respond_with_stream,
     sampling_fields,
 )
-from rag_posfix_api.dialects.openai import DONE, StreamOptions, UsageOutput, log_prob_of, text_of, usage_output
+from rag_posfix_api.dialects.openai import (
+    CompletionParts,
+    StreamOptions,
+    UsageOutput,
+    log_prob_of,
+    text_of,
+    usage_output,
+)
 from rag_posfix_api.dialects.requests import (
     Integer,
     ModelRequest,
@@ -48,11 +54,10 @@ from rag_posfix_api.dialects.requests import (
     Unsupported,
     within,
 )
-from rag_posfix_api.http.errors import ANSWERING, OPENAI, Problem, RequestError
+from rag_posfix_api.http.errors import ANSWERING, OPENAI, RequestError
 from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event
-from rag_posfix_api.runtime.jobs import EventRenderer
-from rag_posfix_api.runtime.service import ReadyService
+from rag_posfix_api.runtime.service import ReadyService, Service
 
 
 def _form(value: Any) -> str:
@@ -157,13 +162,7 @@ async def create_completion(
     """
     check_request(service, body)
     run = partial(_complete, service.pipeline, body, _sampling(body, service.pipeline.defaults.sampling))
-    renderer = CompletionRenderer(
-        service.identifiers.new(),
-        service.model_id,
-        service.pipeline.generator.fingerprint,
-        top_logprobs=body.logprobs,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-    )
+    renderer = CompletionRenderer(service, body)
     if body.stream:
         return await respond_with_stream(service, request, fields, run, renderer)
     answers = await service.chat.run(request.receive, lambda: [chunk.answer for chunk in run() if chunk.answer])
@@ -318,26 +317,13 @@ def _alternatives(token: ScoredToken) -> dict[str, float] | None:
     return alternatives
 
 
-class CompletionRenderer(EventRenderer):
-    """Renders the completions of one request, whole or as server-sent events.
+class CompletionRenderer(CompletionParts):
+    """Renders the completions of one request; with ``body.logprobs`` their tokens have log-probabilities."""
 
-    Args:
-        top_logprobs: Alternatives of each token; None renders no log-probabilities.
-        include_usage: Whether a stream ends with a chunk that has the usage.
-    """
-
-    def __init__(
-        self, identity: str, model: str, fingerprint: str, *, top_logprobs: int | None, include_usage: bool = False
-    ) -> None:
-        self._top_logprobs = top_logprobs
-        self._include_usage = include_usage
+    def __init__(self, service: Service, body: CompletionRequest) -> None:
+        super().__init__(service, "cmpl", body.stream_options)
+        self._top_logprobs = body.logprobs
         self._done: list[Answer] = []
-        self._shared = {
-            "id": f"cmpl-{identity}",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"fp_{fingerprint[:12]}",
-        }
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
@@ -355,10 +341,7 @@ class CompletionRenderer(EventRenderer):
     def closing(self) -> Iterator[bytes]:
         if self._include_usage:
             yield self._event([], _sum(self._done))
-        yield DONE
-
-    def failure(self, problem: Problem) -> Iterator[bytes]:
-        yield event(OPENAI(problem))
+        yield from super().closing()
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
         body = CompletionObject(**self._shared, choices=choices, usage=None if usage is None else usage_output(usage))

@@ -62,8 +62,8 @@ class EmbeddingObject(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
-    """Tokens that were embedded, by the embedding model's tokenizer, or else by the served model's."""
+class TokenUsage(BaseModel):
+    """Tokens by the embedding model's tokenizer, else by the served model's, of 65,536 characters of each text."""
 
     prompt_tokens: int
     total_tokens: int
@@ -75,7 +75,7 @@ class EmbeddingList(BaseModel):
     object: Literal["list"] = "list"
     data: list[EmbeddingObject]
     model: str
-    usage: EmbeddingUsage
+    usage: TokenUsage
 
 
 router = APIRouter(tags=["embeddings"], route_class=CleanRoute)

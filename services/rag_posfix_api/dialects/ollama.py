@@ -21,7 +21,6 @@ from rag_posfix_api.dialects.answering import (
     chat_route,
     check_free_answer,
     conversation,
-    definitions,
     provenance,
     reject_fields,
     sampling_fields,
@@ -321,7 +320,7 @@ router = APIRouter(route_class=OllamaRoute)
 @chat_route(router, "/api/chat", OLLAMA, "ollama_chat", OllamaChatResponse, lines=LINES)
 def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer] | Response:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
-    tools = tool_use(lambda: definitions(body.tools), "auto")
+    tools = tool_use(body.tools, "auto")
     if not body.messages:
         return _loaded(body, service, {"message": OllamaMessage(content="")})
     for message in body.messages:

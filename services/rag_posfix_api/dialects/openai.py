@@ -26,7 +26,6 @@ from rag_posfix_api.dialects.answering import (
     check_top_logprobs,
     choice_name,
     conversation,
-    definitions,
     provenance,
     tool_call_output,
     tool_use,
@@ -52,6 +51,7 @@ from rag_posfix_api.dialects.requests import (
 )
 from rag_posfix_api.http.errors import OPENAI, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, event
+from rag_posfix_api.runtime.jobs import EventRenderer
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 
@@ -263,29 +263,35 @@ def _posfix(body: ChatRequest) -> PosfixInput:
     return posfix.model_copy(update=fields)
 
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
-
-
-class Completion(AnswerRenderer):
-    """The common fields of all parts of one response.
+class CompletionParts(EventRenderer):
+    """The common fields of all parts of one response of OpenAI's.
 
     Args:
         include_usage: Whether a stream ends with a chunk that has the usage.
-        log_probs: Whether the tokens of the answer are rendered with their log-probabilities.
     """
 
-    def __init__(
-        self, identity: str, model: str, fingerprint: str, *, include_usage: bool = False, log_probs: bool = False
-    ) -> None:
-        self._include_usage = include_usage
-        self._log_probs = log_probs
+    def __init__(self, service: Service, prefix: str, options: StreamOptions | None) -> None:
+        self._include_usage = bool(options and options.include_usage)
         self._shared: dict[str, Any] = {
-            "id": f"chatcmpl-{identity}",
+            "id": f"{prefix}-{service.identifiers.new()}",
             "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"fp_{fingerprint[:12]}",
+            "model": service.model_id,
+            "system_fingerprint": f"fp_{service.pipeline.generator.fingerprint[:12]}",
         }
+
+    def closing(self) -> Iterator[bytes]:
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        yield event(OPENAI(problem))
+
+
+class Completion(CompletionParts, AnswerRenderer):
+    """Renders one answer; with ``body.logprobs`` its tokens have their log-probabilities."""
+
+    def __init__(self, service: Service, body: ChatRequest) -> None:
+        super().__init__(service, "chatcmpl", body.stream_options)
+        self._log_probs = bool(body.logprobs)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         sources = provenance(answer)
@@ -320,12 +326,6 @@ class Completion(AnswerRenderer):
         yield event(self._chunk({}, _finish_reason(chunk.answer)) | sources | {"posfix": sources})
         if self._include_usage:
             yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
-
-    def closing(self) -> Iterator[bytes]:
-        yield DONE
-
-    def failure(self, problem: Problem) -> Iterator[bytes]:
-        yield event(OPENAI(problem))
 
     def _head(self) -> dict[str, Any]:
         return {**self._shared, "object": "chat.completion.chunk"}
@@ -403,7 +403,7 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
     With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
     """
     _check(body)
-    tools = tool_use(lambda: definitions(body.tools), choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
+    tools = tool_use(body.tools, choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
     json_schema = _json_schema(body.response_format)
     check_free_answer(tools, {"response_format": json_schema is not None, "logprobs": bool(body.logprobs)})
     question = build_question(
@@ -419,10 +419,7 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
         json_schema=json_schema,
         tools=tools,
     )
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
-    renderer = Completion(identity, service.model_id, fingerprint, include_usage=usage, log_probs=bool(body.logprobs))
-    return question, renderer
+    return question, Completion(service, body)
 
 
 @router.get("/v1/models", tags=["models"], responses=OPENAI.responses(401, 403, 500, 503))

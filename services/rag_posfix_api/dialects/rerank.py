@@ -19,9 +19,8 @@ from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, rerank_indexed
 from rag_posfix.errors import PromptTooLongError, RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix_api.dialects.embeddings import count_tokens
+from rag_posfix_api.dialects.embeddings import TokenUsage, count_tokens
 from rag_posfix_api.dialects.requests import (
-    Count,
     DocumentObject,
     Documents,
     Forms,
@@ -100,16 +99,18 @@ def _id(document: str | DocumentObject) -> str | None:
     return None if isinstance(document, str) else document.id
 
 
-class _RerankInput(RequestModel):
+class CohereRerankRequest(RequestModel):
+    """A query and the documents to score. Other fields of Cohere's API have no effect here."""
+
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
     query: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Documents
+    top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
 
 
-class RerankRequest(_RerankInput):
+class RerankRequest(CohereRerankRequest):
     """A query and the documents to score."""
 
-    top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
     return_documents: bool | None = None
 
 
@@ -128,20 +129,13 @@ class RerankResult(BaseModel):
     document: RerankDocument | None = None
 
 
-class ScoringUsage(BaseModel):
-    """Tokens of query and documents by the served model's tokenizer; 65,536 characters of each text are counted."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class RerankResponse(BaseModel):
     """Scores, best first: the form of Jina and vLLM. Cohere's version 1 has ``id`` and ``results`` as well."""
 
     id: str
     model: str
     results: list[RerankResult]
-    usage: ScoringUsage
+    usage: TokenUsage
 
 
 @jina.post(JINA_PATH, response_model=RerankResponse, responses=JINA.responses(*SCORING))
@@ -157,15 +151,9 @@ async def rerank(body: RerankRequest, request: Request, service: ReadyService, f
         id=f"rerank-{service.identifiers.new()}",
         model=service.embedding_model_id,
         results=results,
-        usage=ScoringUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=TokenUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return SafeJSONResponse(response.model_dump(exclude_none=True))
-
-
-class CohereRerankRequest(_RerankInput):
-    """A query and the documents to score. Other fields of Cohere's API have no effect here."""
-
-    top_n: Count | None = Field(default=None, description="How many to return; all without it.")
 
 
 class CohereResult(BaseModel):
@@ -211,7 +199,7 @@ async def cohere_rerank(
     ranking, _ = await rank(service, request, fields, body.query, body.documents)
     results = [
         CohereResult(index=index, relevance_score=score, id=_id(body.documents[index]))
-        for index, score in ranking[: body.top_n]
+        for index, score in ranking[: body.top_n or None]
     ]
     response = CohereRerankResponse(id=service.identifiers.new(), results=results)
     return SafeJSONResponse(response.model_dump(exclude_none=True))
@@ -254,7 +242,7 @@ class ScoreResponse(BaseModel):
     created: int
     model: str
     data: list[ScoreEntry]
-    usage: ScoringUsage
+    usage: TokenUsage
 
 
 @vllm.post("/v1/score", operation_id="score_v1", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
@@ -267,7 +255,7 @@ async def score(body: ScoreRequest, request: Request, service: ReadyService, fie
         created=int(time.time()),
         model=service.embedding_model_id,
         data=[ScoreEntry(index=index, score=score) for index, score in sorted(ranking)],
-        usage=ScoringUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=TokenUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return SafeJSONResponse(response.model_dump())
 

@@ -19,6 +19,7 @@ from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
+    AnyTool,
     NamedTool,
     Provenance,
     ToolChoice,
@@ -30,7 +31,6 @@ from rag_posfix_api.dialects.answering import (
     definition,
     provenance,
     tool_use,
-    unsupported_tool,
 )
 from rag_posfix_api.dialects.requests import (
     VISIBLE,
@@ -85,16 +85,19 @@ class InputItem(RequestModel):
     output: TextOr[InputPart] | None = Field(default=None, description="The result of a call.")
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(AnyTool):
     """A function that may be called; other tools are refused."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["type", "name"]})
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "name"]})
 
     type: str = Field(default="function", json_schema_extra={"enum": ["function"]})
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
     strict: bool | None = None
+
+    def definition(self) -> dict[str, Any] | None:
+        return definition(self.name, self.description, self.parameters) if self.type == "function" else None
 
 
 class TextFormat(RequestModel):
@@ -292,13 +295,6 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
     return chat_message(Message(role=item.role, content=content_parts), index, "input")
 
 
-def _definitions(tools: Sequence[FunctionTool]) -> Iterator[dict[str, Any]]:
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise unsupported_tool(f"tools[{index}]", tool.type)
-        yield definition(tool.name, tool.description, tool.parameters)
-
-
 class ResponseRenderer(AnswerRenderer):
     """Renders one response, which repeats the sampling parameters of the question."""
 
@@ -427,9 +423,7 @@ def create_response(body: ResponsesRequest, service: Service) -> tuple[Question,
     text = body.text or TextOptions()
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     json_schema = text.format.json_schema()
-    tools = tool_use(
-        lambda: list(_definitions(body.tools or ())), choice_name(body.tool_choice), parallel=body.parallel_tool_calls
-    )
+    tools = tool_use(body.tools, choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
     check_free_answer(tools, {"text.format": json_schema is not None})
     question = build_question(
         service,

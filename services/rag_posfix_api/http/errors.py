@@ -318,15 +318,11 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
-class RerankErrorDetail(ErrorDetail):
-    """The error, for programs."""
-
-
 class RerankErrorBody(BaseModel):
     """The body of every error."""
 
     detail: str
-    error: RerankErrorDetail
+    error: ErrorDetail
 
 
 class TeiErrorBody(BaseModel):
