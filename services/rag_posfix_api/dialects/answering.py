@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
 from starlette.responses import Response
@@ -37,10 +37,9 @@ from rag_posfix_api.dialects.requests import (
     prompt_template,
 )
 from rag_posfix_api.http.errors import ANSWERING, ErrorForm, RequestError
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
 from rag_posfix_api.http.middleware import SafeJSONResponse
 from rag_posfix_api.runtime.jobs import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall, Service
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "object", "description": "A server-sent event."}}}}
@@ -78,28 +77,24 @@ def chat_route(
     streamed = STREAMED if lines is None else {200: {"content": {lines: {"schema": {"type": "string"}}}}}
 
     def decorate(prepare: Prepare) -> Prepare:
-        async def endpoint(
-            body: AnswerRequest, request: Request, service: ReadyService, fields: RequestLogFields
-        ) -> Response:
+        async def endpoint(body: AnswerRequest, call: ReadyCall) -> Response:
+            service = call.service
             check_request(service, body)
             prepared = prepare(body, service)
             if isinstance(prepared, Response):
                 return prepared
             question, renderer = prepared
-            fields.documents = None if question.documents is None else len(question.documents)
+            call.fields.documents = None if question.documents is None else len(question.documents)
             pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
             has_text = _has_text(service, question, body.posfix)
             if body.stream if lines is None else body.stream is not False:
-                return await respond_with_stream(
-                    service,
-                    request,
-                    fields,
-                    lambda: _chunks(pipeline().stream(question), has_text),
-                    renderer,
-                    lines or SERVER_SENT_EVENTS,
-                )
-            answer = await service.chat.run(request.receive, lambda: pipeline().ask(question))
-            service.record(answer, fields)
+
+                def chunks() -> Iterator[AnswerChunk]:
+                    return _chunks(pipeline().stream(question), has_text)
+
+                return await respond_with_stream(call, chunks, renderer, lines or SERVER_SENT_EVENTS)
+            answer = await call.compute(lambda: pipeline().ask(question))
+            call.record(answer)
             return SafeJSONResponse(renderer.whole(answer if has_text else _without_text(answer)))
 
         endpoint.__name__, endpoint.__doc__ = prepare.__name__, prepare.__doc__
@@ -126,16 +121,12 @@ def _without_text(answer: Answer) -> Answer:
 
 
 def _chunks(chunks: Generator[AnswerChunk, None, None], has_text: bool) -> Iterator[AnswerChunk]:
-    """Return the chunks of an answer, whose documents have no text unless ``has_text``; closing closes ``chunks``."""
-    if has_text:
-        return chunks
-
-    def without_text() -> Iterator[AnswerChunk]:
-        with closing(chunks):
-            for chunk in chunks:
-                yield chunk if chunk.answer is None else replace(chunk, answer=_without_text(chunk.answer))
-
-    return without_text()
+    """Yield the chunks of an answer, whose documents have no text unless ``has_text``; closing closes ``chunks``."""
+    with closing(chunks):
+        for chunk in chunks:
+            if chunk.answer is not None and not has_text:
+                chunk = replace(chunk, answer=_without_text(chunk.answer))
+            yield chunk
 
 
 def pipeline_of(service: Service, question: Question, name: str | None) -> Callable[[], Pipeline]:
@@ -153,9 +144,7 @@ def pipeline_of(service: Service, question: Question, name: str | None) -> Calla
 
 
 async def respond_with_stream(
-    service: Service,
-    request: Request,
-    fields: LogFields,
+    call: Call,
     start: Callable[[], Iterator[AnswerChunk]],
     renderer: EventRenderer,
     media_type: str = SERVER_SENT_EVENTS,
@@ -165,9 +154,9 @@ async def respond_with_stream(
     Wrong input raises here, before the response begins.
     """
     on_close = ExitStack()
-    job = on_close.enter_context(service.chat.open())
-    stream = AnswerStream(job, on_close, renderer, fields, lambda answer: service.record(answer, fields), media_type)
-    await stream.open(start, request.receive)
+    job = on_close.enter_context(call.service.chat.open())
+    stream = AnswerStream(job, on_close, renderer, call.fields, call.record, media_type)
+    await stream.open(start, call.receive)
     return stream
 
 

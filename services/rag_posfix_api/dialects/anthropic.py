@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, Tag
 from starlette.responses import Response
@@ -51,7 +51,7 @@ from rag_posfix_api.dialects.requests import (
 )
 from rag_posfix_api.http.errors import ANSWERING, ANTHROPIC, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event, typed_event
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import ReadyCall, Service
 
 SEPARATOR = "\n"  # between the blocks of a document of type ``content``
 
@@ -598,13 +598,14 @@ class TokenCount(BaseModel):
 
 
 @router.post(COUNT_PATH, tags=["chat"], response_model=TokenCount, responses=ANTHROPIC.responses(*ANSWERING))
-async def count_tokens(body: CountTokensRequest, request: Request, service: ReadyService) -> Response:
+async def count_tokens(body: CountTokensRequest, call: ReadyCall) -> Response:
     """Count the tokens of the prompt that the model would read: with retrieved passages if the request has none."""
+    service = call.service
     check_request(service, body)
     question, _ = _question(body, service)
     pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
     question = replace(question, use_cache=False)
-    preview = await service.chat.run(request.receive, lambda: pipeline().preview(question))
+    preview = await call.compute(lambda: pipeline().preview(question))
     return SafeJSONResponse({"input_tokens": preview.tokens})
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -31,10 +31,9 @@ from rag_posfix_api.dialects.requests import (
 )
 from rag_posfix_api.http.auth import CALLER
 from rag_posfix_api.http.errors import OPENAI, RequestError
-from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.runtime.jobs import PrecomputeState
-from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
+from rag_posfix_api.runtime.service import ReadyCall, ReadyService, Service, ServiceState
 
 
 class NewCollection(RequestModel):
@@ -189,8 +188,6 @@ class PrecomputeStatus(BaseModel):
     error: str | None
 
 
-T = TypeVar("T")
-
 router = APIRouter(tags=["collections"], route_class=CleanRoute, prefix="/v1/collections")
 
 Name = Annotated[str, PathParameter(pattern=NAME_PATTERN)]
@@ -226,20 +223,19 @@ async def delete_collection(name: Name, service: ReadyService) -> Deleted:
 
 
 @router.post("/{name}/documents", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
-async def add_documents(
-    name: Name, body: AddDocuments, request: Request, service: ReadyService, fields: RequestLogFields
-) -> AddedDocuments:
+async def add_documents(name: Name, body: AddDocuments, call: ReadyCall) -> AddedDocuments:
     """Add documents, all or none; those with known ids are replaced. The response follows when they are on the disk.
 
     The same request again changes nothing and costs no embedding. A document that is longer than a passage (150 words
     or 1,000 characters) is stored as passages, which a search finds one by one: `ID#1`, `ID#2`, with `document_id` in
     their metadata, and the headings above them in their title. They are replaced and deleted by the document's id.
     """
+    service = call.service
     check_count(len(body.documents), service.limits.max_documents)
-    fields.documents = len(body.documents)
+    call.fields.documents = len(body.documents)
     documents = [_document(document, index) for index, document in enumerate(body.documents)]
     collection = service.collection(name)
-    put = await _with_embeddings(service, request, lambda: collection.put(documents, service.rerank.give_way))
+    put = await call.score(lambda: collection.put(documents, service.rerank.give_way))
     return AddedDocuments(**asdict(put))
 
 
@@ -263,19 +259,19 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
     response_model=SearchResults,
     responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
 )
-async def search_collection(name: Name, body: SearchRequest, request: Request, service: ReadyService) -> Response:
+async def search_collection(name: Name, body: SearchRequest, call: ReadyCall) -> Response:
     """Return the documents nearest to a query by embeddings, best first; 413 if they are too many bytes."""
     if not body.query.strip():
         raise RequestError("query is empty; give at least one visible character", param="query")
-    collection = service.collection(name)
+    collection = call.service.collection(name)
     metadata_filter = combine_filters(CALLER.get().filter, body.filter)
-    limits = service.limits
+    limits = call.service.limits
 
     def search() -> bytes:
         hits = collection.search(body.query, body.k, metadata_filter)
         return _encode_hits(hits, limits.max_body_bytes, with_text=limits.source_text)
 
-    return SafeJSONResponse(await _with_embeddings(service, request, search))
+    return SafeJSONResponse(await call.score(search))
 
 
 @router.post(
@@ -303,11 +299,6 @@ async def _resolve_collection(service: Service, name: str) -> tuple[str, str]:
     tenant = CALLER.get().tenant
     await anyio.to_thread.run_sync(service.collections.info, tenant, name)
     return tenant, name
-
-
-async def _with_embeddings(service: Service, request: Request, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread while nothing else embeds or reranks; stop when the client leaves."""
-    return await service.rerank.run(request.receive, work, permit=True)
 
 
 def _document(document: NewDocument, index: int) -> Document:

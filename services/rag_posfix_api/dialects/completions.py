@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag
 from starlette.responses import Response
 
@@ -55,9 +55,8 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.errors import ANSWERING, OPENAI, RequestError
-from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import ReadyCall, Service
 
 
 def _form(value: Any) -> str:
@@ -152,22 +151,21 @@ DEFAULT_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=CompletionObject, responses=OPENAI.responses(*ANSWERING) | STREAMED)
-async def create_completion(
-    body: CompletionRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def create_completion(body: CompletionRequest, call: ReadyCall) -> Response:
     """Continue prompts as they are: no chat template, no retrieval and no method.
 
     With ``echo`` and ``logprobs`` the tokens of the prompt come with their log-probabilities: evaluations of multiple
     choice need them.
     """
+    service = call.service
     check_request(service, body)
     run = partial(_complete, service.pipeline, body, _sampling(body, service.pipeline.defaults.sampling))
     renderer = CompletionRenderer(service, body)
     if body.stream:
-        return await respond_with_stream(service, request, fields, run, renderer)
-    answers = await service.chat.run(request.receive, lambda: [chunk.answer for chunk in run() if chunk.answer])
+        return await respond_with_stream(call, run, renderer)
+    answers = await call.compute(lambda: [chunk.answer for chunk in run() if chunk.answer])
     for answer in answers:
-        service.record(answer, fields)
+        call.record(answer)
     return SafeJSONResponse(renderer.whole(answers))
 
 

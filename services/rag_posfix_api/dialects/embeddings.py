@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, Tag
 from starlette.responses import Response
 
@@ -18,9 +18,8 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
 from rag_posfix_api.http.errors import OPENAI, RequestError
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall
 
 _COUNTED_CHARACTERS = 65_536
 _MAX_REQUEST_TOKENS = 300_000
@@ -86,9 +85,7 @@ router = APIRouter(tags=["embeddings"], route_class=CleanRoute)
     response_model=EmbeddingList,
     responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
-async def create_embeddings(
-    body: EmbeddingRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def create_embeddings(body: EmbeddingRequest, call: ReadyCall) -> Response:
     """Embed texts with the embedding model of the index. Runs beside answers; rerankings wait for it."""
 
     def render(vectors: Sequence[Sequence[float]], tokens: int, seconds: float) -> dict[str, Any]:
@@ -98,15 +95,13 @@ async def create_embeddings(
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": service.embedding_model_id, "usage": usage}
+        return {"object": "list", "data": data, "model": call.service.embedding_model_id, "usage": usage}
 
-    return await respond_with_vectors(service, request, fields, body.model or "", body.input, body.dimensions, render)
+    return await respond_with_vectors(call, body.model or "", body.input, body.dimensions, render)
 
 
 async def respond_with_vectors(
-    service: Service,
-    request: Request,
-    fields: LogFields,
+    call: Call,
     model: str,
     inputs: str | Sequence[str],
     dimensions: int | None,
@@ -118,14 +113,15 @@ async def respond_with_vectors(
 
     With ``truncate`` the first tokens of a text that is too long are embedded; without it, it is an error.
     """
+    service = call.service
     service.check_embedding_model(model)
     texts = [inputs] if isinstance(inputs, str) else inputs
     check_count(len(texts), service.limits.max_documents, "input")
     if not all(text.strip() for text in texts):
         raise RequestError("input has an empty text; give each at least one visible character", param="input")
-    fields.documents = len(texts)
+    call.fields.documents = len(texts)
     embed = partial(_embed, service.pipeline, texts, dimensions, render, truncate=truncate)
-    content = await service.rerank.run(request.receive, embed, permit=True)
+    content = await call.score(embed)
     return SafeJSONResponse(content)
 
 

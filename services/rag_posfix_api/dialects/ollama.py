@@ -44,9 +44,8 @@ from rag_posfix_api.dialects.requests import (
     to_documents,
 )
 from rag_posfix_api.http.errors import OLLAMA, Problem
-from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, encode_json
-from rag_posfix_api.runtime.service import ReadyService, Service, package_version
+from rag_posfix_api.runtime.service import ReadyCall, ReadyService, Service, package_version
 
 
 class OllamaOptions(RequestModel):
@@ -411,18 +410,16 @@ async def running(service: ReadyService) -> OllamaRunningModels:
     response_model=OllamaEmbeddings,
     responses=OLLAMA.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
-async def embed(
-    body: OllamaEmbedRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def embed(body: OllamaEmbedRequest, call: ReadyCall) -> Response:
     """Embed texts with the embedding model of the index."""
 
     def render(vectors: Sequence[Sequence[float]], tokens: int, seconds: float) -> dict[str, Any]:
         times = {"total_duration": int(seconds * 1e9), "load_duration": 0}
         return {"model": body.model, "embeddings": vectors, **times, "prompt_eval_count": tokens}
 
-    model = _untagged(body.model)
+    truncate = body.truncate is not False
     return await respond_with_vectors(
-        service, request, fields, model, body.input, body.dimensions, render, truncate=body.truncate is not False
+        call, _untagged(body.model), body.input, body.dimensions, render, truncate=truncate
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
 from starlette.responses import Response
@@ -30,9 +30,8 @@ from rag_posfix_api.dialects.requests import (
     document_text,
 )
 from rag_posfix_api.http.errors import COHERE, JINA, OPENAI, SCORING, TEI, RequestError
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +45,7 @@ Ranking = list[tuple[int, float]]
 
 
 async def rank(
-    service: Service,
-    request: Request,
-    fields: LogFields,
+    call: Call,
     query: str,
     documents: Sequence[str | DocumentObject],
     param: str = "documents",
@@ -63,12 +60,13 @@ async def rank(
         PromptTooLongError: the query is longer than the reranker can read.
         RerankingError: the reranker scored nothing.
     """
+    service = call.service
     check_count(len(documents), service.limits.max_documents, param)
     if not query.strip():
         raise RequestError("query is empty; give at least one visible character", param="query")
-    fields.documents = len(documents)
+    call.fields.documents = len(documents)
     score = partial(_score, service.pipeline, query, [document_text(document) for document in documents])
-    ranking, tokens = await service.rerank.run(request.receive, score, permit=True)
+    ranking, tokens = await call.score(score)
     if len(ranking) > 1 and ranking[0][1] == ranking[-1][1]:
         service.metrics.tied_rankings.inc()
         _log.warning("reranking: all %d documents have the same score; check the reranker", len(documents))
@@ -139,17 +137,17 @@ class RerankResponse(BaseModel):
 
 
 @jina.post(JINA_PATH, response_model=RerankResponse, responses=JINA.responses(*SCORING))
-async def rerank(body: RerankRequest, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+async def rerank(body: RerankRequest, call: ReadyCall) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
-    ranking, tokens = await rank(service, request, fields, body.query, body.documents)
+    ranking, tokens = await rank(call, body.query, body.documents)
     results = []
     for index, score in ranking[: body.top_n or None]:
         document = RerankDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
         output = document if body.return_documents is not False else None
         results.append(RerankResult(index=index, relevance_score=score, document=output))
     response = RerankResponse(
-        id=f"rerank-{service.identifiers.new()}",
-        model=service.embedding_model_id,
+        id=f"rerank-{call.service.identifiers.new()}",
+        model=call.service.embedding_model_id,
         results=results,
         usage=TokenUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
@@ -192,16 +190,14 @@ class CohereRerankResponse(BaseModel):
 
 
 @cohere.post(COHERE_PATH, summary="Rerank", response_model=CohereRerankResponse, responses=COHERE.responses(*SCORING))
-async def cohere_rerank(
-    body: CohereRerankRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def cohere_rerank(body: CohereRerankRequest, call: ReadyCall) -> Response:
     """Score documents for a query, best first."""
-    ranking, _ = await rank(service, request, fields, body.query, body.documents)
+    ranking, _ = await rank(call, body.query, body.documents)
     results = [
         CohereResult(index=index, relevance_score=score, id=_id(body.documents[index]))
         for index, score in ranking[: body.top_n or None]
     ]
-    response = CohereRerankResponse(id=service.identifiers.new(), results=results)
+    response = CohereRerankResponse(id=call.service.identifiers.new(), results=results)
     return SafeJSONResponse(response.model_dump(exclude_none=True))
 
 
@@ -247,13 +243,13 @@ class ScoreResponse(BaseModel):
 
 @vllm.post("/v1/score", operation_id="score_v1", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
 @vllm.post("/score", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
-async def score(body: ScoreRequest, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+async def score(body: ScoreRequest, call: ReadyCall) -> Response:
     """Score one text against others, in the order of the request."""
-    ranking, tokens = await rank(service, request, fields, body.text_1, body.documents, "text_2")
+    ranking, tokens = await rank(call, body.text_1, body.documents, "text_2")
     response = ScoreResponse(
-        id=f"score-{service.identifiers.new()}",
+        id=f"score-{call.service.identifiers.new()}",
         created=int(time.time()),
-        model=service.embedding_model_id,
+        model=call.service.embedding_model_id,
         data=[ScoreEntry(index=index, score=score) for index, score in sorted(ranking)],
         usage=TokenUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
@@ -292,11 +288,11 @@ Body = Annotated[
 
 
 @tei.post(TEI_PATH, summary="Rerank", response_model=list[TeiRank] | RerankResponse, responses=TEI.responses(*SCORING))
-async def tei_rerank(body: Body, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+async def tei_rerank(body: Body, call: ReadyCall) -> Response:
     """Score texts for a query, best first."""
     if isinstance(body, RerankRequest):
-        return await rerank(body, request, service, fields)
-    ranking, _ = await rank(service, request, fields, body.query, body.texts, "texts")
+        return await rerank(body, call)
+    ranking, _ = await rank(call, body.query, body.texts, "texts")
     ranks = [
         TeiRank(index=index, score=score, text=body.texts[index] if body.return_text else None)
         for index, score in ranking

@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from starlette.types import Receive
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
@@ -50,6 +52,9 @@ from rag_posfix_api.runtime.jobs import AdmittedPrecomputer, Jobs, PrecomputeJob
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
+
+
+T = TypeVar("T")
 
 
 class ServedIndexes:
@@ -543,3 +548,32 @@ ServiceState = Annotated[Service, Depends(_service)]
 
 ReadyService = Annotated[Service, Depends(_ready_service)]
 """The service with its model loaded; 503 otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that is being answered: the service, the events of its client, and its log fields, to be filled in."""
+
+    service: Service
+    receive: Receive
+    fields: LogFields
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function``, run in a worker thread; stop when the client leaves."""
+        return await self.service.chat.run(self.receive, function)
+
+    async def score(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function``, run in a worker thread while nothing else embeds or reranks."""
+        return await self.service.rerank.run(self.receive, function, permit=True)
+
+    def record(self, answer: Answer) -> None:
+        """Count an answer."""
+        self.service.record(answer, self.fields)
+
+
+async def _call(request: Request, service: ReadyService) -> Call:
+    return Call(service, request.receive, request.state.log_fields)
+
+
+ReadyCall = Annotated[Call, Depends(_call)]
+"""The request, with ``ReadyService``."""
