@@ -31,7 +31,7 @@ from rag_posfix_api.dialects.requests import (
     EXAMPLE,
     AnswerRequest,
     Count,
-    Documents,
+    GivenDocuments,
     Integer,
     Message,
     RequestModel,
@@ -88,9 +88,7 @@ class _OllamaRequest(AnswerRequest):
     format: Literal["", "json"] | dict[str, Any] | None = Field(
         default=None, description="``json`` for any JSON object, or the JSON schema that the answer follows."
     )
-    documents: Documents | None = Field(
-        default=None, description="The passages to answer from. Without the field they are retrieved."
-    )
+    documents: GivenDocuments = None
 
     @property
     def served_name(self) -> str:

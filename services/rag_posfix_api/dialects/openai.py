@@ -32,7 +32,7 @@ from rag_posfix_api.dialects.answering import (
 )
 from rag_posfix_api.dialects.requests import (
     AnswerRequest,
-    Documents,
+    GivenDocuments,
     Integer,
     MaxTokens,
     Messages,
@@ -122,11 +122,7 @@ class ChatRequest(AnswerRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
-    documents: Documents | None = Field(
-        default=None,
-        description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
-        "empty list answers without passages.",
-    )
+    documents: GivenDocuments = None
     mitigation: Mitigation | None = Field(default=None, description="A method by name, or with its parameters.")
     order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")

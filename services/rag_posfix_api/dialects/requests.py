@@ -218,6 +218,13 @@ def document_text(document: str | DocumentObject) -> str:
 
 
 Documents = Annotated[list[DocumentInput], Field(fail_fast=True)]
+GivenDocuments = Annotated[
+    Documents | None,
+    Field(
+        description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
+        "empty list answers without passages."
+    ),
+]
 
 
 def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> list[Document]:

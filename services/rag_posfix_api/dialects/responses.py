@@ -35,8 +35,8 @@ from rag_posfix_api.dialects.answering import (
 from rag_posfix_api.dialects.requests import (
     VISIBLE,
     AnswerRequest,
-    Documents,
     Forms,
+    GivenDocuments,
     MaxTokens,
     Message,
     Part,
@@ -151,9 +151,7 @@ class ResponsesRequest(AnswerRequest):
     )
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    documents: Documents | None = Field(
-        default=None, description="The passages to answer from. Without the field they are retrieved."
-    )
+    documents: GivenDocuments = None
 
 
 class FileCitation(BaseModel):

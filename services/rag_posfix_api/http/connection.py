@@ -22,6 +22,8 @@ _log = logging.getLogger("rag_posfix_api.access")
 
 MAX_QUEUED: Final = 16
 """Requests of one connection that wait for the response to an earlier one; further bytes are not parsed."""
+MAX_HEAD_BYTES: Final = 32 * 1024
+"""Size limit of request line and headers together; beyond it the answer is 431."""
 _MIN_REQUEST_BYTES = 9
 """A shortest request, ``GET /`` and two line ends."""
 
@@ -30,21 +32,18 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection with limits; ``limited`` sets them.
 
     Attributes:
-        max_head_bytes: Size limit of request line and headers together; beyond it the answer is 431.
         read_seconds: How long a client may take to send a request, its body included; afterwards the answer is 408.
             As long it may read nothing of a response; afterwards the connection is closed.
         form: Renders the body of both errors.
     """
 
-    max_head_bytes: int
     read_seconds: float
     form: ErrorForm
 
     @classmethod
-    def limited(cls, max_head_bytes: int, read_seconds: float, form: ErrorForm) -> type[BoundedConnection]:
+    def limited(cls, read_seconds: float, form: ErrorForm) -> type[BoundedConnection]:
         """Return the class of a server's connections."""
-        attributes = {"max_head_bytes": max_head_bytes, "read_seconds": read_seconds, "form": form}
-        return type("LimitedConnection", (cls,), attributes)
+        return type("LimitedConnection", (cls,), {"read_seconds": read_seconds, "form": form})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +87,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head:
             self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > self.max_head_bytes + len(data):
+            if self._unparsed_bytes > MAX_HEAD_BYTES + len(data):
                 self._reject_head()
 
     @property
@@ -162,13 +161,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > self.max_head_bytes:
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._reject_head()
 
     def _reject_head(self) -> None:
         size = max(self._head_bytes, self._unparsed_bytes)
         self._reject(
-            f"request line and headers have {size} bytes so far, at most {self.max_head_bytes} are allowed",
+            f"request line and headers have {size} bytes so far, at most {MAX_HEAD_BYTES} are allowed",
             "head_too_large",
         )
 

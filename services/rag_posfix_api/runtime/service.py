@@ -180,7 +180,7 @@ class Service:
         self.quotas = (
             Quotas() if url is None else SharedQuotas(url.get_secret_value(), limits.quotas_without_redis, lease)
         )
-        size = PassageSize(tokens=limits.collection_passage_tokens, overlap=limits.collection_overlap)
+        size = PassageSize(tokens=limits.collection_passage_tokens)
         folder = limits.data_dir / "collections"
         self.unread = UnreadResponses(MAX_UNREAD * limits.max_body_bytes)
         self.collections = Collections(folder, limits.max_collections, limits.max_collection_documents, size)
