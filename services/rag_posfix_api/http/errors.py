@@ -41,7 +41,8 @@ MAX_MESSAGE: Final = 1000
 """Characters of an error message; a client's own text is not sent back at length."""
 _MAX_VALUE: Final = 60
 
-_TYPES: Final = {
+_TYPES: Final[Mapping[int | str, str]] = {
+    "forbidden_host": "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
@@ -155,7 +156,8 @@ class Problem:
     @property
     def type(self) -> str:
         """Class of errors, as in OpenAI's API."""
-        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return _TYPES.get(self.code, _TYPES.get(self.status, default))
 
 
 _DESCRIPTIONS = {

@@ -345,10 +345,7 @@ class LogFields:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        names = (
-            "mitigation", "order", "cache", "documents", "grounded", "support", "truncated", "left_out", "error",
-            "key",
-        )  # fmt: skip
+        names = [name for name in self.__slots__ if name not in ("tenant", "tokens", "timings")]
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         fields |= {f"{kind}_tokens": count for kind, count in self.tokens.items()}
         stages = {stage: round(seconds, 6) for stage, seconds in self.timings.items()}
