@@ -76,14 +76,7 @@ class Metrics:
         self._codes = self._counter(
             "requests", "Requests by the format of the response and its outcome.", ["dialect", "code"]
         )
-        # By tenant of the key file; "" is the single key, or no key.
-        self._tenant_requests = self._counter("tenant_requests", "Requests by tenant and outcome.", ["tenant", "code"])
-        self._tenant_tokens = self._counter("tenant_tokens", "Tokens of answers by tenant.", ["tenant", "kind"])
-        self._tenant_seconds = self._counter(
-            "tenant_model_seconds",
-            "Time in which the model worked for a tenant; requests that run together share it equally.",
-            ["tenant", "work"],
-        )
+        self._count_outcomes()
         self._stages = self._histogram("stage_duration_seconds", "One stage of one answer.", _STAGE_BUCKETS, ["stage"])
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -107,15 +100,6 @@ class Metrics:
             ["kind"],
             ("read", "reused", "generated"),
         )
-        self._malformed = self._counter(
-            "malformed_answers", "Answers whose text has a fault of form.", ["fault"], get_args(FormFault)
-        )
-        self.unsupported = self._counter(
-            "unsupported",
-            "Answers that no passage supports, by what was done: refused or answered.",
-            ["action"],
-            ("refused", "answered"),
-        )
         self._cache = self._counter("cache_requests", "Look-ups in the answer cache.", ["result"])
         self.tied_rankings = self._counter("reranking_ties", "Rankings whose documents all have one score.")
         self.counted = CountedElsewhere()
@@ -132,6 +116,25 @@ class Metrics:
         for work, count in waiting.items():
             self._queue.labels(work)
             queued.labels(work).set_function(count)
+
+    def _count_outcomes(self) -> None:
+        # By tenant of the key file; "" is the single key, or no key.
+        self._tenant_requests = self._counter("tenant_requests", "Requests by tenant and outcome.", ["tenant", "code"])
+        self._tenant_tokens = self._counter("tenant_tokens", "Tokens of answers by tenant.", ["tenant", "kind"])
+        self._tenant_seconds = self._counter(
+            "tenant_model_seconds",
+            "Time in which the model worked for a tenant; requests that run together share it equally.",
+            ["tenant", "work"],
+        )
+        self._malformed = self._counter(
+            "malformed_answers", "Answers whose text has a fault of form.", ["fault"], get_args(FormFault)
+        )
+        self.unsupported = self._counter(
+            "unsupported",
+            "Answers that no passage supports, by what was done: refused or answered.",
+            ["action"],
+            ("refused", "answered"),
+        )
 
     def count_request(self, route: str, status: int, seconds: float, dialect: str, code: str, tenant: str) -> None:
         """Count one request; ``dialect`` is the API format of the response, ``code`` is ``ok`` or the error's code."""
