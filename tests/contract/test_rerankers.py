@@ -4,8 +4,10 @@ On tiny random models. A new reranker whose parameters have defaults needs no li
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
+import torch
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
@@ -20,21 +22,22 @@ from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from tests.support.cross_encoder import tiny_cross_encoder
 from tests.support.tiny import loaded_model
-from tests.support.toy_encoder import ToyEncoder
+from tests.support.toy_encoder import MarkedEncoder, ToyEncoder
 from tests.support.upstream import scored_by_length, upstream
 
 TEXTS = ["Rome lies on the Tiber.", "Paris lies on the Seine.", "Bread is baked.", "Ovens are hot."]
-READING = ["attention_sorting", "calibrated_attention", "in_context", "likelihood"]
+READING = ["attention_sorting", "calibrated_attention", "in_context", "last_but_not_late", "likelihood"]
 POINTWISE = ["cross_encoder", "embedding", "likelihood"]
 """Those whose score of a document does not depend on the other documents."""
-BY_CONTENT = ["attention_sorting", "calibrated_attention", "in_context"]
+BY_CONTENT = ["attention_sorting", "calibrated_attention", "in_context", "last_but_not_late"]
 """Those that order the documents of a prompt by their content."""
 
 
 @pytest.fixture(scope="module")
 def engine():
-    loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, num_hidden_layers=2, max_position_embeddings=2048)
-    return Engine(loaded, ToyEncoder(), "tiny", "print")
+    loaded = loaded_model(vocab_size=MarkedEncoder.vocab_size, num_hidden_layers=2, max_position_embeddings=2048)
+    projector = torch.randn((8, 64), generator=torch.Generator().manual_seed(0))
+    return Engine(replace(loaded, projector=(projector,)), MarkedEncoder(), "tiny", "print")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Where an activation overflows, every score is an error that says what to do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def engine():
     loaded = loaded_model()
     with torch.no_grad():
         loaded.model.model.embed_tokens.weight[LAST] = float("nan")
-    return Engine(loaded, ToyEncoder(), "tiny", "print")
+    return Engine(replace(loaded, projector=(torch.eye(64),)), ToyEncoder(), "tiny", "print")
 
 
 CALLS = {
@@ -29,6 +31,7 @@ CALLS = {
     "score of a method": lambda engine: engine.score(LAYOUT, [5, 6], MitigationChoice("default")),
     "question_likelihood": lambda engine: engine.question_likelihood(LAYOUT),
     "yes_no": lambda engine: engine.first_token_log_probs(LAYOUT, [5, 6]),
+    "last_but_not_late": lambda engine: engine.projected_states(LAYOUT.token_ids, [len(LAYOUT.token_ids) - 1]),
     "in_context": lambda engine: engine.question_attention([LAYOUT]),
     "attention_sorting": lambda engine: engine.passage_attention([LAYOUT]),
     "scored prompt": lambda engine: engine.generate(
