@@ -38,29 +38,24 @@ SLACK_TOKENS = 4
 
 @RERANKERS.register("last_but_not_late", aliases=("jina_v3",))
 class LastButNotLateReranker(LanguageModelReranker):
-    """Read all passages and then the question in one prompt, and compare the states of the tokens that follow each.
-
-    A passage is read with those before it, and the question with all: the vectors are of one reading, unlike those of
-    ``embedding``.
+    """Read all passages and the question in one prompt, and compare the states of the tokens that follow them.
 
     Source: Wang et al. (2025), jina-reranker-v3: Last but Not Late Interaction, https://arxiv.org/abs/2509.25085
     Formula: v = W_2 relu(W_1 h), h the last hidden state of a control token; raw_score = cos(v_question, v_passage);
-        relevance_score = (1 + raw_score) / 2. Of several prompts v_question is the sum weighted by the highest
-        relevance_score in each.
-    Differs from the paper: passages are ordered by their content hashes. Control tokens written in a passage are read
-        as text; the authors remove them. The question is not cut.
+        relevance_score = (1 + raw_score) / 2. With several prompts v_question is their sum, weighted by the highest
+        relevance_score of each.
+    Differs from the paper: passages are ordered by content hash. Control tokens in a passage are text, not removed.
+        The question is not cut.
     Cost: tokens read: all passages once, the question twice, and about 130 more and 14 per passage. One forward pass
         per ``window`` passages; nothing is generated or stored.
-    Limits: for a model that was trained so, such as ``model=jinaai/jina-reranker-v3`` (its weights are for
-        non-commercial use): the checkpoint holds ``projector.N.weight``, the tokenizer both control tokens. A score
-        depends on the other passages of its prompt. Neither a server nor ``tp`` returns states.
+    Limits: for a model that was trained so, such as ``model=jinaai/jina-reranker-v3`` (non-commercial licence), with
+        ``projector.N.weight`` and both control tokens, in one process.
 
     Attributes:
-        generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.
-        model: A model in place of the served one, for rerankers made by name: an id or a folder, as for ``--model``.
-            Loaded by its first question. Clients of the service cannot name it.
+        generator: The model; an ``Engine``, or a ``BatchingGenerator`` around one.
+        model: A model in place of the served one, as for ``--model``; loaded by its first question.
         top_n: Number of passages to return, all if None.
-        window: Maximum number of passages in one prompt; more, or more than the context window holds, take several.
+        window: Maximum number of passages in one prompt; more take several.
         max_document_tokens: Token limit of a document; a longer one is cut (``long_document: "truncated"``).
         order: Order of the passages in the prompt: ``canonical`` (by content hash) or ``input`` (as given).
     """
