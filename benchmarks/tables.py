@@ -29,9 +29,9 @@ Row = list[str]
 DEFAULT = MethodSpec("context_experts", MITIGATIONS.presets("context_experts")["default"]).label
 PROFILE = re.compile(r"profile=\[.*?\]")
 HEADS = re.compile(r"heads=\[\[.*?\]\]")
-MEASURES = ("nDCG@10", "RR@10", "R@10", "P@1")
+MEASURES = ("nDCG@10", "R@10", "P@1")
 CUTS = (1, 3)
-WORK = ("seconds", "tokens read", "passes")
+WORK = ("seconds", "tokens read")
 TIMES_FASTER = {
     "ttft_cold_ratio": "cold",
     "ttft_warm_memory_ratio": "warm, memory",
@@ -232,7 +232,7 @@ def work(result: Mapping[str, Any]) -> Row:
     """Return what a query cost."""
     seconds = result.get("seconds_median", result["seconds"])
     time = f"{seconds:.1f}" if seconds >= 0.1 else f"{seconds:.4f}"
-    return [time, *(f"{result[spent]:,.0f}" for spent in ("tokens_read", "forward_passes"))]
+    return [time, f"{result['tokens_read']:,.0f}"]
 
 
 def rerank_positions(heads: Sequence[Head]) -> Iterator[Row]:
