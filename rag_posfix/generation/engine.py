@@ -402,6 +402,11 @@ class Engine:
 
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
+        if self.loaded.projector:
+            raise UnsupportedModelError(
+                f"{shown_model(self.model_id)} is a reranker ({PROJECTED}) and writes no answers; serve another model "
+                "and use this one as reranker=last_but_not_late:model=NAME"
+            )
         method, spec = create(choice.name, choice.parameters), self.loaded.spec
         if spec.within is not None and method.refusal(spec.shape) and not method.refusal(spec.within.shape):
             plan = replace(method.checked_plan(layout, spec.within.shape), fits_windows=True)

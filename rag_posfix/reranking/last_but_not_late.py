@@ -46,7 +46,7 @@ class LastButNotLateReranker(LanguageModelReranker):
         relevance_score of each.
     Differs from the paper: passages are ordered by content hash. Control tokens in a passage are text, not removed.
         The question is not cut.
-    Cost: tokens read: all passages once, the question twice, and about 130 more and 14 per passage. One forward pass
+    Cost: tokens read: all passages once, the question twice, and about 140 more and 14 per passage. One forward pass
         per ``window`` passages; nothing is generated or stored.
     Limits: for a model that was trained so, such as ``model=jinaai/jina-reranker-v3`` (non-commercial licence), with
         ``projector.N.weight`` and both control tokens, in one process.

@@ -35,19 +35,25 @@ BY_CONTENT = ["attention_sorting", "calibrated_attention", "in_context", "last_b
 
 @pytest.fixture(scope="module")
 def engine():
-    loaded = loaded_model(vocab_size=MarkedEncoder.vocab_size, num_hidden_layers=2, max_position_embeddings=2048)
-    projector = torch.randn((8, 64), generator=torch.Generator().manual_seed(0))
-    return Engine(replace(loaded, projector=(projector,)), MarkedEncoder(), "tiny", "print")
+    return tiny_engine(ToyEncoder())
+
+
+def tiny_engine(encoder, **further):
+    loaded = loaded_model(vocab_size=encoder.vocab_size, num_hidden_layers=2, max_position_embeddings=2048)
+    return Engine(replace(loaded, **further), encoder, "tiny", "print")
 
 
 @pytest.fixture(scope="module")
 def rerankers(engine, tmp_path_factory):
     """Every registered reranker, made by name."""
-    models = RerankerModels(lambda: DeterministicFakeEmbedding(size=8), lambda: engine, Connection)
+    projector = torch.randn((8, 64), generator=torch.Generator().manual_seed(0))
+    trained = tiny_engine(MarkedEncoder(), projector=(projector,))
+    models = RerankerModels(lambda: DeterministicFakeEmbedding(size=8), lambda: engine, Connection, lambda _: trained)
     with upstream(scored_by_length) as server:
         parameters = {
             "cross_encoder": {"model": str(tiny_cross_encoder(tmp_path_factory.mktemp("ce")))},
             "endpoint": {"url": server.url},
+            "last_but_not_late": {"model": "trained"},
         }
         yield {name: build_reranker(MethodSpec(name, parameters.get(name, {})), models) for name in RERANKERS.names()}
 

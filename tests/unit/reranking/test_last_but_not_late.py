@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.errors import ConfigError, PromptTooLongError
+from rag_posfix.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
 from rag_posfix.generation.deferred import deferred_generator
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.generation.load import load_engine
+from rag_posfix.plan.layout import Layout
 from rag_posfix.reranking import LastButNotLateReranker
 from rag_posfix.reranking.build import RerankerModels, build_reranker, check_loads_no_model
 from tests.support.reader import order, raw, scores
@@ -208,6 +209,11 @@ def test_a_model_of_its_own_is_found_by_name_and_questions_cannot_name_it(engine
     assert asked == ["jinaai/jina-reranker-v3"]
     with pytest.raises(ConfigError, match="cannot choose jina_v3"):
         check_loads_no_model(spec)
+
+
+def test_a_trained_reranker_writes_no_answers(engine):
+    with pytest.raises(UnsupportedModelError, match=r"is a reranker .*last_but_not_late:model=NAME"):
+        engine.open(Layout.plain((3, 4, 5)))
 
 
 def test_models_without_projector_or_control_tokens_are_refused(tmp_path, projector):

@@ -22,7 +22,11 @@ def engine():
     loaded = loaded_model()
     with torch.no_grad():
         loaded.model.model.embed_tokens.weight[LAST] = float("nan")
-    return Engine(replace(loaded, projector=(torch.eye(64),)), ToyEncoder(), "tiny", "print")
+    return Engine(loaded, ToyEncoder(), "tiny", "print")
+
+
+def with_projector(engine):
+    return Engine(replace(engine.loaded, projector=(torch.eye(64),)), engine.encoder, "tiny", "print")
 
 
 CALLS = {
@@ -31,7 +35,7 @@ CALLS = {
     "score of a method": lambda engine: engine.score(LAYOUT, [5, 6], MitigationChoice("default")),
     "question_likelihood": lambda engine: engine.question_likelihood(LAYOUT),
     "yes_no": lambda engine: engine.first_token_log_probs(LAYOUT, [5, 6]),
-    "last_but_not_late": lambda engine: engine.projected_states(LAYOUT.token_ids, [len(LAYOUT.token_ids) - 1]),
+    "last_but_not_late": lambda engine: with_projector(engine).projected_states(LAYOUT.token_ids, [-1]),
     "in_context": lambda engine: engine.question_attention([LAYOUT]),
     "attention_sorting": lambda engine: engine.passage_attention([LAYOUT]),
     "scored prompt": lambda engine: engine.generate(
