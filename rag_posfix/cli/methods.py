@@ -206,7 +206,7 @@ def _verify_server(settings: Settings) -> dict[str, Any]:
             methods = {name: remote_refusal(cls(**cls.example)) for name, cls in MITIGATIONS.items()}
             readers = {name: getattr(cls, "readers", ()) for name, cls in RERANKERS.items()}
             rerankers = {
-                name: None if not protocols or isinstance(generator, protocols) else "it reads attention in the engine"
+                name: None if not protocols or isinstance(generator, protocols) else "it reads states in the engine"
                 for name, protocols in readers.items()
             }
     if not facts.prompt_log_probs:

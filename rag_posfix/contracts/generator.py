@@ -184,6 +184,15 @@ class FirstTokenReader(Generator, Protocol):
 
 
 @runtime_checkable
+class StateReader(Generator, Protocol):
+    """A generator that returns projected hidden states of tokens, for rerankers that are trained so."""
+
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        """Return the state of each marked token of a prompt after the projector, (len(marked), P); indices from 0."""
+        ...
+
+
+@runtime_checkable
 class PassageReader(LikelihoodReader, FirstTokenReader, Protocol):
     """A generator that returns attention and likelihoods of passages, for rerankers. The engine implements it."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rag_posfix.caching.kv.store import PassageStore
-from rag_posfix.contracts.generator import FirstTokenReader, Generator
+from rag_posfix.contracts.generator import FirstTokenReader, Generator, StateReader
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, MitigationChoice, MitigationInfo
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.files import default_cache_dir
@@ -54,8 +54,18 @@ class DeferredGenerator:
         """As ``Engine.first_token_log_probs``."""
         reader = self.loaded()
         if not isinstance(reader, FirstTokenReader):
-            raise UnsupportedModelError(f"{self.model_id} reads no passages for rerankers here; use an engine")
+            raise self._unread()
         return reader.first_token_log_probs(layout, tokens, salt)
+
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        """As ``Engine.projected_states``."""
+        reader = self.loaded()
+        if not isinstance(reader, StateReader):
+            raise self._unread()
+        return reader.projected_states(token_ids, marked)
+
+    def _unread(self) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.model_id} reads no passages for rerankers here; use an engine")
 
     def generate(self, request: GenerationRequest) -> Generation:
         return self.loaded().generate(request)

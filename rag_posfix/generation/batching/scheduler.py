@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from rag_posfix.contracts.generator import CachingGenerator, Generator, PassageReader
+from rag_posfix.contracts.generator import CachingGenerator, Generator, PassageReader, StateReader
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, ScoredToken, whole_answer
 from rag_posfix.errors import ConfigError, GenerationError, UnsupportedModelError
 from rag_posfix.generation.batching.stepped import SteppedGenerator
@@ -572,13 +572,22 @@ class BatchingGenerator(DelegatingGenerator[SteppedGenerator]):
         """As ``Engine.passage_attention``, in the thread of the caller."""
         return self._reader().passage_attention(layouts, salt, check)
 
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        """As ``Engine.projected_states``, in the thread of the caller."""
+        if not isinstance(self._inner, StateReader):
+            raise self._unread()
+        return self._inner.projected_states(token_ids, marked)
+
     def _reader(self) -> PassageReader:
         if not isinstance(self._inner, PassageReader):
-            raise UnsupportedModelError(
-                f"{type(self._inner).__name__} reads no passages for rerankers; give the reranker an engine, or use "
-                "the embedding or the cross_encoder reranker"
-            )
+            raise self._unread()
         return self._inner
+
+    def _unread(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self._inner).__name__} reads no passages for rerankers; give the reranker an engine, or use "
+            "the embedding or the cross_encoder reranker"
+        )
 
     def close(self, timeout_seconds: float = CLOSING_SECONDS) -> None:
         """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``.
