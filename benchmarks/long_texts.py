@@ -66,7 +66,6 @@ BODIES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("/rerank", {"query": _QUESTION, "texts": [_DOCUMENT, "Another one."]}),
     ("/v1/score", {"text_1": _QUESTION, "text_2": [_DOCUMENT, "Another one."]}),
     ("/score", {"text_1": _QUESTION, "text_2": [_DOCUMENT, "Another one."]}),
-    ("/infinity/rerank", {"query": _QUESTION, "documents": [_DOCUMENT, "Another one."]}),
     ("/api/show", {"model": "default"}),
     ("/admin/keys", {"tenant": "acme", "name": "a"}),
     ("/v1/collections", {"name": "other"}),

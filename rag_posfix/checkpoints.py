@@ -41,6 +41,10 @@ _ADAPTER = "adapter_config.json"
 _SHOWN = 3
 _COMPUTED = re.compile(r"rotary_emb\.\w*inv_freq$")
 """Rotary frequencies, which older checkpoints hold: transformers computes them from the configuration."""
+PROJECTOR = re.compile(r"projector\.(\d+)\.weight")
+"""Matrices of the head of jina-reranker-v3 and v3.5, by their place in the head."""
+PROJECTED = "JinaForRanking"
+"""The architecture with this head, in ``config.json``."""
 
 
 @contextmanager
@@ -112,6 +116,8 @@ def check_tensors(source: str, model: Any, report: Mapping[str, Any]) -> None:
     of the model lists as harmless (``_keys_to_ignore_on_load_*``) are not in it.
     """
     unexpected = [name for name in report["unexpected_keys"] if not _COMPUTED.search(name)]
+    if PROJECTED in (model.config.architectures or ()):
+        unexpected = [name for name in unexpected if not PROJECTOR.fullmatch(name)]
     shapes = (f"{name} {[*stored]} instead of {[*expected]}" for name, stored, expected in report["mismatched_keys"])
     counts = (
         _count("missing", report["missing_keys"]),

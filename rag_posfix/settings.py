@@ -412,7 +412,6 @@ class ServiceSettings(CheckedSettings):
             With keys, ``/metrics`` of the service needs one with the scope ``metrics``: it names tenants.
         shutdown_notice_seconds: Least time of 503 after a signal to stop, for load balancers to notice.
         cors_origins: Origins of web pages that may call the service, as a JSON list: ``["https://a.example"]``.
-        max_header_bytes: Size limit of request line and headers together; larger ones are refused with 431.
         read_timeout_seconds: How long a client may take to send a request before 408, or read nothing of a response.
         keep_alive_seconds: How long a connection without a request stays open: longer than proxies keep theirs.
         max_body_bytes: Size limit of a request body, and of the response to a search; beyond it is 413.
@@ -429,7 +428,6 @@ class ServiceSettings(CheckedSettings):
         data_dir: Folder of the API keys and of the collections of all tenants, on a local disk.
         collection_passage_tokens: Tokens of the embedding model in a passage of a collection's document; None is 150
             words or 1,000 characters. Documents that are stored keep their passages until they are sent again.
-        collection_overlap: Tokens, or words, that a passage repeats of the passage before it.
         max_collections: Maximum number of collections of a tenant; 0 refuses new ones.
         collection_store: ``KIND:key=value,...`` of a vector store that searches the collections, as in ``retriever``;
             None compares vectors in this process. Collections stay in the store that they were created in.
@@ -453,7 +451,6 @@ class ServiceSettings(CheckedSettings):
     request_timeout_seconds: float = Field(default=300.0, gt=0)
     shutdown_timeout_seconds: int = Field(default=30, ge=0)
     shutdown_notice_seconds: float = Field(default=0.0, ge=0)
-    max_header_bytes: int = Field(default=32 * 1024, ge=1024)
     read_timeout_seconds: float = Field(default=60.0, gt=0)
     keep_alive_seconds: int = Field(default=75, ge=1)
     api_key: SecretStr | None = Field(default=None, min_length=1)
@@ -473,7 +470,6 @@ class ServiceSettings(CheckedSettings):
     data_dir: Path = Field(default_factory=default_data_dir)
     max_collections: int = Field(default=100, ge=0)
     collection_passage_tokens: int | None = Field(default=None, ge=1)
-    collection_overlap: int = Field(default=0, ge=0)
     collection_store: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+:.*$", repr=False)
     request_templates: Literal["none", "shipped", "any"] = "none"
     max_collection_documents: int = Field(default=100_000, ge=1)

@@ -10,7 +10,7 @@
 citations that name a passage with the answer. ``--questions unseen`` asks 15 other questions that the files answer and
 15 others off topic; they were written before anything was measured on them, and nothing was chosen on them.
 
-``--questions own_files`` asks 190 questions of eight kinds about 19 other files as people have them: FAQs, titled
+``--questions own_files`` asks 250 questions of nine kinds about 19 other files as people have them: FAQs, titled
 files, short questions, lists and comparisons, follow-ups, off topic, with three hostile documents beside what was
 retrieved, and with documents that do not answer. Settings are chosen on the half ``choose`` and reported on the half
 ``report``. The arrangement ``shipped`` names nothing, so the model gets its default. Below the floors of a reader

@@ -64,7 +64,7 @@ _SKIPPED = {
 _NOTES = {
     "fields": "fields of records",
     "encoding": "encodings",
-    "lost": "not in the index",
+    "lost": "lost, or to be checked",
     "rows": "records left out",
     "cut": "too long for a passage",
 }

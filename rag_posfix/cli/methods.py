@@ -206,7 +206,7 @@ def _verify_server(settings: Settings) -> dict[str, Any]:
             methods = {name: remote_refusal(cls(**cls.example)) for name, cls in MITIGATIONS.items()}
             reads = {name: getattr(cls, "reads", ()) for name, cls in RERANKERS.items()}
             rerankers = {
-                name: None if not needed or needed & generator.capabilities else "it reads attention in the engine"
+                name: None if not needed or needed & generator.capabilities else "it reads states in the engine"
                 for name, needed in reads.items()
             }
     if not facts.prompt_log_probs:

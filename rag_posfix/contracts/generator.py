@@ -144,14 +144,16 @@ class PassageKVStore(Protocol):
         ...
 
 
-GeneratorCapability = Literal["log_probs", "likelihood", "first_token", "odds", "attention", "steps", "precompute"]
+GeneratorCapability = Literal[
+    "log_probs", "likelihood", "first_token", "odds", "attention", "states", "steps", "precompute"
+]
 """What some generators can do.
 
 ``log_probs``: return log-probabilities (``Sampling.top_logprobs``, ``GenerationRequest.prompt_scored``).
 ``steps``: share decode steps with other answers, with the methods of ``Engine`` (``BatchingGenerator``).
 ``precompute``: compute keys and values of passages before any question.
 For rerankers: ``likelihood`` (``question_likelihood``), ``first_token`` (``first_token_log_probs``), ``odds``
-(``log_odds``) and ``attention`` (``question_attention`` and ``passage_attention``).
+(``log_odds``), ``states`` (``projected_states``), ``attention`` (``question_attention`` and ``passage_attention``).
 """
 
 
@@ -246,6 +248,10 @@ class Generator(ABC):
         For generators without a known vocabulary, such as servers. ``check`` is called while the answers are awaited;
         an exception of ``check`` ends the judgement.
         """
+        raise self._no_reading()
+
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        """Return the state of each marked token of a prompt after the projector, (len(marked), P); indices from 0."""
         raise self._no_reading()
 
     def question_attention(

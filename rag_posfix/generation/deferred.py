@@ -26,7 +26,7 @@ class DeferredGenerator(Generator):
         passages: The passage KV store that the loaded model will read from.
     """
 
-    capabilities = frozenset({"log_probs", "first_token"})
+    capabilities = frozenset({"log_probs", "first_token", "states"})
     encoder: Tokenizer
 
     def __init__(
@@ -52,6 +52,9 @@ class DeferredGenerator(Generator):
 
     def first_token_log_probs(self, layout: Layout, tokens: Sequence[int], salt: str = "") -> list[tuple[float, ...]]:
         return self.loaded().first_token_log_probs(layout, tokens, salt)
+
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        return self.loaded().projected_states(token_ids, marked)
 
     def generate(self, request: GenerationRequest) -> Generation:
         return self.loaded().generate(request)

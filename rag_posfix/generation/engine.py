@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rag_posfix.checkpoints import PROJECTED
 from rag_posfix.contracts.generator import Generator, display_name
 from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, MitigationInfo, ScoredToken
 from rag_posfix.errors import ConfigError, PromptTooLongError, RagPosfixError, UnsupportedModelError
@@ -32,7 +33,7 @@ from rag_posfix.generation.decode.question_scores import (
     question_attention,
     question_likelihood,
 )
-from rag_posfix.generation.model.sequence_batch import LoadedModel
+from rag_posfix.generation.model.sequence_batch import LoadedModel, projected_states
 from rag_posfix.generation.model.tokenizer import Tokenizer
 from rag_posfix.generation.prefill.per_passage import KVLookup, ResolvedRow, can_share_batch, passage_starts, resolve
 from rag_posfix.generation.prefill.prefill import cached_segments, passage_attention, prefill_ahead
@@ -61,7 +62,7 @@ class Engine(Generator):
             whoever made it.
     """
 
-    capabilities = frozenset({"log_probs", "likelihood", "first_token", "attention", "steps"})
+    capabilities = frozenset({"log_probs", "likelihood", "first_token", "attention", "states", "steps"})
     encoder: Tokenizer
 
     def __init__(
@@ -218,6 +219,27 @@ class Engine(Generator):
         loaded = self._loaded_alone(layout)
         return first_token_log_probs(loaded, layout, tokens, self._lookup(loaded, salt))
 
+    @torch.inference_mode()
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        """Return the state of each marked token of a prompt after the model's projector, (len(marked), P).
+
+        Args:
+            token_ids: The full prompt.
+            marked: Indices of tokens, from 0.
+
+        Raises:
+            ConfigError: the model has no projector.
+            PromptTooLongError: the prompt exceeds the context window.
+        """
+        if not self.loaded.projector:
+            raise ConfigError(
+                f"{display_name(self.model_id)} has no projector (tensors projector.N.weight of a {PROJECTED}), so "
+                "its states cannot be compared; use a model of this kind, such as model=jinaai/jina-reranker-v3"
+            )
+        self._check_prompt(len(token_ids))
+        states = projected_states(self.loaded, token_ids, marked).float()
+        return [tuple(map(check_finite, row)) for row in states.tolist()]
+
     def _loaded_alone(self, layout: Layout) -> LoadedModel:
         """Return the model as it reads each passage alone. Errors as those of ``_check_prompt``."""
         longest = len(layout.prefix) + len(layout.suffix) + max(map(len, layout.passages), default=0)
@@ -366,6 +388,11 @@ class Engine(Generator):
 
     def plan(self, layout: Layout, choice: MitigationChoice, max_tokens: int) -> Plan:
         """Return what a mitigation does with a prompt. Runs no model. Errors as those of ``open``."""
+        if self.loaded.projector:
+            raise UnsupportedModelError(
+                f"{display_name(self.model_id)} is a reranker ({PROJECTED}) and writes no answers; serve another "
+                "model and use this one as reranker=last_but_not_late:model=NAME"
+            )
         method, spec = create(choice.name, choice.parameters), self.loaded.spec
         if spec.windowed is not None and method.refusal(spec.shape) and not method.refusal(spec.windowed.shape):
             plan = replace(method.checked_plan(layout, spec.windowed.shape), fits_windows=True)

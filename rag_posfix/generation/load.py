@@ -34,6 +34,7 @@ from rag_posfix.generation.model.checkpoint import (
     model_fingerprint,
     read_generation_config,
     read_gguf,
+    read_projector,
     serving,
 )
 from rag_posfix.generation.model.sequence_batch import LoadedModel
@@ -132,7 +133,8 @@ def load_engine(
     _log.info("loaded %s as %s on %s", name, torch_dtype, model_device)
     if generation_config.ignored:
         _log.info("settings of its generation config that are not applied: %s", generation_config.ignored)
-    return Engine(LoadedModel(loaded, spec, rows), encoder, name, fingerprint)
+    projector = read_projector(folder_of(source), loaded)
+    return Engine(LoadedModel(loaded, spec, rows, projector), encoder, name, fingerprint)
 
 
 def _check_vocabulary(name: str, model: Any, encoder: Tokenizer) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 from langchain_core.documents import Document
 
+from rag_posfix.assembly.documents import content_key
 from rag_posfix.checked import MinRelevance
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator, display_name
@@ -254,6 +255,11 @@ Chosen on half of the questions of the end-to-end gate: with 135M parameters, an
 those about own files.
 """
 
+FALLING_SHARE = 0.75
+"""Upper part of the similarities in doubt over which the needed gain falls to 0, chosen on half of the paraphrased
+questions about own files: they gain less from a passage that has other words for what they ask.
+"""
+
 MIDDLE_HIDDEN_SIZE = 768
 """Channels from which, up to ``LARGE_HIDDEN_SIZE``, a passage must gain more: the model knows better what it asks."""
 
@@ -269,7 +275,7 @@ class RelevanceTest:
 
     Attributes:
         judge: Returns the reranker whose ``raw_score`` is the gain of a passage in nats per token; None without one.
-        least_gain: A judged passage with less is not read.
+        least_gain: A judged passage of low similarity with less is not read.
     """
 
     judge: Callable[[], Reranker | None] = lambda: None
@@ -277,24 +283,38 @@ class RelevanceTest:
 
     def similar(
         self, run: RequestContext, retriever: Retriever, documents: Sequence[Document], choice: MinRelevance
-    ) -> tuple[list[Document], bool]:
-        """Return the passages that are similar enough, and whether the judge must decide about them."""
+    ) -> tuple[list[Document], dict[str, float]]:
+        """Return the passages that are similar enough, and the gain that each needs, by content key.
+
+        No gains if the judge need not decide.
+        """
         known = similarity_of(retriever)
         if choice == "off" or not documents or (known is None and choice == "auto"):
-            return list(documents), False
+            return list(documents), {}
         low = known.low if known is not None and choice == "auto" else float(choice)
         scored = [(document, _score(document)) for document in documents]
         named = content_words(run.question.text) if choice == "auto" else frozenset()
         kept = [document for document, score in scored if score >= low or has_most_words(document, named)]
         run.leave_out(scored, kept, f"with similarity {{:.2f}}, at least {low:.2f} is needed")
         is_clear = known is not None and max(map(_score, kept), default=0.0) >= known.clear
-        return kept, not is_clear and not is_broad(run.question.text)
+        if is_clear or is_broad(run.question.text):
+            return kept, {}
+        return kept, {content_key(document): self._needed_gain(_score(document), known) for document in kept}
 
-    def judged(self, run: RequestContext, documents: Sequence[Document]) -> list[Document]:
-        """Return the passages that gain enough; all if there is no judge, or if it fails."""
-        judge = self.judge() if documents else None
+    def _needed_gain(self, score: float, known: SimilarityRange | None) -> float:
+        """Return the gain that a passage of a similarity needs: the nearer to one that is clear, the less."""
+        if known is None:
+            return self.least_gain
+        share = (known.clear - score) / (FALLING_SHARE * (known.clear - known.low))
+        return self.least_gain * min(1.0, max(0.0, share))
+
+    def judged(
+        self, run: RequestContext, documents: Sequence[Document], needed: Mapping[str, float]
+    ) -> Sequence[Document]:
+        """Return the passages that gain what they need; all if none needs any, without a judge, or if it fails."""
+        judge = self.judge() if documents and needed else None
         if judge is None:
-            return list(documents)
+            return documents
         # A judge that fails returns what it was given: the details of the reranker before it are no verdict.
         unjudged = [
             document.model_copy(update={"metadata": {k: v for k, v in document.metadata.items() if k != DETAILS}})
@@ -302,19 +322,18 @@ class RelevanceTest:
         ]
         with run.timed("judge"), salted(run.salt):
             ranked = rerank_indexed(judge, run.query.text, unjudged)
-        gains: dict[int, Any] = {
-            entry.index: (entry.document.metadata.get(DETAILS) or {}).get("raw_score") for entry in ranked
-        }
-        kept = [
-            document
-            for index, document in enumerate(documents)
-            if not isinstance(gain := gains.get(index), float) or gain >= self.least_gain
-        ]
-        scored = [
-            (document, gain) for index, document in enumerate(documents) if isinstance(gain := gains.get(index), float)
-        ]
-        needed = f"which the judge gives {{:.2f}} nats per token, at least {self.least_gain:.2f} are needed"
-        run.leave_out(scored, kept, needed)
+        kept: list[Document] = []
+        below: list[tuple[Document, float, float]] = []
+        gains = {entry.index: (entry.document.metadata.get(DETAILS) or {}).get("raw_score") for entry in ranked}
+        for index, document in enumerate(documents):
+            gain, least = gains.get(index), needed.get(content_key(document), self.least_gain)
+            if isinstance(gain, float) and gain < least:
+                below.append((document, gain, least))
+            else:
+                kept.append(document)
+        least = max(below, key=lambda entry: entry[1])[2] if below else 0.0  # of the passage that is named
+        reason = f"which the judge gives {{:.2f}} nats per token, at least {least:.2f} are needed"
+        run.leave_out([(document, gain) for document, gain, _ in below], kept, reason)
         return kept
 
 

@@ -470,10 +470,10 @@ class Pipeline(AskedInBatches):
                 documents = retrieve_query(retriever, run.query, max(k, self.candidates), run.filter)
                 stage.on_result(documents)
             choice = self.defaults.min_relevance if question.min_relevance is None else question.min_relevance
-            similar, doubtful = self.relevance.similar(run, retriever, documents, choice)
+            similar, needed = self.relevance.similar(run, retriever, documents, choice)
             current = similar if choice == "off" else leave_out_older(run, similar)
             ranked = self._reranked(run, current)[:k]
-            read = self.relevance.judged(run, ranked) if doubtful else ranked
+            read = self.relevance.judged(run, ranked, needed)
             return read if choice == "off" else self._read_alone(run, retriever, read)
         return self._reranked(run, documents)
 

@@ -12,6 +12,7 @@ from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.reranking.endpoint import EndpointReranker
 from rag_posfix.reranking.fused import FusedReranker
 from rag_posfix.reranking.in_context import InContextReranker
+from rag_posfix.reranking.last_but_not_late import LastButNotLateReranker
 from rag_posfix.reranking.likelihood import LikelihoodReranker
 from rag_posfix.reranking.listwise import ListwiseReranker
 from rag_posfix.reranking.yes_no import YesNoReranker
@@ -26,6 +27,7 @@ __all__ = [
     "FusedReranker",
     "GuardedReranker",
     "InContextReranker",
+    "LastButNotLateReranker",
     "LikelihoodReranker",
     "ListwiseReranker",
     "YesNoReranker",

@@ -18,8 +18,7 @@ from rag_posfix.reranking.language_model import PassageReadingReranker, Windowed
 class AttentionSortingReranker(PassageReadingReranker, WindowedReranker):
     """Sort the passages in the prompt by attention, the highest last, and measure the attention again.
 
-    At the last token of the prompt, a model attends more to a relevant passage than to another at the same position,
-    and more to passages near the end. Sorting moves relevant passages to the end, where they get even more attention.
+    The last token attends more to relevant passages, and more to those near the end: sorting moves the relevant there.
 
     Source: Peysakhovich and Lerer (2023), Attention Sorting Combats Recency Bias, https://arxiv.org/abs/2310.01427
     Formula: attention of passage k = sum over its tokens of the attention of the prompt's last token, averaged over

@@ -30,7 +30,7 @@ class CalibratedAttentionReranker(PassageReadingReranker, WindowedReranker):
     Differs from the paper: the question is not repeated before the passages. The paper does not specify the dummy:
         here it has the length of the passage and repeats the sixteen tokens that occur in the most passages. A stored
         profile of the slots may replace the dummies; it is interpolated to the number of slots and scaled to the mean
-        attention of the prompt. Passages are ordered by their content hashes.
+        attention of the prompt.
     Cost: tokens read: the whole prompt once, and for each dummy all tokens from it to the end: about N / 2 + 1 prompts
         for N passages. With a profile one prompt.
     Limits: attention is measured at one token, where the position bias is large compared with the signal;

@@ -54,9 +54,6 @@ class ChunkedText:
 class CrossEncoderReranker(ScoringReranker):
     """Read each passage together with the question, with a model trained for ranking.
 
-    The score of a passage does not depend on the other passages or their order. Documents with equal title and text
-    are read once; those without visible text score 0 with ``"read": False``.
-
     Source: Nogueira and Cho (2019), Passage Re-ranking with BERT, https://arxiv.org/abs/1901.04085; models of
         sentence-transformers (``CrossEncoder``).
     Formula: z_k = model(question, passage k); relevance_score = z_k if the model ends in a sigmoid, else sigmoid(z_k).

@@ -26,7 +26,7 @@ class EmbeddingReranker(ScoringReranker):
     """Score passages with an embedding model.
 
     Useful after a retriever without embeddings (BM25, a web search), or with a larger embedding model than that of the
-    index. A passage without visible text scores 0.
+    index.
 
     Source: Karpukhin et al. (2020), Dense Passage Retrieval, section 3, https://arxiv.org/abs/2004.04906
     Formula: relevance_score = the cosine of the vectors of question and passage (title and text), or 0 if negative.

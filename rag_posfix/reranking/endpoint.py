@@ -42,8 +42,8 @@ class EndpointReranker(ScoringReranker):
     Formula: relevance_score = the server's score where all are in [0, 1], else the sigmoid of each; ``raw_score`` is
         the server's.
     Cost: one request with question and passages; what it reads is the server's matter.
-    Limits: a cross-encoder scores a passage alone, so its score does not depend on the order; whether a server's model
-        is one is not known here. Clients of the service cannot name it: they would make the service call any address.
+    Limits: a cross-encoder scores a passage alone, so its score does not depend on the order; the model may be another
+        kind. Clients of the service cannot name it: they would make the service call any address.
 
     Attributes:
         connect: Returns the connection to a URL; supplied by the application.

@@ -41,9 +41,6 @@ def _check_scorers(scorers: tuple[str, ...]) -> tuple[str, ...]:
 class FusedReranker(ScoringReranker):
     """Add the scores of several rerankers.
 
-    Scorers that fail on different questions help each other: an embedding knows what a passage is about, the
-    likelihood of the question knows whether the model finds the question natural after it.
-
     Source: the sum of z-scores is Lee (1997), Analyses of Multiple Evidence Combination (CombSUM),
         https://doi.org/10.1145/258525.258587
     Formula: with s_jk the score of scorer j for passage k: normalization="z" adds w_j (s_jk - mean_k) / std_k of the

@@ -37,9 +37,8 @@ class InContextReranker(PassageReadingReranker, WindowedReranker):
         passage. relevance_score = sigmoid of the score's z-score in the list: 0.5 for the mean; ``raw_score`` is the
         sum and may be negative.
     Differs from the paper: passages have no numbers and are ordered by their content hashes, so that the ranking does
-        not depend on the given order (in a causal model, each passage is encoded after those before it). The prompt is
-        that of an answer except for the query part. The query part is all text after the passages, as in the authors'
-        code. Heading and text count, the separator does not.
+        not depend on the given order. The prompt is that of an answer except for the query part, which is all text
+        after the passages, as in the authors' code. Heading and text count, the separator does not.
     Cost: tokens read: prefix and passages once, the query part once for "N/A" and once for the question. Nothing is
         generated. Attention weights are computed for the rows of the query part only. Prefix and leading passages
         whose keys and values are in the passage store are not read again. Models with sliding windows read the whole

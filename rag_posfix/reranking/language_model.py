@@ -109,13 +109,18 @@ class LanguageModelReranker(ScoringReranker):
         """Return a passage of at most ``limit`` tokens. It keeps the content key of the complete document."""
         if len(fitted) <= limit:
             return fitted
-        if limit < FEWEST_TOKENS:
-            raise PromptTooLongError(
-                f"{max(limit, 0)} tokens are left for each document, and at least {FEWEST_TOKENS} are needed; rank "
-                "fewer documents at a time (window), or shorten the question"
-            )
+        check_limit(limit)
         shorter = cut_passage(self.generator.encoder, fitted.passage, limit, heading_limit=limit // 2)
         return FittedPassage(shorter, truncated=True)
+
+
+def check_limit(limit: int) -> None:
+    """Raise PromptTooLongError where too few tokens are left for each document."""
+    if limit < FEWEST_TOKENS:
+        raise PromptTooLongError(
+            f"{max(limit, 0)} tokens are left for each document, and at least {FEWEST_TOKENS} are needed; rank "
+            "fewer documents at a time (window), or shorten the question"
+        )
 
 
 class PassageReadingReranker(LanguageModelReranker):

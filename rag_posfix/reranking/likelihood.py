@@ -33,13 +33,12 @@ class LikelihoodReranker(SeparatePassageReranker):
     Source: Jiang et al. (2024), LongLLMLingua, section 4.1, https://aclanthology.org/2024.acl-long.91
     Formula: r_k = (1 / N) sum_i log p(x_i | passage k, x_<i), over the tokens x of question and restriction (the
         paper's r_k is the negative). relevance_score = exp(r_k), the geometric mean probability of a token, in (0, 1].
-    Differs from the paper: the served chat model and its prompt replace a small base model; sentences that copy the
-        question are no evidence (``question_copies``).
+    Differs from the paper: the served chat model and its prompt replace a small base model; see ``question_copies``.
     Cost: tokens read: prefix once, each passage once, question and restriction once per passage. Passages whose keys
         and values are in the passage store are not read again; answers with independent passages
         (``context_experts``, ...) reuse those that are read here. Passages are read in batches; the deadline is
         checked between batches.
-    Limits: any model. The score of a passage does not depend on the other passages or their order.
+    Limits: any model.
 
     Attributes:
         generator: The served model; an ``Engine``, or a ``BatchingGenerator`` around one.

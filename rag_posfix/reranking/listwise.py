@@ -51,7 +51,8 @@ class ListwiseReranker(WindowedReranker):
         ranking, about five per passage. With ``calibrate`` two, the second over empty passages, and none to generate.
     Limits: any generator, including those that can only generate; ``calibrate`` needs the weights in this process.
         Small models rarely write a complete ranking; passages that they do not name keep their order. The result
-        depends on the given order.
+        depends on the given order. Measured readers of up to 0.5 billion parameters rank by position with
+        ``calibrate``.
 
     Attributes:
         generator: The served model; any generator, with ``calibrate`` an ``Engine`` or a ``BatchingGenerator`` around

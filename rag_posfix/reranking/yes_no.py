@@ -114,8 +114,8 @@ class YesNoReranker(SeparatePassageReranker):
     Formula: o_k = log sum_{t in yes} p(t | passage k, question) - log sum_{t in no} p(t | passage k, question);
         raw_score = o_k - o_0, where o_0 is that of the prompt without a passage; relevance_score = sigmoid(raw_score).
     Differs from the paper: calibrated by the prompt without a passage, so that a model that says yes to everything
-        has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window; sentences
-        that copy the question are no evidence (``question_copies``).
+        has scores around 0.5; a document longer than ``window_tokens`` has the score of its best window; see
+        ``question_copies``.
     Cost: tokens read: prefix once, each passage once, the question once per passage and once more. Keys and values of
         passages are those of answers (``template="answer"``): what the passage KV store has is not read again. On a
         server: one request of one token per passage, all together, and judgements are kept in the answer cache.
@@ -129,9 +129,8 @@ class YesNoReranker(SeparatePassageReranker):
     Attributes:
         generator: The model that judges; an ``Engine``, a ``BatchingGenerator`` around one, or a ``RemoteGenerator``.
         model: A model that judges in place of the served one, for rerankers made by name: a name, a folder or an
-            ``openai:NAME@URL`` in double quotes, as for ``--model``. A trained reranker of this form, such as
-            ``Qwen/Qwen3-Reranker-0.6B`` with ``template=qwen3_reranker``, or any causal language model. Found and
-            checked when the reranker is made, loaded by its first question. Clients of the service cannot name it.
+            ``openai:NAME@URL`` in double quotes, as for ``--model``; checked at once, loaded by its first question.
+            Clients of the service cannot name it.
         top_n: Number of passages to return, all if None.
         template: ``answer``, ``qwen3_reranker``, or fields of ``JudgeTemplate``; on the command line also a TOML file.
         batch_size: Maximum number of passages per batch.

@@ -262,7 +262,7 @@ class ExternalRetriever(QuestionRetriever):
         return call_client(work, VectorStoreError, f"the vector store {self.name} failed with", advice)
 
 
-def call_client(work: Callable[[], T], kind: type[RagPosfixError], problem: str, advice: str) -> T:
+def call_client(work: Callable[[], T], kind: Callable[[str], RagPosfixError], problem: str, advice: str) -> T:
     """Return what a client library returns; of its errors the type alone is told, messages may have secrets."""
     try:
         return work()

@@ -295,7 +295,7 @@ def make_server(
     app = create_app(settings, pipeline, service, hosts=hosts, telemetry=telemetry)
     config = uvicorn.Config(
         app,
-        http=BoundedConnection.limited(service.max_header_bytes, service.read_timeout_seconds, error_form("")),
+        http=BoundedConnection.limited(service.read_timeout_seconds, error_form("")),
         log_config=None,
         access_log=False,  # the app writes its own lines, without paths and queries
         server_header=False,

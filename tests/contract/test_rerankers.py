@@ -4,8 +4,10 @@ On tiny random models. A new reranker whose parameters have defaults needs no li
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
+import torch
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
@@ -20,31 +22,38 @@ from rag_posfix.reranking import RERANKERS
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from tests.support.cross_encoder import tiny_cross_encoder
 from tests.support.tiny import loaded_model
-from tests.support.toy_encoder import ToyEncoder
+from tests.support.toy_encoder import MarkedEncoder, ToyEncoder
 from tests.support.upstream import scored_by_length, upstream
 
 TEXTS = ["Rome lies on the Tiber.", "Paris lies on the Seine.", "Bread is baked.", "Ovens are hot."]
-READING = ["attention_sorting", "calibrated_attention", "in_context", "likelihood"]
+READING = ["attention_sorting", "calibrated_attention", "in_context", "last_but_not_late", "likelihood"]
 POINTWISE = ["cross_encoder", "embedding", "likelihood"]
 """Those whose score of a document does not depend on the other documents."""
-BY_CONTENT = ["attention_sorting", "calibrated_attention", "in_context"]
+BY_CONTENT = ["attention_sorting", "calibrated_attention", "in_context", "last_but_not_late"]
 """Those that order the documents of a prompt by their content."""
 
 
 @pytest.fixture(scope="module")
 def engine():
-    loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, num_hidden_layers=2, max_position_embeddings=2048)
-    return Engine(loaded, ToyEncoder(), "tiny", "print")
+    return tiny_engine(ToyEncoder())
+
+
+def tiny_engine(encoder, **further):
+    loaded = loaded_model(vocab_size=encoder.vocab_size, num_hidden_layers=2, max_position_embeddings=2048)
+    return Engine(replace(loaded, **further), encoder, "tiny", "print")
 
 
 @pytest.fixture(scope="module")
 def rerankers(engine, tmp_path_factory):
     """Every registered reranker, made by name."""
-    models = RerankerModels(lambda: DeterministicFakeEmbedding(size=8), lambda: engine, Connection)
+    projector = torch.randn((8, 64), generator=torch.Generator().manual_seed(0))
+    trained = tiny_engine(MarkedEncoder(), projector=(projector,))
+    models = RerankerModels(lambda: DeterministicFakeEmbedding(size=8), lambda: engine, Connection, lambda _: trained)
     with upstream(scored_by_length) as server:
         parameters = {
             "cross_encoder": {"model": str(tiny_cross_encoder(tmp_path_factory.mktemp("ce")))},
             "endpoint": {"url": server.url},
+            "last_but_not_late": {"model": "trained"},
         }
         yield {name: build_reranker(MethodSpec(name, parameters.get(name, {})), models) for name in RERANKERS.names()}
 

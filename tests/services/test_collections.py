@@ -18,7 +18,7 @@ from rag_posfix.caching.redis import RedisTier
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.http.errors import StorageError
+from rag_posfix_api.http.errors import RequestError
 from tests.services.durable_stores import full_disk
 from tests.services.notes import NOTES, add, notes_client
 from tests.services.opened_collection import opened, texts
@@ -186,7 +186,7 @@ def test_another_embedding_model_is_refused(tmp_path: Path):
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path):
     (tmp_path / "acme").write_text("a file")
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(RequestError, match="cannot write"):
         Collections(tmp_path, 10, 10).create("acme", "notes", LetterEmbeddings())
 
 

@@ -23,7 +23,7 @@ from rag_posfix.errors import OverloadedError, RetrievalError
 from rag_posfix.process import environment_with
 from rag_posfix.retrieval.index.documents import DocumentFile
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.http.errors import NotFoundError, StorageError
+from rag_posfix_api.http.errors import RequestError
 from tests.services.durable_stores import full_disk
 from tests.services.opened_collection import opened, texts
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -124,7 +124,7 @@ def test_a_reader_sees_what_others_change_delete_and_make_anew(tmp_path: Path):
     assert texts(reader) == {"a": "one"}
     others = Collections(tmp_path, 10, 1000)
     others.delete("acme", "notes", writer)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(RequestError, match="there is no collection"):
         reader.documents()
     others.create("acme", "notes", LetterEmbeddings())
     opened(tmp_path).put([Document(id="b", page_content="two")])
@@ -185,7 +185,7 @@ def test_documents_of_any_size_are_deleted_on_a_full_disk(small_disk: Path):
     expected = {f"d{number}": f"text {number} " * 30 for number in range(100)} | {"big": " ".join(["long"] * 100_000)}
     collection.put([Document(id=name, page_content=text) for name, text in expected.items()])
     fill(small_disk / "other")
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(RequestError, match="cannot write"):
         collection.put([Document(id="more", page_content="more " * 200_000)])
     for name in [*(f"d{number}" for number in range(0, 100, 3)), "big"]:
         assert collection.delete([name]) == 1
@@ -207,12 +207,12 @@ def test_failures_are_counted_logged_once_in_a_row_and_described_without_names(
     document = Document(id="a", page_content="b" * 200_000)
     assert collections.failures.describe() is None
     for _ in range(3):
-        with full_disk(0), pytest.raises(StorageError):
+        with full_disk(0), pytest.raises(RequestError, match="cannot write"):
             one.put([document])
     two.put([document])  # another collection that can be written changes nothing
     assert collections.failures.counts == {"write": 3, "read": 0}
     assert re.fullmatch(
-        r"write of 1 collections fails since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \(StorageError\)",
+        r"write of 1 collections fails since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \(not_stored\)",
         collections.failures.describe(),
     )
     assert caplog.text.count("write failed") == 1

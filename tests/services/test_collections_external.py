@@ -18,7 +18,7 @@ from rag_posfix.contracts.retrieval import matches, parse_filter
 from rag_posfix.errors import ConfigError
 from rag_posfix.retrieval import external_stores
 from rag_posfix_api.collections.collection import open_external_store
-from rag_posfix_api.http.errors import StorageError
+from rag_posfix_api.http.errors import RequestError
 from tests.services.notes import NOTES, add
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.postgres import pgvector_collection, postgres_server
@@ -293,7 +293,7 @@ def test_store_that_cannot_do_what_collections_need_is_refused_at_the_start(
     open_external_store("shelf:", LetterEmbeddings())
     for store, error, problem in (
         (Kept, ConfigError, "cannot hold collections.*refused the deletion"),
-        (ReadOnly, StorageError, "cannot add to the vector store shelf:: PermissionError"),
+        (ReadOnly, RequestError, "cannot add to the vector store shelf:: PermissionError"),
         (InMemoryVectorStore, ConfigError, "evaluates_filters=True"),
         (
             lambda embeddings: FaissVectorStore(embeddings).as_retriever(),

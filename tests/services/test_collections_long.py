@@ -13,7 +13,7 @@ from langchain_core.documents import Document
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import ServiceSettings
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.http.errors import TooLargeError
+from rag_posfix_api.http.errors import RequestError
 from tests.services.notes import NOTES, add, notes_client
 from tests.services.opened_collection import opened
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -132,7 +132,7 @@ def test_a_document_of_more_than_a_million_characters_is_refused(client: TestCli
 def test_more_passages_than_a_collection_may_have_are_refused_before_one_is_embedded(tmp_path: Path):
     embeddings = LetterEmbeddings()
     collection = opened(tmp_path, embeddings=embeddings, max_documents=20)
-    with pytest.raises(TooLargeError, match="more than 20 passages"):
+    with pytest.raises(RequestError, match="more than 20 passages"):
         collection.put([Document(" ".join(SENTENCES), id=f"rooms{number}") for number in range(3)])
     assert embeddings.texts == []
 

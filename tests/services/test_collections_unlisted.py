@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import RetrievalError
 from rag_posfix_api.collections.store import Collections
-from rag_posfix_api.http.errors import StorageError, UnreadableError
+from rag_posfix_api.http.errors import RequestError
 from tests.services.durable_stores import full_disk
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.tenants import Tenants
@@ -48,13 +48,13 @@ def test_a_collection_whose_folder_cannot_be_listed_is_not_created_again(
     one = collections.get("acme", "one", letters, lambda gone: None)
     one.put([Document(id="a", page_content="text")])
     with unlisted(one.folder, monkeypatch):
-        with pytest.raises(StorageError, match="cannot write"):
+        with pytest.raises(RequestError, match="cannot write"):
             collections.create("acme", "one", letters)
         for read in (one.documents, lambda: collections.info("acme", "one")):
-            with pytest.raises(UnreadableError, match="cannot read"):
+            with pytest.raises(RequestError, match="cannot read"):
                 read()
         assert collections.of("acme") == []
-    with unlisted(one.folder.parent, monkeypatch), pytest.raises(UnreadableError):
+    with unlisted(one.folder.parent, monkeypatch), pytest.raises(RequestError, match="cannot read"):
         collections.of("acme")
     assert [info.name for info in collections.of("acme")] == ["one"]
     assert [document.id for document in one.documents()] == ["a"]
@@ -66,7 +66,7 @@ def test_a_folder_with_other_files_is_not_taken_for_a_new_collection(tmp_path: P
     folder = tmp_path / "acme" / "one"
     folder.mkdir(parents=True)
     (folder / "documents.sqlite.old").write_text("documents")
-    with pytest.raises(StorageError, match=r"has files and no collection \(documents.sqlite.old"):
+    with pytest.raises(RequestError, match=r"has files and no collection \(documents.sqlite.old"):
         collections.create("acme", "one", LetterEmbeddings())
     assert (folder / "documents.sqlite.old").read_text() == "documents"
     assert collections.of("acme") == []
@@ -87,7 +87,7 @@ def test_two_files_of_a_collection_are_damage(tmp_path: Path):
 def test_a_collection_that_could_not_be_created_leaves_nothing_and_fails_no_longer(tmp_path: Path):
     collections, letters = Collections(tmp_path, 10, 1000), LetterEmbeddings()
     for name in ("one", "two"):
-        with full_disk(0), pytest.raises(StorageError):
+        with full_disk(0), pytest.raises(RequestError, match="cannot write"):
             collections.create("acme", name, letters)
     assert collections.failures.counts == {"write": 2, "read": 0}
     assert collections.failures.describe() is None

@@ -19,7 +19,7 @@ from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
-from rag_posfix_api.http.errors import RequestTimeoutError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.runtime.admission import TICKET, Admission, AdmittedGenerator, Ticket
 from tests.support.serving import (
     BRIDGE,
@@ -276,7 +276,7 @@ def test_a_ticket_that_is_cancelled_or_late_gets_no_permit():
             admission.acquire(cancelled)
         done.result()
     # Its own deadline ends the wait: that of the queue is beyond the time limit of this test.
-    with pytest.raises(RequestTimeoutError, match=r"request_timeout_seconds=0\.05"):
+    with pytest.raises(RequestError, match=r"request_timeout_seconds=0\.05"):
         admission.acquire(late := Ticket(0.05, time.monotonic()))
     assert late.queued_seconds > 0
 

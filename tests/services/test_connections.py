@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from rag_posfix.contracts.request import Chunk, GenerationRequest
-from rag_posfix_api.http.connection import MAX_QUEUED
+from rag_posfix_api.http.connection import MAX_HEAD_BYTES, MAX_QUEUED
 from rag_posfix_api.http.middleware import LOOPBACK_NAMES
 from tests.support.clock import Clock
 from tests.support.serving import (
@@ -52,25 +52,25 @@ def everything(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 5000 + b"\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+        b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 40_000 + b"\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 7000 + b"\r\n",
     ],
     ids=["path", "header", "headers"],
 )
 def test_a_long_head_is_refused_before_the_key_is_looked_at(head: bytes):
-    with serving(make_pipeline(), max_header_bytes=2048, api_key="key") as url, connected(url) as connection:
+    with serving(make_pipeline(), api_key="key") as url, connected(url) as connection:
         connection.sendall(head)
         answer = everything(connection)
         assert answer.startswith(b"HTTP/1.1 431 ")
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
         assert error["code"] == "head_too_large"
-        assert "2048" in error["message"]
+        assert str(MAX_HEAD_BYTES) in error["message"]
         assert httpx2.get(url + "/livez", timeout=60).status_code == 200
 
 
 def test_a_header_without_an_end_is_refused_and_not_kept_in_memory():
-    with serving(make_pipeline(), max_header_bytes=2048) as url, connected(url) as connection:
+    with serving(make_pipeline()) as url, connected(url) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nX: ")
         with pytest.raises(OSError, match=r"reset|[Bb]roken|timed out"):
             connection.sendall(b"x" * 50 * 1024**2)
@@ -149,9 +149,9 @@ def test_trailers_leave_the_key_of_the_head_as_it_is():
 
 
 def test_trailers_count_as_head_bytes():
-    with serving(make_pipeline(), max_header_bytes=2048) as url, connected(url) as connection:
+    with serving(make_pipeline()) as url, connected(url) as connection:
         connection.sendall(b"POST /livez HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
-        connection.sendall(b"a: b\r\n" * 1000 + b"\r\n")
+        connection.sendall(b"a: b\r\n" * 7000 + b"\r\n")
         assert b"HTTP/1.1 431 " in everything(connection)
 
 

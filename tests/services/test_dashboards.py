@@ -30,13 +30,10 @@ RULES = [
     for group in yaml.safe_load((DEPLOYMENTS / "prometheus" / "alerts.yml").read_text("utf-8"))["groups"]
     for rule in group["rules"]
 ]
-KINDS = [
-    *errors.KINDS.values(),
-    *(value.kind for value in vars(errors).values() if isinstance(getattr(value, "kind", None), errors.Kind)),
-]
+SPECS = errors.ERRORS.values()
 """What the service answers where a request fails."""
 CLOSED = {
-    "code": frozenset({"ok", "not_found", "method_not_allowed", *(kind.code for kind in KINDS)}),
+    "code": frozenset({"ok", *(spec.code for spec in SPECS)}),
     "dialect": frozenset({"none", "openai", "responses", "anthropic", "cohere", "jina", "vllm", "tei"}),
     "work": frozenset({"answer", "score"}),
     "kind": frozenset({"read", "reused", "generated", "prompt", "cached", "completion"}),
@@ -109,7 +106,7 @@ def test_an_alert_asks_for_what_exists(rule: Mapping[str, Any], exposed: Exposed
 
 def test_every_failure_of_the_service_is_an_alert_and_on_the_dashboard():
     """Not in the alert: ``not_ready`` has an alert of its own, ``stopping`` is each orderly stop of a replica."""
-    failures = {kind.code for kind in KINDS if kind.status >= 500} - {"not_ready", "stopping"}
+    failures = {spec.code for spec in SPECS if spec.status >= 500} - {"not_ready", "stopping"}
     (failing,) = [rule["expr"] for rule in RULES if rule["alert"] == "RagPosfixFailing"]
     (alerted,) = re.findall(r'code=~"([^"]+)"', failing)
     assert set(alerted.split("|")) == failures

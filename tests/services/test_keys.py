@@ -19,7 +19,7 @@ from rag_posfix.cli.main import app
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.settings import Settings
 from rag_posfix_api.http.auth import Caller, Quotas, required_scope
-from rag_posfix_api.http.errors import QuotaError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.keys.store import KeyStore, digest, split_key
 from tests.support.clock import Clock
 from tests.support.command_line import command_line
@@ -323,19 +323,19 @@ async def test_requests_per_minute_are_a_bucket_that_fills_again():
 
     for _ in range(3):
         await ask()
-    with pytest.raises(QuotaError, match="3 requests a minute; try again in 20 seconds") as refused:
+    with pytest.raises(RequestError, match="3 requests a minute; try again in 20 seconds") as refused:
         await ask()
     assert refused.value.retry_seconds == 20
     await ask(Caller("acme", key_id="another", requests_per_minute=3))
     clock.now += 19
-    with pytest.raises(QuotaError):
+    with pytest.raises(RequestError, match="requests a minute"):
         await ask()
     clock.now += 1
     await ask()
     clock.now += 3600
     for _ in range(3):  # not more than a minute's worth gathers
         await ask()
-    with pytest.raises(QuotaError):
+    with pytest.raises(RequestError, match="requests a minute"):
         await ask()
 
 

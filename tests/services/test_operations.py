@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api.app import create_app
+from rag_posfix_api.http import errors
 from rag_posfix_api.http.metrics import JsonFormatter
 from tests.support.serving import (
     BRIDGE,
@@ -416,7 +418,7 @@ def test_rerank_scores_best_first_and_keeps_the_order_of_equals():
     [
         ({"query": " "}, 400, "query"),
         ({"query": None}, 422, "query"),
-        ({"top_n": 0}, 422, "top_n"),
+        ({"top_n": -1}, 422, "top_n"),
         ({"documents": [5]}, 422, "documents[0]"),
         ({"documents": ["a"] * 4}, 413, "documents"),
     ],
@@ -492,3 +494,10 @@ def test_service_settings_come_from_the_environment_and_are_checked(monkeypatch:
     for fields in ({"port": 70000}, {"max_concurrent": 0}, {"api_key": ""}, {"unknown": 1}):
         with pytest.raises(ConfigError):
             ServiceSettings(**fields)  # type: ignore[arg-type]
+
+
+def test_every_code_that_is_raised_has_a_status():
+    files = Path(errors.__file__).parents[1].rglob("*.py")
+    codes = {code for file in files for code in re.findall(r'\bcode="(\w+)"', file.read_text("utf-8"))}
+    assert len(codes) > 20
+    assert codes <= set(errors.ERRORS)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rag_posfix.errors import ConfigError, GenerationCancelled
-from rag_posfix_api.http.errors import ConflictError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.runtime.admission import Admission
 from rag_posfix_api.runtime.jobs import PrecomputeJobs, PrecomputeState, batch_permit
 from tests.support.waiting import wait_until
@@ -54,7 +54,7 @@ def test_one_job_runs_at_a_time_and_one_for_each_collection(jobs: PrecomputeJobs
     first, second = Stepping(), Stepping()
     jobs.start("a", first)
     jobs.start("b", second)
-    with pytest.raises(ConflictError, match="is running"):
+    with pytest.raises(RequestError, match="is running"):
         jobs.start("a", first)
     second.on.release(3)
     assert jobs.state("b").status == "queued"

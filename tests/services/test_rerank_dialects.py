@@ -71,7 +71,7 @@ def test_teis_body_gets_a_bare_list_of_all_texts(client: TestClient):
 def test_vllms_body_on_the_same_path_gets_an_object(client: TestClient):
     body = post(client, "/rerank", model="any", query=QUERY, documents=TEXTS, top_n=0).json()
     assert body["id"].startswith("rerank-")
-    assert body["results"][0] == {"index": 1, "document": {"text": BRIDGE}, "relevance_score": 1.0}
+    assert body["results"][0] == {"index": 1, "relevance_score": 1.0, "document": {"text": BRIDGE}}
     assert len(body["results"]) == 3
     tokens = len(QUERY) + sum(map(len, TEXTS))  # one for each character
     assert body["usage"] == {"total_tokens": tokens, "prompt_tokens": tokens}
@@ -133,25 +133,6 @@ def test_scores_that_are_all_equal_are_logged_and_counted(client: TestClient, ca
     assert "secret" not in caplog.text
 
 
-def test_infinitys_documents_are_strings(client: TestClient):
-    def documents(**fields: Any) -> list[Any]:
-        body = post(client, "/rerank", query=QUERY, documents=TEXTS, model="any", **fields).json()
-        return [result.get("document") for result in body["results"]]
-
-    assert sorted(documents(return_documents=True)) == sorted(TEXTS)
-    assert documents(return_documents=False) == [None] * len(TEXTS)
-    # infinity-client sends all fields of its API.
-    assert documents(return_documents=False, raw_scores=False) == [None] * len(TEXTS)
-    assert sorted(documents(return_documents=True, raw_scores=False, top_n=None)) == sorted(TEXTS)
-
-
-def test_a_path_of_its_own_tells_infinitys_clients_from_vllms(client: TestClient):
-    body = {"model": "any", "query": QUERY, "documents": TEXTS, "return_documents": True}
-    results = client.post("/infinity/rerank", json=body, headers={"user-agent": "litellm/1.83.0"}).json()["results"]
-    assert [result["document"] for result in results] == [TEXTS[result["index"]] for result in results]
-    assert client.post("/infinity/rerank", json={**body, "query": " "}).json()["error"]["param"] == "query"
-
-
 def test_a_query_that_the_reranker_cannot_read_is_a_400_and_no_failure_of_it(tmp_path: Path):
     from sentence_transformers import CrossEncoder
 
@@ -167,9 +148,3 @@ def test_a_query_that_the_reranker_cannot_read_is_a_400_and_no_failure_of_it(tmp
         assert "no room for a passage beside this question" in answer["warnings"][0]
     assert client.get("/readyz").json() == {"status": "ready"}
     assert client.post("/v1/rerank", json={"query": "river", "documents": ["seine", "tiber"]}).status_code == 200
-
-
-def test_litellm_sends_infinitys_field_to_vllm_too(client: TestClient):
-    body = {"model": "any", "query": QUERY, "documents": TEXTS, "return_documents": True}
-    response = client.post("/rerank", json=body, headers={"user-agent": "litellm/1.83.0"})
-    assert {result["document"]["text"] for result in response.json()["results"]} == set(TEXTS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from rag_posfix_api.http.errors import NotReadyError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.runtime.service import SharedCheck
 from tests.support.clock import Clock
 
@@ -18,7 +18,7 @@ def counted(gate: threading.Event, calls: list[int], problem: str | None = None)
         calls.append(len(calls))
         assert gate.wait(20)
         if problem is not None:
-            raise NotReadyError(problem)
+            raise RequestError(problem)
 
     return check
 
@@ -28,7 +28,7 @@ async def test_sixty_callers_share_one_run_and_its_error():
     check = SharedCheck(counted(gate, calls, "gone"), 20, "the store", Clock())
 
     async def ask() -> None:
-        with pytest.raises(NotReadyError) as caught:
+        with pytest.raises(RequestError) as caught:
             await check.wait()
         errors.append(str(caught.value))
 
@@ -45,7 +45,7 @@ async def test_a_run_that_hangs_is_not_started_again():
     check = SharedCheck(counted(gate, calls), 0.01, "the store", Clock())
     try:
         for _ in range(5):
-            with pytest.raises(NotReadyError, match="the store does not answer within"):
+            with pytest.raises(RequestError, match="the store does not answer within"):
                 await check.wait()
         assert len(calls) == 1
     finally:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rag_posfix.errors import OverloadedError
-from rag_posfix_api.http.errors import OPENAI, TokenLimitError
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.middleware import error_response
 from rag_posfix_api.runtime.admission import Admission, Ticket, WorkRate
 from tests.support.clock import Clock
@@ -56,7 +56,7 @@ def test_permits_have_no_more_tokens_than_allowed():
     waiting.join(60)
     assert (admission.working_tokens, admission.waiting_tokens) == (31, 0)
     admission.acquire(ticket(), 69)  # exactly as many as allowed
-    with pytest.raises(TokenLimitError, match="take 101 tokens, at most max_tokens_in_flight=100"):
+    with pytest.raises(RequestError, match="take 101 tokens, at most max_tokens_in_flight=100"):
         admission.acquire(ticket(), 101)
 
 

@@ -62,3 +62,15 @@ class RecordingEncoder(ToyEncoder):
     def encode_text(self, text: str) -> list[int]:
         self.encoded.append(text)
         return super().encode_text(text)
+
+
+class MarkedEncoder(ToyEncoder):
+    """Has the control tokens of ``last_but_not_late`` too."""
+
+    vocab_size = 261
+    marks = ("<|embed_token|>", "<|rerank_token|>")
+
+    def encode_template(self, text: str) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text)
+        ids = [[259 + self.marks.index(p)] if p in self.marks else ToyEncoder.encode_template(self, p) for p in pieces]
+        return [token for piece in ids for token in piece]

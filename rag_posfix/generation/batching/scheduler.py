@@ -541,6 +541,9 @@ class BatchingGenerator(DelegatingGenerator["Engine"]):
     ) -> list[tuple[float, ...]]:
         return self._inner.passage_attention(layouts, salt, check)
 
+    def projected_states(self, token_ids: Sequence[int], marked: Sequence[int]) -> list[tuple[float, ...]]:
+        return self._inner.projected_states(token_ids, marked)
+
     def close(self, timeout_seconds: float = CLOSING_SECONDS) -> None:
         """End the thread, after the prompt or step that it is at. Open answers fail with ``GenerationError``.
 

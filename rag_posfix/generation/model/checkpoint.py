@@ -32,7 +32,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from rag_posfix.checkpoints import WEIGHTS, fetch_command, located, weights_version
+from rag_posfix.checkpoints import PROJECTED, PROJECTOR, WEIGHTS, fetch_command, located, weights_version
 from rag_posfix.errors import ConfigError, missing_extra
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -267,6 +267,19 @@ def _template_of(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         return None
     return template if isinstance(template, str) else None
+
+
+def read_projector(folder: Path, model: Any) -> tuple[Any, ...]:
+    """Return the matrices of a reranker's head in the dtype of a model, the first first; none of other models."""
+    from safetensors import safe_open
+
+    matrices = {}
+    for path in sorted(folder.glob("*.safetensors")) if PROJECTED in (model.config.architectures or ()) else ():
+        with safe_open(str(path), "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if (found := PROJECTOR.fullmatch(name)) is not None:
+                    matrices[int(found[1])] = file.get_tensor(name).to(model.dtype)
+    return tuple(matrix for _, matrix in sorted(matrices.items()))
 
 
 def _resize_embeddings(model: Any, folder: Path) -> None:

@@ -181,11 +181,13 @@ class LoadedModel:
 
     Attributes:
         pass_rows: In how many rows its decode passes are computed; see ``batch_invariance``.
+        projector: Matrices of a reranker's head, (out, in) each, the first first; empty for other models.
     """
 
     model: Any
     spec: ModelSpec
     pass_rows: PassRows = ALL_ROWS
+    projector: tuple[Tensor, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -493,6 +495,20 @@ def run_model(
         )
     logits: Tensor = output.logits
     return logits
+
+
+def projected_states(loaded: LoadedModel, token_ids: Sequence[int], marked: Sequence[int]) -> Tensor:
+    """Return the state of each marked token of a prompt after the projector, (len(marked), P), in the model's dtype.
+
+    Formula: W_n relu(... relu(W_1 h_i)), where h_i is the state of token i after the last norm, which the scores of
+        the next token are computed from.
+    Cost: one forward pass of the stock model over the prompt; nothing is kept.
+    """
+    ids = torch.tensor([token_ids], device=loaded.device)
+    states: Tensor = loaded.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, list(marked)]
+    for index, matrix in enumerate(loaded.projector):
+        states = torch.nn.functional.linear(states.relu() if index else states, matrix.to(states.device))
+    return states
 
 
 def position_ids(positions: Tensor, integer: bool) -> Tensor:

@@ -22,20 +22,9 @@ from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, ta
 from rag_posfix.text import clean_text, split_words
 
 _INVISIBLE = frozenset(
-    {
-        "script",
-        "style",
-        "noscript",
-        "template",
-        "svg",
-        "annotation",
-        "annotation-xml",
-        "head",
-        "iframe",
-        "object",
-        "nav",
-    }
-)
+    {"script", "style", "noscript", "template", "annotation", "annotation-xml", "desc", "head", "iframe", "metadata",
+     "object", "nav"}
+)  # fmt: skip
 _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr"}
 )
@@ -45,7 +34,7 @@ _PARAGRAPHS = frozenset(
      "ol", "p", "pre", "section", "summary", "table", "td", "th", "tr", "ul"}
 )  # fmt: skip
 _LINES = frozenset({"br", "dd", "dt", "optgroup", "option"})
-_SPACED = frozenset({"button", "input", "select", "textarea"})
+_SPACED = frozenset({"button", "input", "select", "text", "textarea", "tspan"})
 _SECTIONS = frozenset({"article", "aside", "blockquote", "main", "section"})
 """A footer within one of these is that of a part of the page, and text."""
 _HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
@@ -203,7 +192,7 @@ class _Page(HTMLParser):
         self._invisible: list[str] = []  # open invisible elements
         self._is_navigation = False
         self._in_title = self._takes_title = self._is_raised = False
-        self._sections = self._pre = self._heading = 0
+        self._sections = self._pre = self._heading = self._drawings = 0
         self._lists: list[int | None] = []  # the number of the next item, None for bullets
         self._marker: str | None = None  # of the open list item; empty after its first block
         self._gap = ""  # white space to write before the next text
@@ -235,7 +224,8 @@ class _Page(HTMLParser):
             sink.append(Item("text", text))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "title" and set(self._invisible) <= {"head"}:
+        self._drawings += tag == "svg"
+        if tag == "title" and set(self._invisible) <= {"head"} and not self._drawings:
             self._in_title = True
             self._takes_title = not self.title  # only the first title counts
         elif self._invisible == ["head"] and tag not in _OF_HEAD:
@@ -249,7 +239,7 @@ class _Page(HTMLParser):
             _NAVIGATION.search(values.get(name, "")) for name in ("class", "id")
         )
         self._separate(tag)
-        if tag in _INVISIBLE:
+        if tag in _INVISIBLE or tag == "title":  # that of a drawing names its icon
             self._invisible.append(tag)
         elif (tag == "footer" and not self._sections) or (
             is_named and tag not in _VOID and tag not in ("html", "body", "main", "article")
@@ -295,6 +285,7 @@ class _Page(HTMLParser):
                 self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
+        self._drawings -= tag == "svg" and self._drawings > 0
         if tag == "title":
             self._in_title = False
         if self._invisible:

@@ -20,6 +20,8 @@ _TEXT = "{http://schemas.openxmlformats.org/drawingml/2006/main}t"
 _DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds"
 _DATA = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}dm"
 _NUMBERED = ("DATE", "SLIDE_NUMBER")
+_LITERAL = re.compile(r'"[^"]*"|\\.')
+"""Text in the format of a number."""
 _MAX_MERGED = 100_000
 
 
@@ -121,7 +123,7 @@ def read_workbook(handle: BinaryIO) -> FileText:
 
 def _rows(sheet: Any) -> list[list[str]]:
     sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
-    return [[_cell_text(value) for value in row] for row in sheet.iter_rows(values_only=True)]
+    return [[_percentage(cell) or _cell_text(cell.value) for cell in row] for row in sheet.iter_rows()]
 
 
 def _tables(rows: Sequence[list[str]]) -> Iterator[list[list[str]]]:
@@ -164,6 +166,13 @@ def _column(letters: bytes) -> int:
     for letter in letters:
         number = 26 * number + letter - ord("A") + 1
     return number - 1
+
+
+def _percentage(cell: Any) -> str:
+    """Return a number that its format shows as a percentage, as a reader of the sheet sees it; else nothing."""
+    is_number = isinstance(cell.value, int | float) and not isinstance(cell.value, bool)
+    shows_percent = is_number and "%" in _LITERAL.sub("", cell.number_format)
+    return f"{100 * cell.value:.12g}%" if shows_percent else ""
 
 
 def _cell_text(value: Any) -> str:

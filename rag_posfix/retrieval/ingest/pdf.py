@@ -27,7 +27,9 @@ _EDGE_LINES = 3
 _MIN_PAGES, _MIN_SHARE = 3, 40
 """Pages with such a line, at least, and their share in percent: odd and even pages may have their own."""
 _STAMP = re.compile(r"\d{1,4}[/.-]\d{1,2}[/.-]\d{1,4}.{0,4}\d{1,2}:\d\d")
-_ALONE = r"(?:page|seite|p\.|s\.|p\u00e1gina|pagina|strona)?\W*(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})?\W*"
+_PAGE = r"(?:page|seite|p\.|s\.|p\u00e1gina|pagina|strona)"
+_ALONE = rf"{_PAGE}?\W*(\d{{1,4}})(?:\s*(?:/|of|von|de|sur|di)\s*\d{{1,4}})?\W*"
+_STATED_NUMBER = re.compile(rf"{_PAGE}\s+\d{{1,4}}\b.{{0,12}}", re.IGNORECASE)
 _PAGE_NUMBER = re.compile(
     rf"^{_ALONE}$|^(\d{{1,4}})(?:\W+\w+){{2}}|"
     r"^(?:\S+\s+){1,20}?(?:page|seite|\S+)?\W*\b(\d{1,4})(?:\s*(?:/|of|von|de|sur|di)\s*\d{1,4})\W*$|"
@@ -41,7 +43,10 @@ _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
 _ADDRESS = re.compile(r"(?:https?|file)://\S+")
 _WORD = re.compile(r"\w+")
 _APART = re.compile(r"\b(\w*f)\s+(\w+)")
-_BROKEN = re.compile(r"(?<=\w)- (?=[A-Z\u00c0-\u00de\d])")
+_BROKEN = re.compile(r"(?<=\w)-[ \n](?=[A-Z\u00c0-\u00de\d])")
+_PART_NUMBER = re.compile(r"(\w+)-\n((?=[A-Z\u00c0-\u00de\d])\w+)")
+_CUT = re.compile(r"(?<=[a-z\u00df-\u00ff])-\n(?=[a-z\u00df-\u00ff])")
+"""A hyphen at the end of a line, in a paragraph whose lines xberg leaves as they are."""
 _UNFINISHED = re.compile(r"[\w,;\u2013-]$")
 _MIN_WRAPPED = 25
 """Characters of a heading that goes on in the next line, at least."""
@@ -124,15 +129,19 @@ def _is_readable(reader: pypdf.PdfReader | None, page: int) -> bool:
 def _repaired(items: list[Item], text: str) -> list[Item]:
     """Return the items of a page with the words of its text, which xberg joins at ``of its`` as at a ligature.
 
-    A part of a word before a capital or digit, at the end of a line, is joined with these: ``Franco-British``.
+    A part of a word before a capital or digit, at the end of a line, keeps its hyphen: ``Franco-British``, ``AX-900``.
     """
     words = set(_WORD.findall(text))
     apart = {first + last: f"{first} {last}" for first, last in _APART.findall(text) if first + last not in words}
+    apart |= {
+        first + last: f"{first}-{last}" for first, last in _PART_NUMBER.findall(text) if first + last not in words
+    }
     joined = re.compile(rf"\b(?:{'|'.join(map(re.escape, apart)) or '(?!)'})\b")
-    return [
-        item._replace(text=_BROKEN.sub("-", joined.sub(lambda match: apart[match.group()], item.text)))
-        for item in items
-    ]
+    repaired: list[Item] = []
+    for item in items:
+        text = _BROKEN.sub("-", joined.sub(lambda match: apart[match.group()], item.text))
+        repaired.append(item._replace(text=text if item.kind == "code" else _CUT.sub("", text)))
+    return repaired
 
 
 def _repeated(texts: dict[int, str]) -> dict[int, list[str]]:
@@ -144,7 +153,8 @@ def _repeated(texts: dict[int, str]) -> dict[int, list[str]]:
     edges: dict[int, list[str]] = {}
     for page, text in texts.items():
         lines = [" ".join(line.split()) for line in text.split("\n") if line.strip()]
-        edges[page] = list(dict.fromkeys([*lines[:_EDGE_LINES], *lines[-_EDGE_LINES:]]))
+        stated = [line for line in lines if _STATED_NUMBER.fullmatch(line)]  # wherever a page with columns has it
+        edges[page] = list(dict.fromkeys([*lines[:_EDGE_LINES], *stated, *lines[-_EDGE_LINES:]]))
     least = max(min(_MIN_PAGES, max(2, len(texts))), -(-_MIN_SHARE * len(texts) // 100))
     counts = Counter(key for lines in edges.values() for key in {_key(line) for line in lines})
     offsets = Counter(offset for page, lines in edges.items() for offset in {_offset(line, page) for line in lines})

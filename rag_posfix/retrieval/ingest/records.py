@@ -64,6 +64,13 @@ _MAX_LISTED_NUMBERS = 16
 _HEADER_SHARE = 0.6
 """The row of names has this share of the cells of the widest row, at least; a title above it has fewer."""
 _SAMPLED_ROWS = 20
+_KINDS = {
+    "number": re.compile(r"[-+]?\d[\d.,]*[%€$£]?"),
+    "date": re.compile(r"\d{4}-\d\d-\d\d.*|\d{1,2}[./]\d{1,2}[./]\d{2,4}"),
+    "address": re.compile(r"\S+@\S+\.\w+|https?://\S+"),
+}
+"""Kinds of values that are no names of columns where the cells below are of the same kind."""
+_YEAR = re.compile(r"(?:19|20)\d\d")
 _ROLES = ("text", "title", "id")
 
 
@@ -416,7 +423,8 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
     The delimiter is that of a first line ``sep=;``, as spreadsheets write it, a tab in ``.tsv`` files, else the comma,
     semicolon, tab or vertical bar that most lines have equally often. Empty and comment lines are no rows. Of two
     columns with one name the second is ``NAME 2``; a column without a name is ``column N``, or left out if it numbers
-    the rows. Empty cells at the end of a row do not count.
+    the rows. A table whose first row is a row of values has columns without names. Empty cells at the end of a row do
+    not count.
     """
     rows = list(_table_rows(text, source, report))
     widths = [sum(map(bool, row)) for _, row in rows[:_SAMPLED_ROWS]]
@@ -425,7 +433,12 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
     if not rows:
         return
     caption = " ".join(cell for _, row in rows[:first] for cell in row if cell)
-    names = _column_names(rows[first][1], [row for _, row in rows[first + 1 :]])
+    below = [row for _, row in rows[first + 1 :]]
+    if _is_row_of_values(rows[first][1], below[:_SAMPLED_ROWS]):
+        names = [f"column {number}" for number in range(1, max(len(row) for _, row in rows[first:]) + 1)]
+        first -= 1
+    else:
+        names = _column_names(rows[first][1], below)
     for line, row in rows[first + 1 :]:
         while len(row) > len(names) and not row[-1]:
             row.pop()
@@ -434,6 +447,35 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
             continue
         fields: dict[str, Any] = {name: cell for name, cell in zip(names, row, strict=False) if name}
         yield Record(fields, f"{source}:{line}", {"row": line}, caption, title_from_path(source))
+
+
+def _is_row_of_values(row: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
+    """Return whether the first row of a table has a number, date or address above others of its kind.
+
+    Numbers in order are names (36, 37, 38), and so is a year above what are no years.
+    """
+    values: list[int] = []  # columns
+    for column, cell in enumerate(row):
+        cells = [other[column] for other in below if column < len(other) and other[column]]
+        kind = _kind_of(cell)
+        is_year = _YEAR.fullmatch(cell) and not all(map(_YEAR.fullmatch, cells))
+        if kind and cells and not is_year and all(_kind_of(other) == kind for other in cells):
+            values.append(column)
+    if not values or _counts_columns(row):
+        return False
+    numbers = [int(row[column]) for column in values if row[column].isdecimal()]
+    are_neighbours = values == list(range(values[0], values[0] + len(values)))
+    is_ordered = 1 < len(numbers) == len(values) and numbers == sorted(set(numbers))
+    return not (are_neighbours and is_ordered)
+
+
+def _counts_columns(row: Sequence[str]) -> bool:
+    """Return whether a row has the numbers of the columns, from 0 or 1, as tables without names are exported."""
+    return any(list(row) == [str(number) for number in range(start, start + len(row))] for start in (0, 1))
+
+
+def _kind_of(cell: str) -> str:
+    return next((kind for kind, pattern in _KINDS.items() if pattern.fullmatch(cell)), "")
 
 
 def _column_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, cast
@@ -51,7 +52,7 @@ from rag_posfix.retrieval.index.documents import (
     stored_copy,
 )
 from rag_posfix.retrieval.ingest.passages import PassageSize, split_document
-from rag_posfix_api.http.errors import ConflictError, NotFoundError, StorageError, TooLargeError, UnreadableError
+from rag_posfix_api.http.errors import RequestError, spec_of
 
 
 class Passages(Protocol):
@@ -116,7 +117,7 @@ def split_documents(
     """Return the entries of each document by their ids: itself, or its passages if it is longer than a passage.
 
     Raises:
-        TooLargeError: there are more than ``most`` passages.
+        RequestError: there are more than ``most`` passages.
     """
     entries: dict[str, dict[str, IndexEntry]] = {}
     for document in documents:
@@ -129,24 +130,26 @@ def split_documents(
                 passage.metadata.setdefault("document_id", name)
             entries[name] = {str(passage.id): IndexEntry(passage, (name,)) for passage in passages}
         if sum(map(len, entries.values())) > most:
-            raise TooLargeError(
+            raise RequestError(
                 f"the documents of the request are more than {most} passages, which a collection may have; send fewer "
                 "or shorter documents",
                 param="documents",
+                code="request_too_large",
             )
     return entries
 
 
 def check_ids(stored: Mapping[str, IndexEntry], entries: Mapping[str, IndexEntry]) -> None:
-    """Raise ConflictError if an id is that of a passage of one document, and of another document or its passage."""
+    """Raise RequestError if an id is that of a passage of one document, and of another document or its passage."""
     for name, entry in entries.items():
         other = stored.get(name)
         owners = {file for item in (entry, other) if item for file in item.files or (name,)}
         if other is not None and len(owners) > 1:
-            raise ConflictError(
+            raise RequestError(
                 f"id {name!r} belongs to two of the documents {', '.join(map(repr, sorted(owners)))}, of which one is "
                 f"stored as passages {name.rpartition('#')[0]}#1, #2, ...; choose another id",
                 param="documents",
+                code="already_exists",
             )
 
 
@@ -176,7 +179,7 @@ class ExternalStore:
             check()
 
     def add(self, scope: str, documents: Mapping[str, Document]) -> None:
-        """Add copies of passages by id, all or none; raise StorageError if the store does not take them."""
+        """Add copies of passages by id, all or none; raise RequestError if the store does not take them."""
         copies = [
             Document(page_content=searchable_text(document), metadata={**document.metadata, SCOPE: scope})
             for document in documents.values()
@@ -191,7 +194,9 @@ class ExternalStore:
         """Delete copies by id, and return the error if the store does not; an unknown id is no error."""
         try:
             if ids and self._call("delete from", lambda: self._vectors.delete(ids)) is False:
-                return StorageError(f"cannot delete from the vector store {self.identity}; it refused the deletion")
+                return RequestError(
+                    f"cannot delete from the vector store {self.identity}; it refused the deletion", code="not_stored"
+                )
         except RagPosfixError as error:
             return error
         return None
@@ -229,7 +234,7 @@ class ExternalStore:
 
     def _call(self, action: str, work: Callable[[], Any]) -> Any:
         problem = f"cannot {action} the vector store {self.identity}:"
-        return call_client(work, StorageError, problem, "check that it runs")
+        return call_client(work, partial(RequestError, code="not_stored"), problem, "check that it runs")
 
 
 def open_external_store(text: str, embeddings: Embeddings) -> ExternalStore:
@@ -457,13 +462,15 @@ class CollectionFailures:
         """
         try:
             yield
-        except (StorageError, RetrievalError) as error:
+        except (RequestError, RetrievalError) as error:
+            if spec_of(error).status < 500:
+                raise
             with self._lock:
                 self.counts[action] += 1
                 is_first = (action, folder) not in self._failing
                 since = self._failing.get((action, folder), (self._clock(), ""))[0]
                 if lasting:
-                    self._failing[action, folder] = since, type(error).__name__
+                    self._failing[action, folder] = since, spec_of(error).code
             if is_first:
                 _log.error("collection %s: %s failed: %s", folder, action, error)
             raise
@@ -501,14 +508,16 @@ def storage_errors(folder: Path, action: Literal["write", "read"] = "write") -> 
     except IndexBusyError as error:
         raise OverloadedError("the collection is being changed by another request; try again later") from error
     except FileNotFoundError as error:
-        raise NotFoundError(f"there is no collection {folder.name!r}; create it first", param="name") from error
+        raise RequestError(
+            f"there is no collection {folder.name!r}; create it first", param="name", code="not_found"
+        ) from error
     except OSError as error:
-        error_class = StorageError if action == "write" else UnreadableError
-        raise error_class(f"cannot {action} {str(folder)!r}: {error.strerror or error}") from error
+        code = "not_stored" if action == "write" else "not_read"
+        raise RequestError(f"cannot {action} {str(folder)!r}: {error.strerror or error}", code=code) from error
 
 
 def existing_file(folder: Path) -> Path:
-    """Return the file of the collection in ``folder``; NotFoundError if there is none."""
+    """Return the file of the collection in ``folder``; RequestError if there is none."""
     with storage_errors(folder, "read"):
         path = collection_file(folder)
         if path is None:
@@ -522,8 +531,8 @@ class Collection:
     A document that is longer than a passage is stored as its passages (``passages.split_document``), which are
     replaced and deleted together: ``files`` of their entries is the id of the document.
 
-    Methods raise NotFoundError if the collection was deleted; those of change also OverloadedError if another writer
-    did not end in time, and StorageError if the change could not be written: it was then not made.
+    Methods raise RequestError if the collection was deleted, or a change could not be written: it was then not made;
+    those of change also OverloadedError if another writer did not end in time.
 
     Args:
         removed: Is called with documents that were deleted or replaced.
@@ -581,8 +590,8 @@ class Collection:
             yield_to_waiters: Is called before each step of embedding, so that others can embed too.
 
         Raises:
-            TooLargeError: the collection would hold too many passages, or the passages too much metadata.
-            ConflictError: an id is that of a passage of another document.
+            RequestError: the collection would hold too many passages, the passages too much metadata, or an id is
+                that of a passage of another document.
         """
         copies = [stored_copy(document) for document in documents]
         if self._external is not None:
@@ -591,10 +600,11 @@ class Collection:
         passages = split_documents(copies, self._size, self._max_documents, yield_to_waiters)
         size = sum(len(passages[str(each.id)]) * metadata_size(each.metadata) for each in copies)
         if size > _MAX_COPIES:
-            raise TooLargeError(
+            raise RequestError(
                 f"the metadata of the documents would be stored with each of their passages, {size} characters, at "
                 f"most {_MAX_COPIES} are allowed; shorten the metadata, or send fewer or shorter documents",
                 param="documents",
+                code="request_too_large",
             )
         entries: dict[str, IndexEntry] = {}
         for document_entries in passages.values():
@@ -628,7 +638,9 @@ class Collection:
         """
         try:
             count = self._delete(ids)
-        except StorageError:
+        except RequestError as error:
+            if error.code != "not_stored":
+                raise
             count = self._delete(ids, erase=False)
         self._settle({})
         return count
@@ -645,9 +657,10 @@ class Collection:
             known = store.copies_of(store.table.ids()) if isinstance(store, ExternalPassages) else []
             self._external.erase(self._scope(existing_file(self.folder)), [*known, *facts.get("stale", ())])
         elif name is not None:
-            raise StorageError(
+            raise RequestError(
                 f"collection {str(self.folder)!r} has passages in the store {name}; set "
-                "RAG_POSFIX_SERVICE_COLLECTION_STORE as it was to delete them"
+                "RAG_POSFIX_SERVICE_COLLECTION_STORE as it was to delete them",
+                code="not_stored",
             )
 
     def _delete(self, ids: Sequence[str], *, erase: bool = True) -> int:
@@ -701,10 +714,11 @@ class Collection:
         count = len(table) + sum(table.entry_of(name) is None for name in changed) - len(removed)
         documents = facts.get("documents", len(table)) + added
         if count > self._max_documents:
-            raise TooLargeError(
+            raise RequestError(
                 f"the collection has {len(table)} passages and would have {count}, at most {self._max_documents} are "
                 "allowed; delete some documents, or use another collection",
                 param="documents",
+                code="request_too_large",
             )
         if changed or removed:
             facts = self._without(facts, store, [*changed, *removed])
@@ -785,7 +799,9 @@ class Collection:
                 failure = self._external.try_delete(stale)
                 if stale or failure:
                     file.set_facts({**facts, "stale": stale if failure else []})
-        except NotFoundError:  # deleted meanwhile
+        except RequestError as error:
+            if error.code != "not_found":
+                raise  # else it was deleted meanwhile
             failure = self._external.try_delete(sent_copies(prepared))
         if failure is not None:
             raise failure

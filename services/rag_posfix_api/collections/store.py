@@ -34,7 +34,7 @@ from rag_posfix_api.collections.collection import (
     is_collection,
     storage_errors,
 )
-from rag_posfix_api.http.errors import ConflictError, InvalidRequestError, StorageError, TooLargeError
+from rag_posfix_api.http.errors import RequestError
 
 NAME_PATTERN: Final = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -56,8 +56,8 @@ class CollectionInfo:
 class Collections:
     """The collections below a folder, which need not exist. Safe for several threads and processes.
 
-    Methods raise NotFoundError if the tenant has no collection of a name, InvalidRequestError if the name is not
-    allowed, and StorageError if a change could not be written.
+    Methods raise RequestError if the tenant has no collection of a name, the name is not allowed, or a change could
+    not be written.
 
     Args:
         max_collections: Maximum number of collections of a tenant.
@@ -85,8 +85,7 @@ class Collections:
         """Create an empty collection.
 
         Raises:
-            ConflictError: the tenant has a collection with this name.
-            TooLargeError: the tenant has too many collections.
+            RequestError: the tenant has a collection with this name, or too many.
         """
         folder, created_at = self._folder_of(tenant, name), int(time.time())
         # A failure is its client's: there is no collection that fails from then on.
@@ -94,9 +93,14 @@ class Collections:
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(folder.parent, wait_seconds=_WAIT_SECONDS), locked(folder, wait_seconds=_WAIT_SECONDS):
                 if collection_file(folder) is not None:
-                    raise ConflictError(f"there is a collection {name!r}; choose another name", param="name")
+                    raise RequestError(
+                        f"there is a collection {name!r}; choose another name", param="name", code="already_exists"
+                    )
                 if len(self._folders(tenant)) >= self._max_collections:
-                    raise TooLargeError(f"there are {self._max_collections} collections, and no more are allowed")
+                    raise RequestError(
+                        f"there are {self._max_collections} collections, and no more are allowed",
+                        code="request_too_large",
+                    )
                 facts = {"embedding": embedding_identity(embeddings), "created_at": created_at}
                 if self.external is not None:
                     facts["store"] = self.external.identity
@@ -184,12 +188,12 @@ class Collections:
 
     def _tenant_folder(self, tenant: str) -> Path:
         if tenant and _NAME.fullmatch(tenant) is None:
-            raise InvalidRequestError(f"tenant {shown(tenant)} cannot have collections")
+            raise RequestError(f"tenant {shown(tenant)} cannot have collections")
         return self._folder / (tenant or _NO_TENANT)
 
     def _folder_of(self, tenant: str, name: str) -> Path:
         if _NAME.fullmatch(name) is None:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"collection {shown(name)} must be named with 1 to 64 characters of a-z, 0-9, '-' and '_', the first "
                 "a letter or digit",
                 param="name",
@@ -201,9 +205,10 @@ def _create(folder: Path, facts: Mapping[str, Any]) -> None:
     """Make the folder and the file of a new collection; after an error there is neither."""
     folder.mkdir(exist_ok=True, mode=0o700)
     if names := sorted(name for name in file_names(folder) if not name.startswith(".")):
-        raise StorageError(
+        raise RequestError(
             f"{str(folder)!r} has files and no collection ({names[0]} ...); restore its documents-*.sqlite, or move "
-            "the folder away"
+            "the folder away",
+            code="not_stored",
         )
     path = folder / f"documents-{uuid.uuid4().hex}.sqlite"
     try:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from rag_posfix.errors import UnknownNameError
 from rag_posfix_api.dialects.requests import WHOLE, MetadataFilter, RequestModel
-from rag_posfix_api.http.errors import OPENAI, NotFoundError, StorageError
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.middleware import MAX_DEPTH, MAX_VALUES, CleanRoute
 from rag_posfix_api.keys.store import SCOPES, TENANT_PATTERN, KeyFileError
 from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState, package_version
@@ -309,7 +309,7 @@ async def _changed(change: Callable[[], T]) -> T:
     try:
         return await anyio.to_thread.run_sync(change)
     except KeyFileError as error:
-        raise StorageError(str(error)) from error
+        raise RequestError(str(error), code="not_stored") from error
 
 
 @keys.post("/admin/keys", status_code=201, responses=OPENAI.responses(400, 401, 403, 413, 422, 429, 500))
@@ -334,5 +334,5 @@ async def revoke_key(key_id: str, service: ServiceState) -> KeyObject:
     try:
         key = await _changed(partial(service.keys.revoke, key_id))
     except UnknownNameError as error:
-        raise NotFoundError(str(error), param="key_id") from error
+        raise RequestError(str(error), param="key_id", code="not_found") from error
     return KeyObject(**key.to_dict())

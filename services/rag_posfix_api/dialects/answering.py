@@ -11,9 +11,9 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_type_hints
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag
 from starlette.responses import Response
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, FormFault, Question, SupportVerdict
@@ -26,25 +26,20 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.requests import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    AnswerRequest,
     Forms,
     Message,
+    ModelRequest,
     PosfixInput,
     RequestModel,
     chat_message,
     chosen_methods,
     prompt_template,
 )
-from rag_posfix_api.http.errors import (
-    ANSWERING,
-    ErrorForm,
-    InvalidRequestError,
-    NotAllowedError,
-    UnsupportedFeatureError,
-)
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.errors import ANSWERING, ErrorForm, RequestError
 from rag_posfix_api.http.middleware import SafeJSONResponse
 from rag_posfix_api.runtime.jobs import SERVER_SENT_EVENTS, AnswerStream, EventRenderer
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall, Service
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "object", "description": "A server-sent event."}}}}
@@ -82,25 +77,24 @@ def chat_route(
     streamed = STREAMED if lines is None else {200: {"content": {lines: {"schema": {"type": "string"}}}}}
 
     def decorate(prepare: Prepare) -> Prepare:
-        async def endpoint(body: Any, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+        async def endpoint(body: AnswerRequest, call: ReadyCall) -> Response:
+            service = call.service
+            check_request(service, body)
             prepared = prepare(body, service)
             if isinstance(prepared, Response):
                 return prepared
             question, renderer = prepared
-            fields.documents = None if question.documents is None else len(question.documents)
+            call.fields.documents = None if question.documents is None else len(question.documents)
             pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
             has_text = _has_text(service, question, body.posfix)
             if body.stream if lines is None else body.stream is not False:
-                return await respond_with_stream(
-                    service,
-                    request,
-                    fields,
-                    lambda: _chunks(pipeline().stream(question), has_text),
-                    renderer,
-                    lines or SERVER_SENT_EVENTS,
-                )
-            answer = await service.chat.run(request.receive, lambda: pipeline().ask(question))
-            service.record(answer, fields)
+
+                def chunks() -> Iterator[AnswerChunk]:
+                    return _chunks(pipeline().stream(question), has_text)
+
+                return await respond_with_stream(call, chunks, renderer, lines or SERVER_SENT_EVENTS)
+            answer = await call.compute(lambda: pipeline().ask(question))
+            call.record(answer)
             return SafeJSONResponse(renderer.whole(answer if has_text else _without_text(answer)))
 
         endpoint.__name__, endpoint.__doc__ = prepare.__name__, prepare.__doc__
@@ -127,16 +121,12 @@ def _without_text(answer: Answer) -> Answer:
 
 
 def _chunks(chunks: Generator[AnswerChunk, None, None], has_text: bool) -> Iterator[AnswerChunk]:
-    """Return the chunks of an answer, whose documents have no text unless ``has_text``; closing closes ``chunks``."""
-    if has_text:
-        return chunks
-
-    def without_text() -> Iterator[AnswerChunk]:
-        with closing(chunks):
-            for chunk in chunks:
-                yield chunk if chunk.answer is None else replace(chunk, answer=_without_text(chunk.answer))
-
-    return without_text()
+    """Yield the chunks of an answer, whose documents have no text unless ``has_text``; closing closes ``chunks``."""
+    with closing(chunks):
+        for chunk in chunks:
+            if chunk.answer is not None and not has_text:
+                chunk = replace(chunk, answer=_without_text(chunk.answer))
+            yield chunk
 
 
 def pipeline_of(service: Service, question: Question, name: str | None) -> Callable[[], Pipeline]:
@@ -145,18 +135,16 @@ def pipeline_of(service: Service, question: Question, name: str | None) -> Calla
         pipeline = service.pipeline
         return lambda: pipeline
     if question.documents is not None:
-        raise InvalidRequestError("documents and a collection are given; give one of them", param="posfix.collection")
+        raise RequestError("documents and a collection are given; give one of them", param="posfix.collection")
     if question.index is not None:  # its passages need the tenant's filter, which those of a collection do not have
-        raise InvalidRequestError("an index and a collection are given; give one of them", param="posfix.index")
+        raise RequestError("an index and a collection are given; give one of them", param="posfix.index")
     tenant_pipeline, collection = service.collection_pipeline, service.collection(name)
     k = question.k or tenant_pipeline.defaults.k
     return lambda: tenant_pipeline.with_retriever(collection.retriever(k))
 
 
 async def respond_with_stream(
-    service: Service,
-    request: Request,
-    fields: LogFields,
+    call: Call,
     start: Callable[[], Iterator[AnswerChunk]],
     renderer: EventRenderer,
     media_type: str = SERVER_SENT_EVENTS,
@@ -166,9 +154,9 @@ async def respond_with_stream(
     Wrong input raises here, before the response begins.
     """
     on_close = ExitStack()
-    job = on_close.enter_context(service.chat.open())
-    stream = AnswerStream(job, on_close, renderer, fields, lambda answer: service.record(answer, fields), media_type)
-    await stream.open(start, request.receive)
+    job = on_close.enter_context(call.service.chat.open())
+    stream = AnswerStream(job, on_close, renderer, call.fields, call.record, media_type)
+    await stream.open(start, call.receive)
     return stream
 
 
@@ -178,11 +166,12 @@ ANY_OBJECT = '{"type":"object"}'
 
 def build_question(
     service: Service,
+    body: AnswerRequest,
     messages: Sequence[ChatMessage],
     documents: Sequence[Document] | None,
-    posfix: PosfixInput | None,
     *,
     role: str,
+    posfix: PosfixInput | None = None,
     system: str | None = None,
     use_cache: bool = True,
     param: str = "messages",
@@ -192,39 +181,41 @@ def build_question(
     """Return the question that the last message asks, or the last of the user before results of tools.
 
     Args:
+        body: Has the sampling parameters by name, as ``sampling_fields``.
         documents: The passages; None retrieves them.
-        posfix: What this service adds to the dialect.
         role: The role of the last message as the request has it, for the error.
+        posfix: In place of that of ``body``.
         system: Instructions before the conversation.
         use_cache: Whether the answer cache may be used.
         param: The field of the messages in this dialect.
         tools: The tools that may be called.
-        sampling: Sampling parameters; None takes the default. ``seed`` also seeds the order ``random``.
+        sampling: In place of the sampling parameters of ``body``.
 
     Raises:
-        InvalidRequestError: the last message is not the user's or is empty, or fields of ``posfix`` contradict each
-            other.
-        NotAllowedError: it asks for an answer without passages, and the operator does not allow that.
+        RequestError: the last message is not the user's or is empty, fields of ``posfix`` contradict each other, or
+            it asks for an answer without passages, and the operator does not allow that.
         ConfigError: a sampling parameter is out of range.
     """
+    sampling = sampling_fields(body) | sampling
     parameters = chosen_sampling(service.pipeline.defaults.sampling, sampling)
     (*history, last), turns = _split_tool_turns(messages)
     if last["role"] != "user":
-        raise InvalidRequestError(
+        raise RequestError(
             f"the last message has the role {shown(role)}; it must be 'user': the question", param=param
         )
     if not last["content"].strip():
-        raise InvalidRequestError("the last message is empty; it must hold the question", param=param)
+        raise RequestError("the last message is empty; it must hold the question", param=param)
     if system is not None:
         history.insert(0, {"role": "system", "content": system})
-    posfix = posfix or PosfixInput()
+    posfix = posfix or body.posfix or PosfixInput()
     if tools is None and any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         tools = ToolUse(choice="none")
     if tools is not None and not service.pipeline.generator.encoder.takes_tools:
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"tools is not supported by the served model {service.model_id}, which is remote or has no chat template; "
             "leave out tools, calls and their results, or set tool_choice to 'none'",
             param="tools" if tools.definitions else param,
+            code="unsupported",
         )
     return Question(
         text=last["content"],
@@ -238,6 +229,21 @@ def build_question(
         tools=None if tools is None else replace(tools, turns=turns),
         **chosen_methods(posfix),
     )
+
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+
+
+def sampling_fields(fields: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """Return the sampling parameters that the model of a request has by these names; None takes the default.
+
+    ``seed`` also seeds the order ``random``. ``prefix`` is that of the field with stop strings, for errors.
+    """
+    declared = type(fields).model_fields
+    chosen = {name: getattr(fields, name) for name in _SAMPLING if name in declared}
+    if "stop" in chosen:
+        chosen["stop"] = stop_strings(chosen["stop"], f"{prefix}{declared['stop'].alias or 'stop'}")
+    return chosen
 
 
 def chosen_sampling(defaults: Sampling, fields: Mapping[str, Any]) -> Sampling:
@@ -273,10 +279,11 @@ def _allow_ungrounded(service: Service, documents: Sequence[Document] | None, po
     """
     allowed, always = service.limits.ungrounded, service.pipeline.defaults.allow_ungrounded
     if posfix.allow_ungrounded and allowed != "request" and not always:
-        raise NotAllowedError(
+        raise RequestError(
             "this service does not let requests have answers without passages; leave it out (operators: "
             "RAG_POSFIX_SERVICE_UNGROUNDED=request)",
             param="posfix.allow_ungrounded",
+            code="not_allowed",
         )
     if posfix.allow_ungrounded is not None:
         return posfix.allow_ungrounded
@@ -302,8 +309,14 @@ _IN_PLACE_OF: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def check_request(service: Service, body: ModelRequest) -> None:
+    """Raise for a model that is not served, and for a field that would change the answer and is not supported."""
+    service.check_model(body.served_name)
+    reject_fields(body.model_extra, body.unsupported)
+
+
 def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise ``UnsupportedFeatureError`` for a field that would change the answer and is not supported.
+    """Raise ``RequestError`` for a field that would change the answer and is not supported.
 
     Args:
         extra: The fields of the request that its schema does not have.
@@ -321,9 +334,10 @@ def reject_fields(extra: Mapping[str, Any] | None, harmless: Mapping[str, tuple[
         if extra and name in extra and extra[name] not in allowed:
             values = ", ".join(repr(value) for value in allowed if value is not None) or "null"
             instead = f", or use {_IN_PLACE_OF[name]} of OpenAI's chat API" if name in _IN_PLACE_OF else ""
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{prefix}{name} is not supported here; leave it out{instead} (allowed: {values})",
                 param=f"{prefix}{name}",
+                code="unsupported",
             )
 
 
@@ -336,10 +350,10 @@ def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ..
         return None
     stops = tuple(filter(None, (stops,) if isinstance(stops, str) else stops))
     if len(stops) > MAX_STOPS:
-        raise InvalidRequestError(f"{param} has {len(stops)} entries, at most {MAX_STOPS} are allowed", param=param)
+        raise RequestError(f"{param} has {len(stops)} entries, at most {MAX_STOPS} are allowed", param=param)
     longest = max(map(len, stops), default=0)
     if longest > MAX_STOP_CHARACTERS:
-        raise InvalidRequestError(
+        raise RequestError(
             f"{param} holds a string of {longest} characters, at most {MAX_STOP_CHARACTERS} are allowed", param=param
         )
     return stops
@@ -348,11 +362,13 @@ def stop_strings(stops: str | Sequence[str] | None, param: str) -> tuple[str, ..
 def check_top_logprobs(count: int | None, param: str) -> None:
     """Raise for a number of alternatives, in the field ``param``, that is not between 0 and ``MAX_TOP_LOGPROBS``."""
     if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"{param}={count} must be between 0 and {MAX_TOP_LOGPROBS}", param=param)
+        raise RequestError(f"{param}={count} must be between 0 and {MAX_TOP_LOGPROBS}", param=param)
 
 
 class DocumentOutput(BaseModel):
     """A passage in the prompt."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     id: str
     score: float | None
@@ -364,23 +380,22 @@ class DocumentOutput(BaseModel):
     title: str | None
     source: str | None = Field(description="Its file.")
     page: int | None = Field(description="The page of its file on which it begins.")
-    text: str | None = Field(description="Its text; null where that is switched off (``source_text``).")
-
-
-_DOCUMENT_FIELDS = tuple(DocumentOutput.model_fields)
+    text: Annotated[str | None, BeforeValidator(lambda text: text or None)] = Field(
+        description="Its text; null where that is switched off (``source_text``)."
+    )
 
 
 class CitationOutput(BaseModel):
     """A span of the answer and its source documents."""
 
-    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(from_attributes=True, serialize_by_alias=True)
 
     start: int
     end: int
     text: str
     document_ids: list[str]
     origin: Literal["quote", "attention"] = Field(
-        alias="from",
+        serialization_alias="from",
         description="How that is known: 'quote', they hold what the sentence adds to the question; "
         "'attention', one of them dominated the attention, or the weights of the experts, while the sentence was "
         "written.",
@@ -397,8 +412,14 @@ class DroppedOutput(BaseModel):
     reason: str
 
 
+def _dropped(entries: Sequence[tuple[str, str]]) -> list[DroppedOutput]:
+    return [DroppedOutput(id=identity, reason=reason) for identity, reason in entries]
+
+
 class DisagreementOutput(BaseModel):
     """What some passages answer, where others answer something else."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     text: str
     document_ids: list[str]
@@ -408,10 +429,12 @@ class DisagreementOutput(BaseModel):
 class Provenance(BaseModel):
     """The sources of an answer: the fields that this service adds to the format of the dialect."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     query: str = Field(description="What was searched for: the question, or what was made of the conversation.")
     documents: list[DocumentOutput]
     citations: list[CitationOutput]
-    dropped: list[DroppedOutput]
+    dropped: Annotated[list[DroppedOutput], BeforeValidator(_dropped)]
     truncated: list[str] = Field(description="Ids of documents whose text was cut to fit into the prompt.")
     grounded: bool = Field(
         description="Whether passages were there and the model wrote from them; ``support`` says whether they support "
@@ -442,42 +465,8 @@ class Provenance(BaseModel):
 
 
 def provenance(answer: Answer) -> Provenance:
-    """Return the sources of ``answer``. Its own fields have the right types: they are not validated."""
-    fault = answer.form_fault
-    return Provenance.model_construct(
-        query=answer.query,
-        documents=[
-            DocumentOutput.model_construct(**{n: getattr(d, n) for n in _DOCUMENT_FIELDS} | {"text": d.text or None})
-            for d in answer.documents
-        ],
-        citations=[
-            CitationOutput(
-                start=c.start,
-                end=c.end,
-                text=c.text,
-                document_ids=list(c.document_ids),
-                origin=c.origin,
-                pages=list(c.pages),
-            )
-            for c in answer.citations
-        ],
-        dropped=[DroppedOutput(id=identity, reason=reason) for identity, reason in answer.dropped],
-        truncated=list(answer.truncated),
-        grounded=answer.grounded,
-        support=answer.support,
-        supported_by=list(answer.supported_by),
-        disagreements=[
-            DisagreementOutput(text=side.text, document_ids=list(side.document_ids), date=side.date)
-            for side in answer.disagreements
-        ],
-        warnings=list(answer.warnings),
-        well_formed=fault is None,
-        form_fault=fault,
-        mitigation=answer.mitigation,
-        order=answer.order,
-        cached=answer.cached,
-        timings=dict(answer.timings),
-    )
+    """Return the sources of ``answer``, whose attributes have the names of the fields."""
+    return Provenance.model_validate(answer)
 
 
 class FunctionInput(RequestModel):
@@ -490,13 +479,31 @@ class FunctionInput(RequestModel):
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
 
 
-class ToolInput(RequestModel):
+class AnyTool(RequestModel):
+    """A tool of a request."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = None
+
+    def definition(self) -> dict[str, Any] | None:
+        """Return the tool in OpenAI's form; None if it is no function of the client."""
+        raise NotImplementedError
+
+
+class ToolInput(AnyTool):
     """A tool in OpenAI's form; functions are supported."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["function"]})
+    model_config = ConfigDict(json_schema_extra={"required": ["function"]})
 
     type: str = Field(default="function", json_schema_extra={"enum": ["function"]})
     function: FunctionInput | None = None
+
+    def definition(self) -> dict[str, Any] | None:
+        function = self.function
+        if self.type != "function" or function is None:
+            return None
+        return definition(function.name, function.description, function.parameters)
 
 
 class NamedTool(RequestModel):
@@ -543,56 +550,44 @@ def definition(name: str, description: str | None, parameters: Mapping[str, Any]
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
 
-def definitions(tools: Sequence[ToolInput] | None) -> list[dict[str, Any]]:
-    """Return the definitions of tools in OpenAI's form; raise for one that is no function."""
-    result = []
-    for index, tool in enumerate(tools or ()):
-        if tool.type != "function" or tool.function is None:
-            raise unsupported_tool(f"tools[{index}]", tool.type)
-        result.append(definition(tool.function.name, tool.function.description, tool.function.parameters))
-    return result
-
-
-def unsupported_tool(field: str, kind: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(
-        f"{field}: a tool of type {shown(kind)} is not supported; use functions with a name and parameters",
-        param="tools",
-    )
-
-
 def choice_name(choice: str | NamedTool | None) -> str:
     """Return ``auto``, ``none``, ``required``, or the name of a tool."""
     if choice is None or isinstance(choice, str):
         return choice or "auto"
     name = choice.name or (choice.function or {}).get("name")
     if choice.type != "function" or not isinstance(name, str):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"a tool_choice of type {shown(choice.type)} is not supported; use none, auto, required, or a function "
             "with its name",
             param="tool_choice",
+            code="unsupported",
         )
     return name
 
 
-def tool_use(
-    define: Callable[[], Sequence[Mapping[str, Any]]], choice: str, *, parallel: bool | None = None
-) -> ToolUse | None:
+def tool_use(tools: Sequence[AnyTool] | None, choice: str, *, parallel: bool | None = None) -> ToolUse | None:
     """Return the tools that may be called; None where there are none, or the choice is ``none``.
 
-    Args:
-        define: Returns the definitions; not called for the choice ``none``: tools that nobody may call are read over.
-
     Raises:
-        InvalidRequestError: as ``ToolUse``.
+        RequestError: one is no function of the client, or as ``ToolUse``.
     """
-    tools = define() if choice != "none" else ()
-    if choice == "none" or (choice == "auto" and not tools):
+    definitions = []
+    for index, tool in enumerate(tools or () if choice != "none" else ()):  # tools that nobody may call are read over
+        if (defined := tool.definition()) is None:
+            raise RequestError(
+                f"tools[{index}]: a tool of type {shown(tool.type)} is not supported; use functions with a name and "
+                "parameters",
+                param="tools",
+                code="unsupported",
+            )
+        definitions.append(defined)
+    if choice == "none" or (choice == "auto" and not definitions):
         return None
     try:
-        return ToolUse(tools, choice, parallel=parallel is not False)
+        return ToolUse(definitions, choice, parallel=parallel is not False)
     except ConfigError as error:
         param = "tool_choice" if str(error).startswith("tool_choice") else "tools"
-        raise InvalidRequestError(str(error), param=param) from error
+        raise RequestError(str(error), param=param) from error
 
 
 def check_free_answer(tools: ToolUse | None, fields: Mapping[str, bool]) -> None:
@@ -603,10 +598,11 @@ def check_free_answer(tools: ToolUse | None, fields: Mapping[str, bool]) -> None
     """
     for name, is_given in fields.items():
         if tools is not None and is_given and (tools.choice == "auto" or name == "logprobs"):
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{name} is not supported next to tools that may be called; leave one of them out, or set tool_choice "
                 "to 'none'",
                 param=name,
+                code="unsupported",
             )
 
 
@@ -638,7 +634,7 @@ class ToolTurns:
         if identity is None and self._open:
             identity = self._open[0]
         if identity is None or identity not in self._names:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"{field}: {shown(identity)} is the id of no call before it; send the message with the call, too",
                 param=field.partition("[")[0],
             )
@@ -653,9 +649,7 @@ def _arguments_text(arguments: Any, field: str) -> str:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise InvalidRequestError(
-            f"{field}: the arguments of a call must be a JSON object", param=field.partition("[")[0]
-        )
+        raise RequestError(f"{field}: the arguments of a call must be a JSON object", param=field.partition("[")[0])
     return json.dumps(parsed, ensure_ascii=False)
 
 

@@ -5,12 +5,12 @@ Documents of Anthropic messages, and citations of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, Tag
 from starlette.responses import Response
@@ -22,35 +22,36 @@ from rag_posfix.parameters import shown
 from rag_posfix.pipeline.citations import PassageSentences
 from rag_posfix_api.dialects.answering import (
     AnswerRenderer,
+    AnyTool,
     Provenance,
     ToolTurns,
     build_question,
     chat_route,
+    check_request,
     definition,
     pipeline_of,
     provenance,
     reject_fields,
-    stop_strings,
     tool_use,
-    unsupported_tool,
 )
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
+    AnswerRequest,
     Forms,
     Integer,
-    PosfixInput,
     RequestModel,
     StopList,
     Temperature,
     TextOr,
     TopK,
     TopP,
+    Unsupported,
     check_count,
     needs,
 )
-from rag_posfix_api.http.errors import ANSWERING, ANTHROPIC, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import ANSWERING, ANTHROPIC, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event, typed_event
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import ReadyCall, Service
 
 SEPARATOR = "\n"  # between the blocks of a document of type ``content``
 
@@ -286,15 +287,19 @@ class AnthropicMessage(RequestModel):
     content: TextOr[AnthropicBlock]
 
 
-class AnthropicTool(RequestModel):
+class AnthropicTool(AnyTool):
     """A tool of the client; tools that a server runs are refused."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["name", "input_schema"]})
+    model_config = ConfigDict(json_schema_extra={"required": ["name", "input_schema"]})
 
     type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
     name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
+
+    def definition(self) -> dict[str, Any] | None:
+        is_own = self.type in (None, "custom")
+        return definition(self.name, self.description, self.input_schema) if is_own else None
 
 
 class AnthropicToolChoice(RequestModel):
@@ -314,10 +319,15 @@ def _texts_only(schema: dict[str, Any]) -> None:
             member["anyOf"] = [{"type": "string"}, {"type": "array", "items": text_block}]
 
 
-class AnthropicRequest(RequestModel):
-    """A request. Fields of Anthropic's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class AnthropicRequest(AnswerRequest):
+    """A request. Fields of Anthropic's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
+        "mcp_servers": (None, []),
+        "container": (None,),
+        "output_format": (None,),
+    }
 
     model: str = Field(examples=["default"], description="The served model, or 'default'.")
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(
@@ -328,13 +338,11 @@ class AnthropicRequest(RequestModel):
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
-    stop_sequences: StopList | None = None
+    stop: StopList | None = Field(default=None, alias="stop_sequences")
     tools: list[AnthropicTool] | None = Field(
         default=None, description="Tools that may be called, where the chat template of the model takes tools."
     )
     tool_choice: AnthropicToolChoice | None = None
-    stream: bool | None = None
-    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Anthropic's API.")
 
 
 class AnthropicUsage(BaseModel):
@@ -372,15 +380,6 @@ class AnthropicResponse(BaseModel):
     posfix: Provenance = Field(description="What this service adds to Anthropic's API.")
 
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "thinking": (None, {"type": "disabled"}, {"type": "adaptive"}),
-    "mcp_servers": (None, []),
-    "container": (None,),
-    "output_format": (None,),
-}
-
-
 def _conversation(messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     """Return messages for the pipeline: each result of a tool is one, before the text of its message."""
     turns = ToolTurns()
@@ -388,8 +387,10 @@ def _conversation(messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     for index, message in enumerate(messages):
         field, content = f"messages[{index}]", message.content
         if message.role not in ("user", "assistant", "system"):
-            raise UnsupportedFeatureError(
-                f"{field}: role {shown(message.role)} is not supported; use user or assistant", param="messages"
+            raise RequestError(
+                f"{field}: role {shown(message.role)} is not supported; use user or assistant",
+                param="messages",
+                code="unsupported",
             )
         kind = {"assistant": "tool_use", "user": "tool_result"}.get(message.role)
         blocks = [] if isinstance(content, str) else [block for block in content if block.type == kind]
@@ -410,23 +411,15 @@ def _result_text(block: AnthropicBlock, field: str) -> str:
     if not isinstance(content, str):
         texts = [part.text for part in content if part.type == "text" and part.text is not None]
         if len(texts) < len(content):
-            raise UnsupportedFeatureError(f"{field}: the result of a tool must be text", param="messages")
+            raise RequestError(f"{field}: the result of a tool must be text", param="messages", code="unsupported")
         content = "\n".join(texts)
     return f"Error: {content}" if block.is_error else content
-
-
-def _definitions(tools: Sequence[AnthropicTool]) -> Iterator[dict[str, Any]]:
-    for index, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise unsupported_tool(f"tools[{index}]", tool.type)
-        yield definition(tool.name, tool.description, tool.input_schema)
 
 
 def _tools(body: AnthropicRequest) -> ToolUse | None:
     choice = body.tool_choice or AnthropicToolChoice(type="auto")
     name = {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
-    parallel = not choice.disable_parallel_tool_use
-    return tool_use(lambda: list(_definitions(body.tools or ())), name, parallel=parallel)
+    return tool_use(body.tools, name, parallel=not choice.disable_parallel_tool_use)
 
 
 def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
@@ -437,10 +430,11 @@ def _text(content: str | Sequence[AnthropicBlock], field: str) -> str:
         if block.type in _PASSAGES and field != "system":
             continue
         if block.type != "text" or block.text is None:
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{field}: a block of type {shown(block.type)} is not supported; use "
                 '{"type": "text", "text": ...} or a document with its text',
                 param=field.partition("[")[0],
+                code="unsupported",
             )
         texts.append(block.text)
     return "\n".join(texts)
@@ -464,17 +458,18 @@ def _citable(block: AnthropicBlock, index: int) -> CitableDocument:
 
 def _source_blocks(source: DocumentSource | str | None, index: int) -> tuple[str, ...]:
     if not isinstance(source, DocumentSource):
-        raise InvalidRequestError(f"document {index} has no source; give its text", param="messages")
+        raise RequestError(f"document {index} has no source; give its text", param="messages")
     if source.type == "text" and source.data is not None:
         return (source.data,)
     if source.type == "content" and source.content is not None:
         texts = [source.content] if isinstance(source.content, str) else [block.text for block in source.content]
         if None not in texts:
             return tuple(text for text in texts if text is not None)
-    raise UnsupportedFeatureError(
+    raise RequestError(
         f"document {index}: a source of type {shown(source.type)} without text is not supported; use "
         '{"type": "text", "media_type": "text/plain", "data": ...}',
         param="messages",
+        code="unsupported",
     )
 
 
@@ -603,18 +598,18 @@ class TokenCount(BaseModel):
 
 
 @router.post(COUNT_PATH, tags=["chat"], response_model=TokenCount, responses=ANTHROPIC.responses(*ANSWERING))
-async def count_tokens(body: CountTokensRequest, request: Request, service: ReadyService) -> Response:
+async def count_tokens(body: CountTokensRequest, call: ReadyCall) -> Response:
     """Count the tokens of the prompt that the model would read: with retrieved passages if the request has none."""
+    service = call.service
+    check_request(service, body)
     question, _ = _question(body, service)
     pipeline = pipeline_of(service, question, None if body.posfix is None else body.posfix.collection)
     question = replace(question, use_cache=False)
-    preview = await service.chat.run(request.receive, lambda: pipeline().preview(question))
+    preview = await call.compute(lambda: pipeline().preview(question))
     return SafeJSONResponse({"input_tokens": preview.tokens})
 
 
 def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[CitableDocument]]:
-    service.check_model(body.model)
-    reject_fields(body.model_extra, _UNSUPPORTED)
     output = (body.model_extra or {}).get("output_config")
     if isinstance(output, dict):  # its "effort" is harmless
         reject_fields({"output_config.format": output.get("format")}, {"output_config.format": (None,)})
@@ -632,16 +627,11 @@ def _question(body: AnthropicRequest, service: Service) -> tuple[Question, list[
     ]
     question = build_question(
         service,
+        body,
         _conversation(body.messages),
         documents or None,  # without any, they are retrieved
-        body.posfix,
         role=body.messages[-1].role,
         system=None if body.system is None else _text(body.system, "system"),
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=stop_strings(body.stop_sequences, "stop_sequences"),
         tools=_tools(body),
     )
     return question, citable

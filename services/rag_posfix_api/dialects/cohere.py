@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, AnswerDocument, Question
 from rag_posfix_api.dialects.answering import (
@@ -16,24 +16,22 @@ from rag_posfix_api.dialects.answering import (
     build_question,
     chat_route,
     provenance,
-    reject_fields,
-    stop_strings,
 )
 from rag_posfix_api.dialects.requests import (
+    AnswerRequest,
     DocumentObject,
     Documents,
-    Integer,
     MaxTokens,
     Messages,
-    PosfixInput,
     RequestModel,
     Seed,
     StopList,
     Temperature,
+    TopK,
     TopP,
+    Unsupported,
     chat_message,
     to_documents,
-    within,
 )
 from rag_posfix_api.http.errors import COHERE, Problem
 from rag_posfix_api.http.middleware import CleanRoute, typed_event
@@ -48,10 +46,18 @@ class CitationOptions(RequestModel):
     mode: str | None = Field(default=None, description="'OFF' or 'DISABLED' gives none; every other mode is the same.")
 
 
-class CohereChatRequest(RequestModel):
-    """A request. Fields of Cohere's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class CohereChatRequest(AnswerRequest):
+    """A request. Fields of Cohere's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "tools": (None, []),
+        "tool_choice": (None, "NONE"),
+        "response_format": (None, {"type": "text"}),
+        "logprobs": (None, False),
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "thinking": (None, {"type": "disabled"}),
+    }
 
     model: str = Field(examples=["default"], description="The served model, or 'default'.")
     messages: Messages
@@ -61,14 +67,10 @@ class CohereChatRequest(RequestModel):
     citation_options: CitationOptions | None = None
     max_tokens: MaxTokens = None
     temperature: Temperature = None
-    p: TopP = None
-    k: Integer | None = Field(
-        default=None, json_schema_extra=within(minimum=0), description="Samples from this many tokens."
-    )
+    top_p: Annotated[TopP, Field(alias="p")] = None
+    top_k: Annotated[TopK, Field(alias="k", description="Samples from this many tokens.")] = None
     seed: Seed | None = None
-    stop_sequences: StopList | None = None
-    stream: bool | None = None
-    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Cohere's API.")
+    stop: StopList | None = Field(default=None, alias="stop_sequences")
 
     @property
     def cites(self) -> bool:
@@ -134,18 +136,6 @@ class CohereChatResponse(BaseModel):
     message: CohereMessage
     usage: CohereUsage
     posfix: Provenance = Field(description="What this service adds to Cohere's API.")
-
-
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "NONE"),
-    "response_format": (None, {"type": "text"}),
-    "logprobs": (None, False),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "thinking": (None, {"type": "disabled"}),
-}
 
 
 def _fields(document: str | DocumentObject) -> dict[str, Any]:
@@ -246,22 +236,14 @@ router = APIRouter(route_class=CleanRoute)
 @chat_route(router, PATH, COHERE, "cohere_chat", CohereChatResponse)
 def chat(body: CohereChatRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the last message from documents: those of the request, or retrieved ones, with citations."""
-    service.check_model(body.model)
-    reject_fields(body.model_extra, _UNSUPPORTED)
     inputs = body.documents or []
     documents = to_documents(inputs, service.limits.max_documents)
     question = build_question(
         service,
+        body,
         [chat_message(message, index) for index, message in enumerate(body.messages)],
         documents or None,  # Cohere's clients send an empty list for none
-        body.posfix,
         role=body.messages[-1].role,
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.p,
-        top_k=body.k,
-        seed=body.seed,
-        stop=stop_strings(body.stop_sequences, "stop_sequences"),
     )
     fields = {document.id or "": _fields(source) for document, source in zip(documents, inputs, strict=True)}
     return question, ChatRenderer(service.identifiers.new(), fields, cites=body.cites)

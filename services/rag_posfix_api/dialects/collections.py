@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -30,11 +30,10 @@ from rag_posfix_api.dialects.requests import (
     within,
 )
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, NotFoundError, TooLargeError
-from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
 from rag_posfix_api.runtime.jobs import PrecomputeState
-from rag_posfix_api.runtime.service import ReadyService, Service, ServiceState
+from rag_posfix_api.runtime.service import ReadyCall, ReadyService, Service, ServiceState
 
 
 class NewCollection(RequestModel):
@@ -189,8 +188,6 @@ class PrecomputeStatus(BaseModel):
     error: str | None
 
 
-T = TypeVar("T")
-
 router = APIRouter(tags=["collections"], route_class=CleanRoute, prefix="/v1/collections")
 
 Name = Annotated[str, PathParameter(pattern=NAME_PATTERN)]
@@ -226,20 +223,19 @@ async def delete_collection(name: Name, service: ReadyService) -> Deleted:
 
 
 @router.post("/{name}/documents", responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504))
-async def add_documents(
-    name: Name, body: AddDocuments, request: Request, service: ReadyService, fields: RequestLogFields
-) -> AddedDocuments:
+async def add_documents(name: Name, body: AddDocuments, call: ReadyCall) -> AddedDocuments:
     """Add documents, all or none; those with known ids are replaced. The response follows when they are on the disk.
 
     The same request again changes nothing and costs no embedding. A document that is longer than a passage (150 words
     or 1,000 characters) is stored as passages, which a search finds one by one: `ID#1`, `ID#2`, with `document_id` in
     their metadata, and the headings above them in their title. They are replaced and deleted by the document's id.
     """
+    service = call.service
     check_count(len(body.documents), service.limits.max_documents)
-    fields.documents = len(body.documents)
+    call.fields.documents = len(body.documents)
     documents = [_document(document, index) for index, document in enumerate(body.documents)]
     collection = service.collection(name)
-    put = await _with_embeddings(service, request, lambda: collection.put(documents, service.rerank.yield_to_waiters))
+    put = await call.score(lambda: collection.put(documents, service.rerank.yield_to_waiters))
     return AddedDocuments(**asdict(put))
 
 
@@ -254,7 +250,7 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
     # The pattern of the route matches before a line break at the end, which is then not in document_id.
     is_complete = request.scope["path"].endswith(f"/{document_id}")
     if not is_complete or not await anyio.to_thread.run_sync(collection.delete, [document_id]):
-        raise NotFoundError("the collection has no document with this id", param="document_id")
+        raise RequestError("the collection has no document with this id", param="document_id", code="not_found")
     return Deleted(id=document_id, deleted=True, pending=service.pipeline.pending_deletions or None)
 
 
@@ -263,19 +259,19 @@ async def delete_document(name: Name, document_id: str, request: Request, servic
     response_model=SearchResults,
     responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
 )
-async def search_collection(name: Name, body: SearchRequest, request: Request, service: ReadyService) -> Response:
+async def search_collection(name: Name, body: SearchRequest, call: ReadyCall) -> Response:
     """Return the documents nearest to a query by embeddings, best first; 413 if they are too many bytes."""
     if not body.query.strip():
-        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
-    collection = service.collection(name)
+        raise RequestError("query is empty; give at least one visible character", param="query")
+    collection = call.service.collection(name)
     metadata_filter = combine_filters(CALLER.get().filter, body.filter)
-    limits = service.limits
+    limits = call.service.limits
 
     def search() -> bytes:
         hits = collection.search(body.query, body.k, metadata_filter)
         return _encode_hits(hits, limits.max_body_bytes, with_text=limits.source_text)
 
-    return SafeJSONResponse(await _with_embeddings(service, request, search))
+    return SafeJSONResponse(await call.score(search))
 
 
 @router.post(
@@ -305,14 +301,9 @@ async def _resolve_collection(service: Service, name: str) -> tuple[str, str]:
     return tenant, name
 
 
-async def _with_embeddings(service: Service, request: Request, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread while nothing else embeds or reranks; stop when the client leaves."""
-    return await service.rerank.run(request.receive, work, permit=True)
-
-
 def _document(document: NewDocument, index: int) -> Document:
     if not document.text.strip():
-        raise InvalidRequestError(f"documents[{index}].text is empty; give visible text", param="documents")
+        raise RequestError(f"documents[{index}].text is empty; give visible text", param="documents")
     title = {} if document.title is None else {"title": document.title}
     return Document(id=document.id, page_content=document.text, metadata=document.metadata | title)
 
@@ -324,7 +315,7 @@ def _encode_hits(hits: Sequence[Document], max_bytes: int, *, with_text: bool) -
         encoded.append(encode_json(_found_document(document, with_text=with_text).model_dump()))
         size += len(encoded[-1])
         if size > max_bytes:
-            raise TooLargeError(
+            raise RequestError(
                 f"the first {len(encoded)} of {len(hits)} documents have {size} bytes, at most {max_bytes} are "
                 f"allowed; ask with k={max(len(encoded) - 1, 1)} or less, or store less metadata",
                 param="k",

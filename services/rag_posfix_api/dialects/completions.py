@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, FiniteFloat, Tag
+from fastapi import APIRouter
+from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag
 from starlette.responses import Response
 
 from rag_posfix.caching.answers.tiered import tenant_salt
@@ -30,19 +29,34 @@ from rag_posfix.plan.layout import Layout
 from rag_posfix.text import text_beginning
 from rag_posfix_api.dialects.answering import (
     STREAMED,
+    check_request,
     check_top_logprobs,
     chosen_sampling,
-    reject_fields,
     respond_with_stream,
-    stop_strings,
+    sampling_fields,
 )
-from rag_posfix_api.dialects.openai import DONE, StreamOptions, UsageOutput, log_prob_of, text_of, usage_output
-from rag_posfix_api.dialects.requests import Integer, Natural, RequestModel, Seed, StopStrings, TopK, TopP, within
-from rag_posfix_api.http.errors import ANSWERING, OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
-from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.dialects.openai import (
+    CompletionParts,
+    StreamOptions,
+    UsageOutput,
+    log_prob_of,
+    text_of,
+    usage_output,
+)
+from rag_posfix_api.dialects.requests import (
+    Integer,
+    ModelRequest,
+    Natural,
+    Seed,
+    StopStrings,
+    TopK,
+    TopP,
+    Unsupported,
+    within,
+)
+from rag_posfix_api.http.errors import ANSWERING, OPENAI, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event
-from rag_posfix_api.runtime.jobs import EventRenderer
-from rag_posfix_api.runtime.service import ReadyService
+from rag_posfix_api.runtime.service import ReadyCall, Service
 
 
 def _form(value: Any) -> str:
@@ -68,13 +82,17 @@ Prompt = Annotated[
 """A text, token ids, or a list of either."""
 
 
-class CompletionRequest(RequestModel):
+class CompletionRequest(ModelRequest):
     """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "suffix": (None, ""),
+        "logit_bias": (None, {}),
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+    }
 
     prompt: Prompt = Field(description="One text or list of token ids, or several. No chat template is applied.")
-    model: str | None = Field(default=None, description="The served model, or 'default'.")
     max_tokens: Integer | None = Field(
         default=None, json_schema_extra=within(minimum=0), description="16 without it. 0 generates nothing."
     )
@@ -94,7 +112,6 @@ class CompletionRequest(RequestModel):
         description="Log-probabilities of the tokens, and of so many likeliest tokens in their places; with ``echo``, "
         "of the tokens of the prompt too.",
     )
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -132,58 +149,34 @@ router = APIRouter(tags=["completions"], route_class=CleanRoute)
 
 DEFAULT_TOKENS = 16
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-}
-
 
 @router.post("/v1/completions", response_model=CompletionObject, responses=OPENAI.responses(*ANSWERING) | STREAMED)
-async def create_completion(
-    body: CompletionRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def create_completion(body: CompletionRequest, call: ReadyCall) -> Response:
     """Continue prompts as they are: no chat template, no retrieval and no method.
 
     With ``echo`` and ``logprobs`` the tokens of the prompt come with their log-probabilities: evaluations of multiple
     choice need them.
     """
-    service.check_model(body.model or "")
+    service = call.service
+    check_request(service, body)
     run = partial(_complete, service.pipeline, body, _sampling(body, service.pipeline.defaults.sampling))
-    renderer = CompletionRenderer(
-        service.identifiers.new(),
-        service.model_id,
-        service.pipeline.generator.fingerprint,
-        top_logprobs=body.logprobs,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-    )
+    renderer = CompletionRenderer(service, body)
     if body.stream:
-        return await respond_with_stream(service, request, fields, run, renderer)
-    answers = await service.chat.run(request.receive, lambda: [chunk.answer for chunk in run() if chunk.answer])
+        return await respond_with_stream(call, run, renderer)
+    answers = await call.compute(lambda: [chunk.answer for chunk in run() if chunk.answer])
     for answer in answers:
-        service.record(answer, fields)
+        call.record(answer)
     return SafeJSONResponse(renderer.whole(answers))
 
 
 def _sampling(body: CompletionRequest, defaults: Sampling) -> Sampling:
     """Return the sampling parameters of a request; a token that was not asked for is dropped (``max_tokens=0``)."""
-    reject_fields(body.model_extra, _UNSUPPORTED)
     for name, value in (("n", body.n), ("best_of", body.best_of)):
         if value not in (None, 1):
-            raise UnsupportedFeatureError(f"{name}={value} is not supported; it must be 1", param=name)
+            raise RequestError(f"{name}={value} is not supported; it must be 1", param=name, code="unsupported")
     check_top_logprobs(body.logprobs, "logprobs")
-    chosen: dict[str, Any] = {
-        "max_tokens": DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens or 1,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "seed": body.seed,
-        "stop": stop_strings(body.stop, "stop"),
-        "top_logprobs": body.logprobs,
-    }
-    return chosen_sampling(defaults, chosen)
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens or 1
+    return chosen_sampling(defaults, sampling_fields(body) | {"max_tokens": max_tokens, "top_logprobs": body.logprobs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,22 +192,24 @@ def _complete(pipeline: Pipeline, body: CompletionRequest, sampling: Sampling) -
     """Yield the completions of all prompts, one after another, in pieces; the last piece of each has its ``answer``.
 
     Raises:
-        UnsupportedFeatureError: the generator takes no prompts without a chat template, or gives no log-probabilities.
-        InvalidRequestError: a prompt is empty, or has a token that the vocabulary lacks.
+        RequestError: the generator takes no prompts without a chat template, or gives no log-probabilities; a
+            prompt is empty, or has a token that the vocabulary lacks.
         PromptTooLongError: a prompt exceeds the context window.
     """
     generator = pipeline.generator
     encoder = generator.encoder
     if not encoder.vocab_size:
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"{display_name(generator.model_id)} takes no prompts without a chat template here; "
-            "use /v1/chat/completions"
+            "use /v1/chat/completions",
+            code="unsupported",
         )
     needs_scores = sampling.top_logprobs is not None
     if needs_scores and "log_probs" not in generator.capabilities:
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"{display_name(generator.model_id)} returns no log-probabilities here; leave logprobs out",
             param="logprobs",
+            code="unsupported",
         )
     is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts: Any = [body.prompt] if is_single else body.prompt
@@ -242,13 +237,13 @@ def _read_prompt(encoder: TokenEncoder, prompt: str | Sequence[int], index: int,
     else:
         largest = max(prompt, default=0)
         if largest >= encoder.vocab_size:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"prompt {index} has the token {largest}; the vocabulary has tokens 0 to {encoder.vocab_size - 1}",
                 param="prompt",
             )
         encoded = _Prompt(encoder.decode(prompt), tuple(prompt))
     if not encoded.token_ids:
-        raise InvalidRequestError(f"prompt {index} is empty; give at least one token", param="prompt")
+        raise RequestError(f"prompt {index} is empty; give at least one token", param="prompt")
     return encoded
 
 
@@ -320,26 +315,13 @@ def _alternatives(token: ScoredToken) -> dict[str, float] | None:
     return alternatives
 
 
-class CompletionRenderer(EventRenderer):
-    """Renders the completions of one request, whole or as server-sent events.
+class CompletionRenderer(CompletionParts):
+    """Renders the completions of one request; with ``body.logprobs`` their tokens have log-probabilities."""
 
-    Args:
-        top_logprobs: Alternatives of each token; None renders no log-probabilities.
-        include_usage: Whether a stream ends with a chunk that has the usage.
-    """
-
-    def __init__(
-        self, identity: str, model: str, fingerprint: str, *, top_logprobs: int | None, include_usage: bool = False
-    ) -> None:
-        self._top_logprobs = top_logprobs
-        self._include_usage = include_usage
+    def __init__(self, service: Service, body: CompletionRequest) -> None:
+        super().__init__(service, "cmpl", body.stream_options)
+        self._top_logprobs = body.logprobs
         self._done: list[Answer] = []
-        self._shared = {
-            "id": f"cmpl-{identity}",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"fp_{fingerprint[:12]}",
-        }
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
@@ -357,10 +339,7 @@ class CompletionRenderer(EventRenderer):
     def closing(self) -> Iterator[bytes]:
         if self._include_usage:
             yield self._event([], _sum(self._done))
-        yield DONE
-
-    def failure(self, problem: Problem) -> Iterator[bytes]:
-        yield event(OPENAI(problem))
+        yield from super().closing()
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
         body = CompletionObject(**self._shared, choices=choices, usage=None if usage is None else usage_output(usage))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, Tag
 from starlette.responses import Response
 
@@ -17,10 +17,9 @@ from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.retrieval.embeddings import MAX_TEXT_TOKENS, SentenceEmbeddings
 from rag_posfix_api.dialects.requests import VISIBLE, Count, Forms, RequestModel, check_count
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, encode_json
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall
 
 _COUNTED_CHARACTERS = 65_536
 _MAX_REQUEST_TOKENS = 300_000
@@ -62,8 +61,8 @@ class EmbeddingObject(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
-    """Tokens that were embedded, by the embedding model's tokenizer, or else by the served model's."""
+class TokenUsage(BaseModel):
+    """Tokens by the embedding model's tokenizer, else by the served model's, of 65,536 characters of each text."""
 
     prompt_tokens: int
     total_tokens: int
@@ -75,7 +74,7 @@ class EmbeddingList(BaseModel):
     object: Literal["list"] = "list"
     data: list[EmbeddingObject]
     model: str
-    usage: EmbeddingUsage
+    usage: TokenUsage
 
 
 router = APIRouter(tags=["embeddings"], route_class=CleanRoute)
@@ -86,9 +85,7 @@ router = APIRouter(tags=["embeddings"], route_class=CleanRoute)
     response_model=EmbeddingList,
     responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
-async def create_embeddings(
-    body: EmbeddingRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def create_embeddings(body: EmbeddingRequest, call: ReadyCall) -> Response:
     """Embed texts with the embedding model of the index. Runs beside answers; rerankings wait for it."""
 
     def render(vectors: Sequence[Sequence[float]], tokens: int, seconds: float) -> dict[str, Any]:
@@ -98,15 +95,13 @@ async def create_embeddings(
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": service.embedding_model_id, "usage": usage}
+        return {"object": "list", "data": data, "model": call.service.embedding_model_id, "usage": usage}
 
-    return await respond_with_vectors(service, request, fields, body.model or "", body.input, body.dimensions, render)
+    return await respond_with_vectors(call, body.model or "", body.input, body.dimensions, render)
 
 
 async def respond_with_vectors(
-    service: Service,
-    request: Request,
-    fields: LogFields,
+    call: Call,
     model: str,
     inputs: str | Sequence[str],
     dimensions: int | None,
@@ -118,14 +113,15 @@ async def respond_with_vectors(
 
     With ``truncate`` the first tokens of a text that is too long are embedded; without it, it is an error.
     """
+    service = call.service
     service.check_embedding_model(model)
     texts = [inputs] if isinstance(inputs, str) else inputs
     check_count(len(texts), service.limits.max_documents, "input")
     if not all(text.strip() for text in texts):
-        raise InvalidRequestError("input has an empty text; give each at least one visible character", param="input")
-    fields.documents = len(texts)
+        raise RequestError("input has an empty text; give each at least one visible character", param="input")
+    call.fields.documents = len(texts)
     embed = partial(_embed, service.pipeline, texts, dimensions, render, truncate=truncate)
-    content = await service.rerank.run(request.receive, embed, permit=True)
+    content = await call.score(embed)
     return SafeJSONResponse(content)
 
 
@@ -140,33 +136,36 @@ def _embed(
     """Return the response, encoded here and not on the event loop: a thousand vectors take a while."""
     started = time.perf_counter()
     if pipeline.embeddings is None:
-        raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one to embed texts")
+        raise RequestError(
+            "this server has no embedding model; serve a pipeline with one to embed texts", code="unsupported"
+        )
     tokens = _embedded_tokens(pipeline, texts, truncate=truncate)
     vectors = pipeline.embeddings.embed_documents(list(texts))
     if dimensions not in (None, len(vectors[0])):
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"dimensions={dimensions} is not supported; the model's vectors have {len(vectors[0])}",
             param="dimensions",
+            code="unsupported",
         )
     return encode_json(render(vectors, tokens, time.perf_counter() - started))
 
 
 def _embedded_tokens(pipeline: Pipeline, texts: Sequence[str], *, truncate: bool) -> int:
-    """Return how many tokens of texts are embedded; raise ``InvalidRequestError`` for more than are read."""
+    """Return how many tokens of texts are embedded; raise ``RequestError`` for more than are read."""
     if not isinstance(pipeline.embeddings, SentenceEmbeddings):  # its server has its own limits
         return count_tokens(pipeline.generator.encoder, texts)
     total = 0
     for index, text in enumerate(texts):
         n_tokens = pipeline.embeddings.embedded_tokens(text)
         if n_tokens > MAX_TEXT_TOKENS and not truncate:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"text {index} of input has more than {MAX_TEXT_TOKENS} tokens, the most that are embedded of a text; "
                 "split it into passages",
                 param="input",
             )
         total += min(n_tokens, MAX_TEXT_TOKENS)
         if total > _MAX_REQUEST_TOKENS:
-            raise InvalidRequestError(
+            raise RequestError(
                 f"input has more than {_MAX_REQUEST_TOKENS} tokens, the most of a request; send fewer texts at a time",
                 param="input",
             )

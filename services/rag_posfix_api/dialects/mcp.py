@@ -17,10 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.errors import missing_extra
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix_api.http.errors import NotReadyError, UnsupportedFeatureError
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.http.middleware import check_shape
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall, Service
 
 PATH = "/mcp"
 
@@ -50,24 +49,20 @@ class _Backend:
         service = self._service
         if collection is None:
             pipeline = service.pipeline
-            return await service.chat.run(_EXCHANGE.get().receive, lambda: work(pipeline))
+            return await _CALL.get().compute(lambda: work(pipeline))
         base, passages = service.collection_pipeline, service.collection(collection)
-        return await service.chat.run(
-            _EXCHANGE.get().receive,
-            lambda: work(base.with_retriever(passages.retriever(base.defaults.k))),
-        )
+        return await _CALL.get().compute(lambda: work(base.with_retriever(passages.retriever(base.defaults.k))))
 
     def answered(self, answer: Answer) -> None:
-        self._service.record(answer, _EXCHANGE.get().fields)
+        _CALL.get().record(answer)
 
 
 class _Exchange(Response):
-    """A response that the SDK's transport writes. Its body was read: ``receive`` then tells when the client leaves."""
+    """A response that the SDK's transport writes. Its body was read: ``call.receive`` then has the client's end."""
 
-    def __init__(self, handler: Handler, body: bytes, receive: Receive, fields: LogFields) -> None:
+    def __init__(self, handler: Handler, body: bytes, call: Call) -> None:
         super().__init__()
-        self._handler, self._body = handler, body
-        self.receive, self.fields = receive, fields
+        self._handler, self._body, self._call = handler, body, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request."""
@@ -79,14 +74,14 @@ class _Exchange(Response):
             await asyncio.Event().wait()  # the job of a call looks for the end of the connection
             raise AssertionError
 
-        token = _EXCHANGE.set(self)
+        token = _CALL.set(self._call)
         try:
             await self._handler(scope, replay, send)
         finally:
-            _EXCHANGE.reset(token)
+            _CALL.reset(token)
 
 
-_EXCHANGE: ContextVar[_Exchange] = ContextVar("rag_posfix_mcp_exchange")
+_CALL: ContextVar[Call] = ContextVar("rag_posfix_mcp_call")
 
 
 class McpSessions:
@@ -102,12 +97,12 @@ class McpSessions:
         """Return what answers a message.
 
         Raises:
-            UnsupportedFeatureError: the SDK is not installed.
+            RequestError: the SDK is not installed.
         """
         async with self._lock:
             if self._handler is None:
                 if find_spec("mcp") is None:
-                    raise UnsupportedFeatureError(f"this service has no MCP: {missing_extra('mcp', 'mcp')}")
+                    raise RequestError(f"this service has no MCP: {missing_extra('mcp', 'mcp')}", code="unsupported")
                 manager = await anyio.to_thread.run_sync(self._build)
                 ready = asyncio.Event()
                 # Not in the context of this request, whose caller is not that of the next one.
@@ -146,11 +141,11 @@ async def _run(manager: Any, ready: asyncio.Event) -> None:
 
 
 @router.post(PATH, include_in_schema=False)
-async def mcp(request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+async def mcp(request: Request, call: ReadyCall) -> Response:
     """Answer one message of the Model Context Protocol."""
     sessions: McpSessions | None = getattr(request.app.state, "mcp", None)
     if sessions is None:
-        raise NotReadyError("the service is starting; try again later")
+        raise RequestError("the service is starting; try again later", code="not_ready")
     body = await request.body()
     check_shape(body)
-    return _Exchange(await sessions.handler(), body, request.receive, fields)
+    return _Exchange(await sessions.handler(), body, call)

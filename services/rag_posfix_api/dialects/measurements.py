@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -32,10 +32,9 @@ from rag_posfix_api.dialects.requests import (
     mitigation_choice,
     to_documents,
 )
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError
-from rag_posfix_api.http.metrics import RequestLogFields
+from rag_posfix_api.http.errors import OPENAI, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse
-from rag_posfix_api.runtime.service import ReadyService
+from rag_posfix_api.runtime.service import ReadyCall
 
 MAX_ORDERS = 24
 
@@ -98,18 +97,16 @@ class OrderEvaluation(BaseModel):
 
 
 @evaluation.post("/v1/evaluate/order", responses=OPENAI.responses(400, 401, 403, 413, 422, 429, 500, 502, 503, 504))
-async def evaluate_order(
-    body: OrderEvaluationRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> OrderEvaluation:
+async def evaluate_order(body: OrderEvaluationRequest, call: ReadyCall) -> OrderEvaluation:
     """Answer one question over several orders of its documents, greedily and without the answer cache.
 
     All orders together have the time limit of one request.
     """
     if not body.question.strip():
-        raise InvalidRequestError("question is empty; give at least one visible character", param="question")
-    fields.documents = len(body.documents)
-    pipeline = service.pipeline
-    documents = to_documents(body.documents, service.limits.max_documents)
+        raise RequestError("question is empty; give at least one visible character", param="question")
+    call.fields.documents = len(body.documents)
+    pipeline = call.service.pipeline
+    documents = to_documents(body.documents, call.service.limits.max_documents)
     sampling = pipeline.defaults.sampling
     if body.max_tokens is not None:
         sampling = replace(sampling, max_tokens=body.max_tokens)
@@ -125,10 +122,10 @@ async def evaluate_order(
             use_cache=False,
         )
         answer = pipeline.ask(question)
-        service.record(answer, fields)
+        call.record(answer)
         return answer
 
-    answers = await service.chat.run(request.receive, lambda: [ask(order) for _, order in orders])
+    answers = await call.compute(lambda: [ask(order) for _, order in orders])
     flip_rate, texts, text_indices = summarize([answer.text for answer in answers])
     return OrderEvaluation(
         mitigation=answers[0].mitigation,
@@ -216,22 +213,21 @@ class AttentionResponse(BaseModel):
     response_model=AttentionResponse,
     responses=OPENAI.responses(400, 401, 403, 404, 413, 422, 429, 500, 503, 504),
 )
-async def passage_attention(
-    body: AttentionRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def passage_attention(body: AttentionRequest, call: ReadyCall) -> Response:
     """Return each passage's share of the attention of the prompt's last token. Nothing is generated.
 
     A generator that gives no attention, such as a remote one, is refused with 400 and the code ``unsupported``.
     """
+    service, fields = call.service, call.fields
     service.check_model(body.model or "")
     if not body.query.strip():
-        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
+        raise RequestError("query is empty; give at least one visible character", param="query")
     documents = to_documents(body.documents, service.limits.max_documents)
     fields.documents = len(documents)
     measure = partial(
         _measure_attention, service.pipeline, service.reader, service.model_id, body.query, documents, body.order
     )
-    response, fields.order = await service.rerank.run(request.receive, measure, permit=True)
+    response, fields.order = await call.score(measure)
     fields.tokens = {"prompt": response.prompt_tokens}
     return SafeJSONResponse(response.model_dump())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -21,32 +21,31 @@ from rag_posfix_api.dialects.answering import (
     chat_route,
     check_free_answer,
     conversation,
-    definitions,
     provenance,
     reject_fields,
-    stop_strings,
+    sampling_fields,
     tool_use,
 )
 from rag_posfix_api.dialects.embeddings import TextInput, respond_with_vectors
 from rag_posfix_api.dialects.requests import (
     EXAMPLE,
+    AnswerRequest,
     Count,
-    Documents,
+    GivenDocuments,
     Integer,
     Message,
-    PosfixInput,
     RequestModel,
     Seed,
     StopStrings,
     Temperature,
     TopK,
     TopP,
+    Unsupported,
     to_documents,
 )
 from rag_posfix_api.http.errors import OLLAMA, Problem
-from rag_posfix_api.http.metrics import RequestLogFields
 from rag_posfix_api.http.middleware import CleanRoute, encode_json
-from rag_posfix_api.runtime.service import ReadyService, Service, package_version
+from rag_posfix_api.runtime.service import ReadyCall, ReadyService, Service, package_version
 
 
 class OllamaOptions(RequestModel):
@@ -64,12 +63,24 @@ class OllamaOptions(RequestModel):
     stop: StopStrings | None = None
 
 
+def _untagged(name: str) -> str:
+    return name.removesuffix(":latest")
+
+
 KeepAlive = int | float | str | None
 """How long the model stays loaded. This service's stays; 0 without a question is answered as Ollama answers it."""
 
 
-class _OllamaRequest(RequestModel):
-    model_config = ConfigDict(extra="allow")
+class _OllamaRequest(AnswerRequest):
+    unsupported: ClassVar[Unsupported] = {
+        "think": (None, False),
+        "logprobs": (None, False),
+        "images": (None, []),
+        "suffix": (None, ""),
+        "template": (None, ""),
+        "context": (None, []),
+        "raw": (None, False),
+    }
 
     model: str = Field(examples=["default"], description="The served model, or 'default'; ':latest' may follow.")
     stream: bool | None = Field(default=None, description="False gives one object; otherwise lines of JSON.")
@@ -77,10 +88,12 @@ class _OllamaRequest(RequestModel):
     format: Literal["", "json"] | dict[str, Any] | None = Field(
         default=None, description="``json`` for any JSON object, or the JSON schema that the answer follows."
     )
-    documents: Documents | None = Field(
-        default=None, description="The passages to answer from. Without the field they are retrieved."
-    )
-    posfix: PosfixInput | None = Field(default=None, description="What this service adds to Ollama's API.")
+    documents: GivenDocuments = None
+
+    @property
+    def served_name(self) -> str:
+        """The name without Ollama's usual tag."""
+        return _untagged(self.model)
 
 
 class OllamaChatRequest(_OllamaRequest):
@@ -300,22 +313,11 @@ class OllamaRoute(CleanRoute):
 
 router = APIRouter(route_class=OllamaRoute)
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "think": (None, False),
-    "logprobs": (None, False),
-    "images": (None, []),
-    "suffix": (None, ""),
-    "template": (None, ""),
-    "context": (None, []),
-    "raw": (None, False),
-}
-
 
 @chat_route(router, "/api/chat", OLLAMA, "ollama_chat", OllamaChatResponse, lines=LINES)
 def chat(body: OllamaChatRequest, service: Service) -> tuple[Question, AnswerRenderer] | Response:
     """Answer the last message from documents: those of the request, or retrieved ones; in lines of JSON by default."""
-    tools = tool_use(lambda: definitions(body.tools), "auto")
+    tools = tool_use(body.tools, "auto")
     if not body.messages:
         return _loaded(body, service, {"message": OllamaMessage(content="")})
     for message in body.messages:
@@ -346,22 +348,16 @@ def _loaded(body: OllamaChatRequest | OllamaGenerateRequest, service: Service, p
 
 
 def _question(body: _OllamaRequest, service: Service, messages: Sequence[ChatMessage], **fields: Any) -> Question:
-    service.check_model(body.model.removesuffix(":latest"))
-    reject_fields(body.model_extra, _UNSUPPORTED)
     options = body.options or OllamaOptions()
     reject_fields(options.model_extra, {"presence_penalty": (None, 0), "frequency_penalty": (None, 0)}, "options.")
     return build_question(
         service,
+        body,
         messages,
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
-        body.posfix,
         **fields,
-        max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop=stop_strings(options.stop, "options.stop"),
+        **sampling_fields(options, "options.")
+        | {"max_tokens": tokens if (tokens := options.num_predict or 0) > 0 else None},
         json_schema=ANY_OBJECT if body.format == "json" else body.format or None,
     )
 
@@ -380,7 +376,7 @@ async def show_version() -> OllamaVersion:
 )
 async def show(body: OllamaShowRequest, service: ReadyService) -> OllamaShown:
     """Describe the served model."""
-    service.check_model(body.model.removesuffix(":latest"))
+    service.check_model(_untagged(body.model))
     window = service.pipeline.generator.context_window
     information: dict[str, str | int] = {"general.architecture": "rag_posfix", "rag_posfix.context_length": window}
     return OllamaShown(details=_DETAILS, model_info=information, modified_at=_started(service))
@@ -412,18 +408,16 @@ async def running(service: ReadyService) -> OllamaRunningModels:
     response_model=OllamaEmbeddings,
     responses=OLLAMA.responses(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
-async def embed(
-    body: OllamaEmbedRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def embed(body: OllamaEmbedRequest, call: ReadyCall) -> Response:
     """Embed texts with the embedding model of the index."""
 
     def render(vectors: Sequence[Sequence[float]], tokens: int, seconds: float) -> dict[str, Any]:
         times = {"total_duration": int(seconds * 1e9), "load_duration": 0}
         return {"model": body.model, "embeddings": vectors, **times, "prompt_eval_count": tokens}
 
-    model = body.model.removesuffix(":latest")
+    truncate = body.truncate is not False
     return await respond_with_vectors(
-        service, request, fields, model, body.input, body.dimensions, render, truncate=body.truncate is not False
+        call, _untagged(body.model), body.input, body.dimensions, render, truncate=truncate
     )
 
 

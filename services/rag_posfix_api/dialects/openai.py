@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,15 +26,13 @@ from rag_posfix_api.dialects.answering import (
     check_top_logprobs,
     choice_name,
     conversation,
-    definitions,
     provenance,
-    reject_fields,
-    stop_strings,
     tool_call_output,
     tool_use,
 )
 from rag_posfix_api.dialects.requests import (
-    Documents,
+    AnswerRequest,
+    GivenDocuments,
     Integer,
     MaxTokens,
     Messages,
@@ -47,11 +45,13 @@ from rag_posfix_api.dialects.requests import (
     Temperature,
     TopK,
     TopP,
+    Unsupported,
     to_documents,
     within,
 )
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import OPENAI, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, event
+from rag_posfix_api.runtime.jobs import EventRenderer
 from rag_posfix_api.runtime.service import ReadyService, Service
 
 
@@ -85,13 +85,22 @@ _ALTERNATIVES_NEED_LOGPROBS: dict[str, Any] = {
 }
 
 
-class ChatRequest(RequestModel):
-    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class ChatRequest(AnswerRequest):
+    """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
+    model_config = ConfigDict(json_schema_extra=_ALTERNATIVES_NEED_LOGPROBS)
+    unsupported: ClassVar[Unsupported] = {
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "logit_bias": (None, {}),
+        "frequency_penalty": (None, 0),
+        "presence_penalty": (None, 0),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "web_search_options": (None,),
+    }
 
     messages: Messages
-    model: str | None = Field(default=None, examples=["default"], description="The served model, or 'default'.")
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
@@ -112,17 +121,11 @@ class ChatRequest(RequestModel):
     )
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    documents: Documents | None = Field(
-        default=None,
-        description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
-        "empty list answers without passages.",
-    )
+    documents: GivenDocuments = None
     mitigation: Mitigation | None = Field(default=None, description="A method by name, or with its parameters.")
     order: str | None = Field(default=None, min_length=1, description="The order that the passages stand in.")
     k: Passages | None = Field(default=None, description="How many passages to retrieve.")
-    posfix: PosfixInput | None = Field(default=None, description="``mitigation``, ``order`` and ``k`` in one object.")
     cache: bool | None = Field(default=None, description="False neither reads nor writes the answer cache.")
 
 
@@ -218,28 +221,16 @@ class ModelList(BaseModel):
     last_id: str
 
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-}
-
-
 def _check(body: ChatRequest) -> None:
-    reject_fields(body.model_extra, _UNSUPPORTED)
     if body.n not in (None, 1):
-        raise UnsupportedFeatureError(f"n={body.n} is not supported; one answer is given, so n must be 1", param="n")
+        raise RequestError(
+            f"n={body.n} is not supported; one answer is given, so n must be 1", param="n", code="unsupported"
+        )
     check_top_logprobs(body.top_logprobs, "top_logprobs")
     if body.max_tokens is not None and body.max_tokens < 1:  # also where max_completion_tokens replaces it
-        raise InvalidRequestError(f"max_tokens={body.max_tokens} must be >= 1", param="max_tokens")
+        raise RequestError(f"max_tokens={body.max_tokens} must be >= 1", param="max_tokens")
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError(
+        raise RequestError(
             f"top_logprobs={body.top_logprobs} needs logprobs, which is false; set logprobs to true",
             param="top_logprobs",
         )
@@ -252,7 +243,7 @@ def _json_schema(form: ResponseFormat | None) -> str | None:
     if form.type == "json_object":
         return ANY_OBJECT
     if form.json_schema is None:
-        raise InvalidRequestError(
+        raise RequestError(
             'response_format of type json_schema needs {"json_schema": {"schema": ...}}', param="response_format"
         )
     return json.dumps(form.json_schema.schema_)
@@ -264,35 +255,39 @@ def _posfix(body: ChatRequest) -> PosfixInput:
     fields = {name: value for name in ("mitigation", "order", "k") if (value := getattr(body, name)) is not None}
     for name, value in fields.items():
         if getattr(posfix, name) not in (None, value):
-            raise InvalidRequestError(
-                f"{name} is given twice, next to messages and in posfix; give it once", param=name
-            )
+            raise RequestError(f"{name} is given twice, next to messages and in posfix; give it once", param=name)
     return posfix.model_copy(update=fields)
 
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
-
-
-class Completion(AnswerRenderer):
-    """The common fields of all parts of one response.
+class CompletionParts(EventRenderer):
+    """The common fields of all parts of one response of OpenAI's.
 
     Args:
         include_usage: Whether a stream ends with a chunk that has the usage.
-        log_probs: Whether the tokens of the answer are rendered with their log-probabilities.
     """
 
-    def __init__(
-        self, identity: str, model: str, fingerprint: str, *, include_usage: bool = False, log_probs: bool = False
-    ) -> None:
-        self._include_usage = include_usage
-        self._log_probs = log_probs
+    def __init__(self, service: Service, prefix: str, options: StreamOptions | None) -> None:
+        self._include_usage = bool(options and options.include_usage)
         self._shared: dict[str, Any] = {
-            "id": f"chatcmpl-{identity}",
+            "id": f"{prefix}-{service.identifiers.new()}",
             "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"fp_{fingerprint[:12]}",
+            "model": service.model_id,
+            "system_fingerprint": f"fp_{service.pipeline.generator.fingerprint[:12]}",
         }
+
+    def closing(self) -> Iterator[bytes]:
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, problem: Problem) -> Iterator[bytes]:
+        yield event(OPENAI(problem))
+
+
+class Completion(CompletionParts, AnswerRenderer):
+    """Renders one answer; with ``body.logprobs`` its tokens have their log-probabilities."""
+
+    def __init__(self, service: Service, body: ChatRequest) -> None:
+        super().__init__(service, "chatcmpl", body.stream_options)
+        self._log_probs = bool(body.logprobs)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         sources = provenance(answer)
@@ -327,12 +322,6 @@ class Completion(AnswerRenderer):
         yield event(self._chunk({}, _finish_reason(chunk.answer)) | sources | {"posfix": sources})
         if self._include_usage:
             yield event(self._head() | {"choices": [], "usage": usage_output(chunk.answer.usage).model_dump()})
-
-    def closing(self) -> Iterator[bytes]:
-        yield DONE
-
-    def failure(self, problem: Problem) -> Iterator[bytes]:
-        yield event(OPENAI(problem))
 
     def _head(self) -> dict[str, Any]:
         return {**self._shared, "object": "chat.completion.chunk"}
@@ -409,32 +398,24 @@ def create_chat_completion(body: ChatRequest, service: Service) -> tuple[Questio
 
     With ``stream`` the answer is sent as server-sent events; the last chunk before the usage has the sources.
     """
-    service.check_model(body.model or "")
     _check(body)
-    tools = tool_use(lambda: definitions(body.tools), choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
+    tools = tool_use(body.tools, choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
     json_schema = _json_schema(body.response_format)
     check_free_answer(tools, {"response_format": json_schema is not None, "logprobs": bool(body.logprobs)})
     question = build_question(
         service,
+        body,
         conversation(body.messages),
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
-        _posfix(body),
         role=body.messages[-1].role,
+        posfix=_posfix(body),
         use_cache=body.cache is not False,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop=stop_strings(body.stop, "stop"),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=json_schema,
         tools=tools,
     )
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    identity, fingerprint = service.identifiers.new(), service.pipeline.generator.fingerprint
-    renderer = Completion(identity, service.model_id, fingerprint, include_usage=usage, log_probs=bool(body.logprobs))
-    return question, renderer
+    return question, Completion(service, body)
 
 
 @router.get("/v1/models", tags=["models"], responses=OPENAI.responses(401, 403, 500, 503))

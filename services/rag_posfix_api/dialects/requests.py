@@ -5,8 +5,8 @@ A value of another JSON type is rejected, not converted, as the schema says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from langchain_core.documents import Document
 from pydantic import (
@@ -29,7 +29,7 @@ from rag_posfix.contracts.method_spec import read_arrangement
 from rag_posfix.contracts.request import MitigationChoice, PromptTemplate
 from rag_posfix.parameters import shown
 from rag_posfix_api.collections.store import NAME_PATTERN
-from rag_posfix_api.http.errors import InvalidRequestError, TooLargeError, UnsupportedFeatureError
+from rag_posfix_api.http.errors import RequestError
 
 MAX_STOPS = 16  # OpenAI allows 4; clients of other servers send more
 MAX_STOP_CHARACTERS = 256
@@ -218,6 +218,13 @@ def document_text(document: str | DocumentObject) -> str:
 
 
 Documents = Annotated[list[DocumentInput], Field(fail_fast=True)]
+GivenDocuments = Annotated[
+    Documents | None,
+    Field(
+        description="The passages to answer from. Without the field they are retrieved, where an index is served; an "
+        "empty list answers without passages."
+    ),
+]
 
 
 def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> list[Document]:
@@ -236,7 +243,7 @@ def to_documents(inputs: Sequence[str | DocumentObject], max_documents: int) -> 
 def check_count(count: int, max_documents: int, param: str = "documents") -> None:
     """Raise for too many documents; ``param`` is their field."""
     if count > max_documents:
-        raise TooLargeError(
+        raise RequestError(
             f"{param} has {count} entries, at most {max_documents} are allowed; send the best ones",
             param=param,
             code="too_many_documents",
@@ -314,25 +321,29 @@ def chat_message(message: Message, index: int, param: str = "messages") -> ChatM
     """Return a message for the pipeline. Errors name its index and ``param``, the field of the messages.
 
     Raises:
-        UnsupportedFeatureError: it has another role, a part that is no text, or calls of tools, for formats without.
+        RequestError: it has another role, a part that is no text, or calls of tools, for formats without.
     """
     if message.tool_calls:
-        raise UnsupportedFeatureError(f"{param}[{index}]: tool_calls is not supported here; leave it out", param=param)
+        raise RequestError(
+            f"{param}[{index}]: tool_calls is not supported here; leave it out", param=param, code="unsupported"
+        )
     role = _ROLES.get(message.role)
     if role is None:
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"{param}[{index}]: role {shown(message.role)} is not supported; use one of {', '.join(_ROLES)}",
             param=param,
+            code="unsupported",
         )
     if isinstance(message.content, str):
         return {"role": role, "content": message.content}
     content_parts = message.content or []
     for content_part in content_parts:
         if content_part.type != "text" or content_part.text is None:
-            raise UnsupportedFeatureError(
+            raise RequestError(
                 f"{param}[{index}]: a part of type {shown(content_part.type)} is not supported; use "
                 '{"type": "text", "text": ...}',
                 param=param,
+                code="unsupported",
             )
     return {"role": role, "content": "\n".join(content_part.text or "" for content_part in content_parts)}
 
@@ -427,11 +438,39 @@ class PosfixInput(RequestModel):
     min_relevance: MinRelevance | None = Field(default=None, description="Which retrieved passages are read.")
 
 
+Unsupported = Mapping[str, tuple[Any, ...]]
+
+
+class ModelRequest(RequestModel):
+    """A request to the served model. Fields of the API without effect here are ignored.
+
+    Attributes:
+        unsupported: Fields that would change the answer and are refused, with the values that leave it unchanged.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {}
+
+    model: str | None = Field(default=None, examples=["default"], description="The served model, or 'default'.")
+    stream: bool | None = None
+
+    @property
+    def served_name(self) -> str:
+        """The name of the model that is asked for; "" is the served one."""
+        return self.model or ""
+
+
+class AnswerRequest(ModelRequest):
+    """A request for an answer from passages."""
+
+    posfix: PosfixInput | None = Field(default=None, description="What this service adds to the API.")
+
+
 def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
     """Return the fields of a ``Question`` that a request chooses; None takes the default.
 
     Raises:
-        InvalidRequestError: there is an arrangement and also a mitigation or an order.
+        RequestError: there is an arrangement and also a mitigation or an order.
         ConfigError: the arrangement cannot be read.
     """
     names = ("order", "k", "index", "query", "filter", "min_relevance", "allow_unsupported")
@@ -440,7 +479,7 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         return chosen
     repeated = [name for name in ("mitigation", "order") if chosen[name] is not None]
     if repeated:
-        raise InvalidRequestError(
+        raise RequestError(
             f"arrangement names method and order already; leave out {' and '.join(repeated)}",
             param="posfix.arrangement",
         )
@@ -454,12 +493,12 @@ def prompt_template(
     """Return the prompt template of a request, or None for the default.
 
     Raises:
-        InvalidRequestError: the operator does not allow it, or there is none of this name. Clients name no files.
+        RequestError: the operator does not allow it, or there is none of this name. Clients name no files.
     """
     if template is None:
         return None
     if allowed == "none" or (allowed == "shipped" and not isinstance(template, str)):
-        raise InvalidRequestError(
+        raise RequestError(
             "this service takes no template of this kind with a request; leave it out, or ask its operator to set "
             "RAG_POSFIX_SERVICE_REQUEST_TEMPLATES to 'shipped' (names) or 'any' (also fields)",
             param="posfix.template",
@@ -467,7 +506,7 @@ def prompt_template(
     if isinstance(template, TemplateInput):
         return read_template(template.model_dump(exclude_none=True))
     if template not in shipped_templates():
-        raise InvalidRequestError(
+        raise RequestError(
             f"unknown template {shown(template)}; use one of {', '.join(shipped_templates())}", param="posfix.template"
         )
     return shipped_templates()[template]

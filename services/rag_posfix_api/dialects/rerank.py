@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from langchain_core.documents import Document
 from pydantic import AliasChoices, BaseModel, Discriminator, Field, Tag
 from starlette.responses import Response
@@ -19,9 +19,8 @@ from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, QUESTION_TOO_LONG, rerank_indexed
 from rag_posfix.errors import PromptTooLongError, RerankingError
 from rag_posfix.pipeline.pipeline import Pipeline
-from rag_posfix_api.dialects.embeddings import count_tokens
+from rag_posfix_api.dialects.embeddings import TokenUsage, count_tokens
 from rag_posfix_api.dialects.requests import (
-    Count,
     DocumentObject,
     Documents,
     Forms,
@@ -30,14 +29,13 @@ from rag_posfix_api.dialects.requests import (
     check_count,
     document_text,
 )
-from rag_posfix_api.http.errors import COHERE, JINA, OPENAI, SCORING, TEI, InvalidRequestError, UnsupportedFeatureError
-from rag_posfix_api.http.metrics import LogFields, RequestLogFields
+from rag_posfix_api.http.errors import COHERE, JINA, OPENAI, SCORING, TEI, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse
-from rag_posfix_api.runtime.service import ReadyService, Service
+from rag_posfix_api.runtime.service import Call, ReadyCall
 
 _log = logging.getLogger(__name__)
 
-JINA_PATH, COHERE_PATH, TEI_PATH, INFINITY_PATH = "/v1/rerank", "/v2/rerank", "/rerank", "/infinity/rerank"
+JINA_PATH, COHERE_PATH, TEI_PATH = "/v1/rerank", "/v2/rerank", "/rerank"
 
 jina, cohere, vllm, tei = (APIRouter(tags=["rerank"], route_class=CleanRoute) for _ in range(4))
 
@@ -47,9 +45,7 @@ Ranking = list[tuple[int, float]]
 
 
 async def rank(
-    service: Service,
-    request: Request,
-    fields: LogFields,
+    call: Call,
     query: str,
     documents: Sequence[str | DocumentObject],
     param: str = "documents",
@@ -60,17 +56,17 @@ async def rank(
     work stops when the client leaves. ``param`` is the field of the documents.
 
     Raises:
-        InvalidRequestError: the query is blank, or there are too many documents.
-        UnsupportedFeatureError: the pipeline has no reranker.
+        RequestError: the query is blank, there are too many documents, or the pipeline has no reranker.
         PromptTooLongError: the query is longer than the reranker can read.
         RerankingError: the reranker scored nothing.
     """
+    service = call.service
     check_count(len(documents), service.limits.max_documents, param)
     if not query.strip():
-        raise InvalidRequestError("query is empty; give at least one visible character", param="query")
-    fields.documents = len(documents)
+        raise RequestError("query is empty; give at least one visible character", param="query")
+    call.fields.documents = len(documents)
     score = partial(_score, service.pipeline, query, [document_text(document) for document in documents])
-    ranking, tokens = await service.rerank.run(request.receive, score, permit=True)
+    ranking, tokens = await call.score(score)
     if len(ranking) > 1 and ranking[0][1] == ranking[-1][1]:
         service.metrics.tied_rankings.inc()
         _log.warning("reranking: all %d documents have the same score; check the reranker", len(documents))
@@ -79,7 +75,7 @@ async def rank(
 
 def _score(pipeline: Pipeline, query: str, texts: Sequence[str]) -> tuple[Ranking, int]:
     if pipeline.reranker is None:
-        raise UnsupportedFeatureError("this server has no reranker; serve a pipeline with one to rerank")
+        raise RequestError("this server has no reranker; serve a pipeline with one to rerank", code="unsupported")
     documents = [Document(page_content=text) for text in texts]
     with salted(tenant_salt(pipeline.defaults.tenant)), pipeline.tracer.stage("reranker", query, documents) as stage:
         reranked = rerank_indexed(pipeline.reranker, query, documents)
@@ -101,16 +97,18 @@ def _id(document: str | DocumentObject) -> str | None:
     return None if isinstance(document, str) else document.id
 
 
-class _RerankInput(RequestModel):
+class CohereRerankRequest(RequestModel):
+    """A query and the documents to score. Other fields of Cohere's API have no effect here."""
+
     model: str | None = Field(default=None, description="Read over: one reranker is served.")
     query: str = Field(json_schema_extra={"pattern": r"\S"})
     documents: Documents
+    top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
 
 
-class RerankRequest(_RerankInput):
+class RerankRequest(CohereRerankRequest):
     """A query and the documents to score."""
 
-    top_n: Count | None = Field(default=None, description="How many to return; all without it.")
     return_documents: bool | None = None
 
 
@@ -129,44 +127,31 @@ class RerankResult(BaseModel):
     document: RerankDocument | None = None
 
 
-class RerankUsage(BaseModel):
-    """Tokens of query and documents by the served model's tokenizer; 65,536 characters of each text are counted."""
-
-    total_tokens: int
-    prompt_tokens: int
-
-
 class RerankResponse(BaseModel):
-    """Scores, best first. Cohere's version 1 has ``id`` and ``results`` as well."""
+    """Scores, best first: the form of Jina and vLLM. Cohere's version 1 has ``id`` and ``results`` as well."""
 
     id: str
     model: str
     results: list[RerankResult]
-    usage: RerankUsage
+    usage: TokenUsage
 
 
 @jina.post(JINA_PATH, response_model=RerankResponse, responses=JINA.responses(*SCORING))
-async def rerank(body: RerankRequest, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+async def rerank(body: RerankRequest, call: ReadyCall) -> Response:
     """Score documents for a query, best first; documents with equal scores stay in the order of the request."""
-    ranking, tokens = await rank(service, request, fields, body.query, body.documents)
+    ranking, tokens = await rank(call, body.query, body.documents)
     results = []
-    for index, score in ranking[: body.top_n]:
+    for index, score in ranking[: body.top_n or None]:
         document = RerankDocument(text=document_text(body.documents[index]), id=_id(body.documents[index]))
         output = document if body.return_documents is not False else None
         results.append(RerankResult(index=index, relevance_score=score, document=output))
     response = RerankResponse(
-        id=service.identifiers.new(),
-        model=service.embedding_model_id,
+        id=f"rerank-{call.service.identifiers.new()}",
+        model=call.service.embedding_model_id,
         results=results,
-        usage=RerankUsage(total_tokens=tokens, prompt_tokens=tokens),
+        usage=TokenUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return SafeJSONResponse(response.model_dump(exclude_none=True))
-
-
-class CohereRerankRequest(_RerankInput):
-    """A query and the documents to score. Other fields of Cohere's API have no effect here."""
-
-    top_n: Count | None = Field(default=None, description="How many to return; all without it.")
 
 
 class CohereResult(BaseModel):
@@ -205,55 +190,15 @@ class CohereRerankResponse(BaseModel):
 
 
 @cohere.post(COHERE_PATH, summary="Rerank", response_model=CohereRerankResponse, responses=COHERE.responses(*SCORING))
-async def cohere_rerank(
-    body: CohereRerankRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
+async def cohere_rerank(body: CohereRerankRequest, call: ReadyCall) -> Response:
     """Score documents for a query, best first."""
-    ranking, _ = await rank(service, request, fields, body.query, body.documents)
+    ranking, _ = await rank(call, body.query, body.documents)
     results = [
         CohereResult(index=index, relevance_score=score, id=_id(body.documents[index]))
-        for index, score in ranking[: body.top_n]
+        for index, score in ranking[: body.top_n or None]
     ]
-    response = CohereRerankResponse(id=service.identifiers.new(), results=results)
+    response = CohereRerankResponse(id=call.service.identifiers.new(), results=results)
     return SafeJSONResponse(response.model_dump(exclude_none=True))
-
-
-class VllmRerankRequest(_RerankInput):
-    """A query and the documents to score."""
-
-    top_n: Natural | None = Field(default=None, description="How many to return; all without it, and for 0.")
-    return_documents: bool | None = Field(
-        default=None, description="A field of Infinity's: the answer is then in its form, and documents are strings."
-    )
-    raw_scores: bool | None = Field(default=None, description="As return_documents; scores are the reranker's.")
-
-
-class VllmDocument(RerankDocument):
-    """The document that was scored."""
-
-
-class VllmResult(BaseModel):
-    """A document's score."""
-
-    index: int
-    document: VllmDocument | str | None = Field(default=None, description="An object; Infinity's is a string.")
-    relevance_score: float
-
-
-class VllmUsage(BaseModel):
-    """Tokens of query and documents by the served model's tokenizer; 65,536 characters of each text are counted."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class VllmRerankResponse(BaseModel):
-    """Scores, best first."""
-
-    id: str
-    model: str
-    usage: VllmUsage
-    results: list[VllmResult]
 
 
 _Texts = Annotated[
@@ -293,20 +238,20 @@ class ScoreResponse(BaseModel):
     created: int
     model: str
     data: list[ScoreEntry]
-    usage: VllmUsage
+    usage: TokenUsage
 
 
 @vllm.post("/v1/score", operation_id="score_v1", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
 @vllm.post("/score", response_model=ScoreResponse, responses=OPENAI.responses(*SCORING))
-async def score(body: ScoreRequest, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+async def score(body: ScoreRequest, call: ReadyCall) -> Response:
     """Score one text against others, in the order of the request."""
-    ranking, tokens = await rank(service, request, fields, body.text_1, body.documents, "text_2")
+    ranking, tokens = await rank(call, body.text_1, body.documents, "text_2")
     response = ScoreResponse(
-        id=f"score-{service.identifiers.new()}",
+        id=f"score-{call.service.identifiers.new()}",
         created=int(time.time()),
-        model=service.embedding_model_id,
+        model=call.service.embedding_model_id,
         data=[ScoreEntry(index=index, score=score) for index, score in sorted(ranking)],
-        usage=VllmUsage(prompt_tokens=tokens, total_tokens=tokens),
+        usage=TokenUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return SafeJSONResponse(response.model_dump())
 
@@ -333,70 +278,23 @@ class TeiRank(BaseModel):
 def _form(body: Any) -> str:
     if isinstance(body, dict):
         return "form:vllm" if "documents" in body else "form:tei"
-    return "form:vllm" if isinstance(body, VllmRerankRequest) else "form:tei"
+    return "form:vllm" if isinstance(body, RerankRequest) else "form:tei"
 
 
 Body = Annotated[
-    Annotated[TeiRerankRequest, Tag("form:tei")] | Annotated[VllmRerankRequest, Tag("form:vllm")],
-    Discriminator(_form),
+    Annotated[TeiRerankRequest, Tag("form:tei")] | Annotated[RerankRequest, Tag("form:vllm")], Discriminator(_form)
 ]
 """TEI's body has ``texts`` and is answered with a list; vLLM's has ``documents``."""
 
 
-@tei.post(
-    TEI_PATH, summary="Rerank", response_model=list[TeiRank] | VllmRerankResponse, responses=TEI.responses(*SCORING)
-)
-async def tei_rerank(body: Body, request: Request, service: ReadyService, fields: RequestLogFields) -> Response:
+@tei.post(TEI_PATH, summary="Rerank", response_model=list[TeiRank] | RerankResponse, responses=TEI.responses(*SCORING))
+async def tei_rerank(body: Body, call: ReadyCall) -> Response:
     """Score texts for a query, best first."""
-    if isinstance(body, VllmRerankRequest):
-        is_infinity = _is_infinity(body, request.headers.get("user-agent", ""))
-        return await _rank_vllm(body, request, service, fields, is_infinity=is_infinity)
-    ranking, _ = await rank(service, request, fields, body.query, body.texts, "texts")
+    if isinstance(body, RerankRequest):
+        return await rerank(body, call)
+    ranking, _ = await rank(call, body.query, body.texts, "texts")
     ranks = [
         TeiRank(index=index, score=score, text=body.texts[index] if body.return_text else None)
         for index, score in ranking
     ]
     return SafeJSONResponse([entry.model_dump(exclude_none=True) for entry in ranks])
-
-
-@tei.post(
-    INFINITY_PATH,
-    operation_id="infinity_rerank",
-    response_model=VllmRerankResponse,
-    responses=OPENAI.responses(*SCORING),
-)
-async def infinity_rerank(
-    body: VllmRerankRequest, request: Request, service: ReadyService, fields: RequestLogFields
-) -> Response:
-    """Score documents for a query, best first; documents are strings. For clients of Infinity that others imitate.
-
-    litellm's ``infinity/`` and ``hosted_vllm/`` send the same bytes and expect different answers: give the first the
-    base address ``http://HOST/infinity``.
-    """
-    return await _rank_vllm(body, request, service, fields, is_infinity=True)
-
-
-async def _rank_vllm(
-    body: VllmRerankRequest, request: Request, service: Service, fields: LogFields, *, is_infinity: bool
-) -> Response:
-    def document_of(document: str | DocumentObject) -> VllmDocument | str | None:
-        if is_infinity:
-            return document_text(document) if body.return_documents else None
-        return VllmDocument(text=document_text(document), id=_id(document))
-
-    ranking, tokens = await rank(service, request, fields, body.query, body.documents)
-    response = VllmRerankResponse(
-        id=f"rerank-{service.identifiers.new()}",
-        model=service.embedding_model_id,
-        usage=VllmUsage(prompt_tokens=tokens, total_tokens=tokens),
-        results=[
-            VllmResult(index=index, document=document_of(body.documents[index]), relevance_score=score)
-            for index, score in ranking[: body.top_n or None]
-        ],
-    )
-    return SafeJSONResponse(response.model_dump(exclude_none=True))
-
-
-def _is_infinity(body: VllmRerankRequest, user_agent: str) -> bool:
-    """Return whether a body has fields of Infinity's; litellm sends ``return_documents`` to vLLM as well."""
-    return body.raw_scores is not None or (body.return_documents is not None and not user_agent.startswith("litellm/"))

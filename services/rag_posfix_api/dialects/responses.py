@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, Tag
@@ -19,6 +19,7 @@ from rag_posfix.parameters import shown
 from rag_posfix_api.dialects.answering import (
     ANY_OBJECT,
     AnswerRenderer,
+    AnyTool,
     NamedTool,
     Provenance,
     ToolChoice,
@@ -29,27 +30,26 @@ from rag_posfix_api.dialects.answering import (
     choice_name,
     definition,
     provenance,
-    reject_fields,
     tool_use,
-    unsupported_tool,
 )
 from rag_posfix_api.dialects.requests import (
     VISIBLE,
-    Documents,
+    AnswerRequest,
     Forms,
+    GivenDocuments,
     MaxTokens,
     Message,
     Part,
-    PosfixInput,
     RequestModel,
     Temperature,
     TextOr,
     TopP,
+    Unsupported,
     chat_message,
     needs,
     to_documents,
 )
-from rag_posfix_api.http.errors import OPENAI, InvalidRequestError, Problem, UnsupportedFeatureError
+from rag_posfix_api.http.errors import OPENAI, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
@@ -85,16 +85,19 @@ class InputItem(RequestModel):
     output: TextOr[InputPart] | None = Field(default=None, description="The result of a call.")
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(AnyTool):
     """A function that may be called; other tools are refused."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"required": ["type", "name"]})
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "name"]})
 
     type: str = Field(default="function", json_schema_extra={"enum": ["function"]})
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema of type object.")
     strict: bool | None = None
+
+    def definition(self) -> dict[str, Any] | None:
+        return definition(self.name, self.description, self.parameters) if self.type == "function" else None
 
 
 class TextFormat(RequestModel):
@@ -111,7 +114,7 @@ class TextFormat(RequestModel):
     def json_schema(self) -> str | None:
         """Return the schema of the answer; None for free text."""
         if self.type == "json_schema" and self.schema_ is None:
-            raise InvalidRequestError('text.format of type json_schema needs {"schema": ...}', param="text")
+            raise RequestError('text.format of type json_schema needs {"schema": ...}', param="text")
         schemas = {"text": None, "json_object": ANY_OBJECT, "json_schema": json.dumps(self.schema_)}
         return schemas[self.type]
 
@@ -122,32 +125,33 @@ class TextOptions(RequestModel):
     format: TextFormat = Field(default_factory=TextFormat)
 
 
-class ResponsesRequest(RequestModel):
-    """A request. Fields of OpenAI's API without effect here are ignored; ``parse`` refuses unsupported ones."""
+class ResponsesRequest(AnswerRequest):
+    """A request. Fields of OpenAI's API without effect here are ignored; unsupported ones are refused."""
 
-    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Unsupported] = {
+        "previous_response_id": (None,),
+        "conversation": (None,),
+        "prompt": (None,),
+        "background": (None, False),
+        "top_logprobs": (None, 0),
+    }
 
     input: Annotated[
         Annotated[str, Tag("string"), Field(json_schema_extra=VISIBLE)]
         | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("array")],
         Forms("string", "array"),
     ] = Field(description="The question, or a conversation that ends with it.")
-    model: str | None = Field(default=None, description="The served model, or 'default'.")
     instructions: str | None = None
-    max_output_tokens: MaxTokens = None
+    max_tokens: Annotated[MaxTokens, Field(alias="max_output_tokens")] = None
     temperature: Temperature = None
     top_p: TopP = None
-    stream: bool | None = None
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(
         default=None, description="Functions that may be called, where the chat template of the model takes tools."
     )
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    documents: Documents | None = Field(
-        default=None, description="The passages to answer from. Without the field they are retrieved."
-    )
-    posfix: PosfixInput | None = Field(default=None, description="What this service adds to OpenAI's API.")
+    documents: GivenDocuments = None
 
 
 class FileCitation(BaseModel):
@@ -252,14 +256,6 @@ class ResponseObject(BaseModel):
     posfix: Provenance | None = Field(default=None, description="What this service adds to OpenAI's API.")
 
 
-# Unsupported fields that would change the answer, with the values that leave it unchanged.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "prompt": (None,),
-    "background": (None, False),
-    "top_logprobs": (None, 0),
-}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -283,9 +279,10 @@ def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
 
 def _chat_message(item: InputItem, index: int) -> ChatMessage:
     if item.type != "message" or item.role is None:
-        raise UnsupportedFeatureError(
+        raise RequestError(
             f"input[{index}]: an item of type {shown(item.type)} is not supported; use messages with a role",
             param="input",
+            code="unsupported",
         )
     if item.content is None or isinstance(item.content, str):
         return chat_message(Message(role=item.role, content=item.content), index, "input")
@@ -294,13 +291,6 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
         for content_part in item.content
     ]
     return chat_message(Message(role=item.role, content=content_parts), index, "input")
-
-
-def _definitions(tools: Sequence[FunctionTool]) -> Iterator[dict[str, Any]]:
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise unsupported_tool(f"tools[{index}]", tool.type)
-        yield definition(tool.name, tool.description, tool.parameters)
 
 
 class ResponseRenderer(AnswerRenderer):
@@ -428,26 +418,19 @@ router = APIRouter(route_class=CleanRoute)
 @chat_route(router, "/v1/responses", OPENAI, "create_response", ResponseObject)
 def create_response(body: ResponsesRequest, service: Service) -> tuple[Question, AnswerRenderer]:
     """Answer the input from documents: those of the request, or retrieved ones. Responses are not stored."""
-    service.check_model(body.model or "")
-    reject_fields(body.model_extra, _UNSUPPORTED)
     text = body.text or TextOptions()
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     json_schema = text.format.json_schema()
-    tools = tool_use(
-        lambda: list(_definitions(body.tools or ())), choice_name(body.tool_choice), parallel=body.parallel_tool_calls
-    )
+    tools = tool_use(body.tools, choice_name(body.tool_choice), parallel=body.parallel_tool_calls)
     check_free_answer(tools, {"text.format": json_schema is not None})
     question = build_question(
         service,
+        body,
         _conversation(items),
         None if body.documents is None else to_documents(body.documents, service.limits.max_documents),
-        body.posfix,
         role=items[-1].role or items[-1].type,
         system=body.instructions,
         param="input",
-        max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         json_schema=json_schema,
         tools=tools,
     )

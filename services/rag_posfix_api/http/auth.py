@@ -33,13 +33,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rag_posfix.caching.redis_client import RedisServers
-from rag_posfix_api.http.errors import (
-    ForbiddenError,
-    KeysUnavailableError,
-    QuotaError,
-    QuotasUnavailableError,
-    UnauthorizedError,
-)
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.keys.store import SCOPES, KeyStore, digest, split_key
 
 _log = logging.getLogger(__name__)
@@ -130,33 +124,38 @@ class KeyChecker:
         """Return the caller of a request that its key allows.
 
         Raises:
-            UnauthorizedError: the key is missing or wrong.
-            ForbiddenError: the key lacks the scope of the request.
-            KeysUnavailableError: the key file cannot be read, and the key is not the one of the settings.
+            RequestError: the key is missing or wrong, lacks the scope of the request, or is not that of the settings
+                while the key file cannot be read.
         """
         scope = required_scope(method, path)
         await self.refresh()
         if not self.required:
             if not self._open_to_proxies and any(name in headers for name in _PROXY_HEADERS):
-                raise UnauthorizedError(
+                raise RequestError(
                     "a proxy brought this request, and the service has no API key that others could need; create one "
-                    "on the server with: rag-posfix keys create TENANT, or set RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS"
+                    "on the server with: rag-posfix keys create TENANT, or set RAG_POSFIX_SERVICE_ALLOW_ANONYMOUS",
+                    code="invalid_api_key",
                 )
             if scope in ANONYMOUS.scopes:
                 return ANONYMOUS
-            raise ForbiddenError("this needs a key with the scope 'admin', and none exists; create one on the server")
+            raise RequestError(
+                "this needs a key with the scope 'admin', and none exists; create one on the server",
+                code="insufficient_scope",
+            )
         presented = _read_key(headers)
         caller = None if presented is None else self.caller(presented)
         if caller is None:
             if presented is not None and self._store.describe_failing() is not None:
-                raise KeysUnavailableError("the API keys cannot be read now; try again later")
+                raise RequestError("the API keys cannot be read now; try again later", code="keys_unavailable")
             problem = "missing" if presented is None else "wrong"
-            raise UnauthorizedError(
-                f"the API key is {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise RequestError(
+                f"the API key is {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
             )
         if scope not in caller.scopes:
-            raise ForbiddenError(
-                f"the API key lacks the scope {scope!r} that the request needs; use a key that has it"
+            raise RequestError(
+                f"the API key lacks the scope {scope!r} that the request needs; use a key that has it",
+                code="insufficient_scope",
             )
         return caller
 
@@ -275,15 +274,21 @@ class _Use:
     running: int = 0
 
 
-def _too_many_running(running: int, max_concurrent: int | None) -> QuotaError:
-    return QuotaError(
-        f"{running} requests of this key are running and {max_concurrent} are allowed; wait until one ends", 1
+def _too_many_running(running: int, max_concurrent: int | None) -> RequestError:
+    return RequestError(
+        f"{running} requests of this key are running and {max_concurrent} are allowed; wait until one ends",
+        retry_seconds=1,
+        code="rate_limit_exceeded",
     )
 
 
-def _too_often(rate: int | None, wait_seconds: float) -> QuotaError:
+def _too_often(rate: int | None, wait_seconds: float) -> RequestError:
     seconds = max(1, math.ceil(wait_seconds))
-    return QuotaError(f"this key may make {rate} requests a minute; try again in {seconds} seconds", seconds)
+    return RequestError(
+        f"this key may make {rate} requests a minute; try again in {seconds} seconds",
+        retry_seconds=seconds,
+        code="rate_limit_exceeded",
+    )
 
 
 class Quotas:
@@ -302,7 +307,7 @@ class Quotas:
         """Count a request until ``Release`` is called; a caller without limits is not counted.
 
         Raises:
-            QuotaError: a limit of the caller's key is reached.
+            RequestError: a limit of the caller's key is reached.
         """
         if caller.key_id is None or (caller.requests_per_minute is None and caller.max_concurrent is None):
             return _nothing
@@ -363,7 +368,7 @@ class SharedQuotas(Quotas):
         self._open()
 
     async def take(self, caller: Caller) -> Release:
-        """As in ``Quotas``; raises ``QuotasUnavailableError`` too."""
+        """As in ``Quotas``; raises ``RequestError`` too where Redis does not answer."""
         rate, most = caller.requests_per_minute, caller.max_concurrent
         if caller.key_id is None or (rate is None and most is None):
             return _nothing
@@ -375,7 +380,9 @@ class SharedQuotas(Quotas):
             self._ended[name] += ended if most is None else [*ended, request]
             if self._without_redis == "local":
                 return await super().take(caller)
-            raise QuotasUnavailableError("the limits of this key cannot be checked now; try again later")
+            raise RequestError(
+                "the limits of this key cannot be checked now; try again later", code="quotas_unavailable"
+            )
         outcome, number = (part.decode() for part in reply)
         if outcome == "running":
             raise _too_many_running(int(number), most)

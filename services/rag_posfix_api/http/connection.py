@@ -15,13 +15,15 @@ from typing import Any, Final
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rag_posfix_api.http.errors import INVALID, ErrorForm, Problem
+from rag_posfix_api.http.errors import ErrorForm, RequestError, problem_of
 from rag_posfix_api.http.middleware import encode_json
 
 _log = logging.getLogger("rag_posfix_api.access")
 
 MAX_QUEUED: Final = 16
 """Requests of one connection that wait for the response to an earlier one; further bytes are not parsed."""
+MAX_HEAD_BYTES: Final = 32 * 1024
+"""Size limit of request line and headers together; beyond it the answer is 431."""
 _MIN_REQUEST_BYTES = 9
 """A shortest request, ``GET /`` and two line ends."""
 
@@ -30,21 +32,18 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection with limits; ``limited`` sets them.
 
     Attributes:
-        max_head_bytes: Size limit of request line and headers together; beyond it the answer is 431.
         read_seconds: How long a client may take to send a request, its body included; afterwards the answer is 408.
             As long it may read nothing of a response; afterwards the connection is closed.
         form: Renders the body of both errors.
     """
 
-    max_head_bytes: int
     read_seconds: float
     form: ErrorForm
 
     @classmethod
-    def limited(cls, max_head_bytes: int, read_seconds: float, form: ErrorForm) -> type[BoundedConnection]:
+    def limited(cls, read_seconds: float, form: ErrorForm) -> type[BoundedConnection]:
         """Return the class of a server's connections."""
-        attributes = {"max_head_bytes": max_head_bytes, "read_seconds": read_seconds, "form": form}
-        return type("LimitedConnection", (cls,), attributes)
+        return type("LimitedConnection", (cls,), {"read_seconds": read_seconds, "form": form})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +87,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head:
             self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > self.max_head_bytes + len(data):
+            if self._unparsed_bytes > MAX_HEAD_BYTES + len(data):
                 self._reject_head()
 
     @property
@@ -162,15 +161,14 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > self.max_head_bytes:
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._reject_head()
 
     def _reject_head(self) -> None:
         size = max(self._head_bytes, self._unparsed_bytes)
         self._reject(
-            431,
+            f"request line and headers have {size} bytes so far, at most {MAX_HEAD_BYTES} are allowed",
             "head_too_large",
-            f"request line and headers have {size} bytes so far, at most {self.max_head_bytes} are allowed",
         )
 
     def _late(self) -> None:
@@ -184,18 +182,17 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
             return
         self._reject(
-            408,
-            "request_timeout",
-            f"the request was not complete after {self.read_seconds:g} seconds; send it faster",
+            f"the request was not complete after {self.read_seconds:g} seconds; send it faster", "request_timeout"
         )
 
-    def _reject(self, status: int, code: str, message: str) -> None:
+    def _reject(self, message: str, code: str) -> None:
         """Answer once, without the application, and close the connection."""
         if self._rejected:
             return
         self._rejected = True
         self._stop_timer()
-        body = encode_json(self.form(Problem(status, INVALID, code, message)))
+        problem = problem_of(RequestError(message, code=code))
+        body, status = encode_json(self.form(problem)), problem.status
         lines = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "content-type: application/json",

@@ -1,4 +1,4 @@
-"""Errors of requests: each class carries its HTTP status and code. What a client sees of an error is a ``Problem``.
+"""Errors of requests: one class with a code, and the status of every code. What a client sees is a ``Problem``.
 
 Status 422 is for a body of the wrong shape or types. Status 400 is for a valid body with a value that is not allowed
 or not supported.
@@ -41,174 +41,101 @@ MAX_MESSAGE: Final = 1000
 """Characters of an error message; a client's own text is not sent back at length."""
 _MAX_VALUE: Final = 60
 
-INVALID: Final = "invalid_request_error"
-SERVER: Final = "server_error"
-_RATE: Final = "rate_limit_error"
-_UNAVAILABLE: Final = "unavailable"
+_TYPES: Final[Mapping[int | str, str]] = {
+    "forbidden_host": "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    503: "unavailable",
+    504: "timeout",
+}
 _SEE_LOG: Final = "; the server's log has the cause under this request id"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ErrorSpec:
     """The response to a class of errors.
 
     Attributes:
         code: Name of the error, for programs.
-        type: Class of errors, as in OpenAI's API.
         message: Text that is sent instead of the error's own, which is then only logged.
     """
 
     status: int
     code: str
-    type: str = INVALID
     message: str | None = None
 
 
-KINDS: Final[Mapping[type[Exception], Kind]] = {
-    RequestValidationError: Kind(422, "invalid_request"),
-    ConfigError: Kind(400, "invalid_value"),
-    UnknownNameError: Kind(400, "unknown_name"),
-    UnsupportedModelError: Kind(400, "unsupported"),
-    PlanConflictError: Kind(400, "unsupported"),
-    PromptTooLongError: Kind(400, "context_length_exceeded"),
-    OverloadedError: Kind(429, "overloaded", _RATE),
-    GenerationCancelled: Kind(499, "client_closed_request", "cancelled"),
-    RetrievalError: Kind(500, "retrieval_failed", SERVER, "the index could not be searched" + _SEE_LOG),
-    VectorStoreError: Kind(503, "retrieval_unavailable", _UNAVAILABLE, "the vector store does not answer" + _SEE_LOG),
-    RerankingError: Kind(500, "reranking_failed", SERVER, "the documents could not be scored" + _SEE_LOG),
-    GenerationError: Kind(500, "generation_failed", SERVER, "the model failed" + _SEE_LOG),
-    UpstreamError: Kind(502, "upstream_failed", SERVER, "the server of the model failed" + _SEE_LOG),
-    NoAnswerError: Kind(502, "upstream_failed", SERVER),
-    UpstreamTimeoutError: Kind(504, "upstream_timeout", "timeout", "the server of the model took too long" + _SEE_LOG),
-    Exception: Kind(500, "internal_error", SERVER, "internal error" + _SEE_LOG),
+_CODES: Mapping[int, tuple[str, ...]] = {
+    400: ("invalid_value", "unsupported", "token_limit_exceeded"),
+    401: ("invalid_api_key",),
+    403: ("not_allowed", "insufficient_scope", "forbidden_host"),
+    404: ("not_found", "model_not_found"),
+    405: ("method_not_allowed",),
+    408: ("request_timeout",),
+    409: ("already_exists",),
+    413: (
+        "request_too_large", "body_too_large", "too_many_documents", "too_many_values", "nested_too_deep",
+        "list_too_long", "response_too_large",
+    ),
+    415: ("unsupported_encoding",),
+    429: ("rate_limit_exceeded",),
+    431: ("head_too_large",),
+    500: ("not_stored", "not_read"),
+    503: ("not_ready", "quotas_unavailable", "keys_unavailable", "stopping"),
+    504: ("timeout",),
+}  # fmt: skip
+_HIDING = {
+    "not_stored": "the change could not be written and was not made" + _SEE_LOG,
+    "not_read": "the collection could not be read" + _SEE_LOG,
 }
-"""The kinds of errors of other packages; the classes below have a class attribute ``kind``."""
+
+ERRORS: Final[Mapping[str | type[Exception], ErrorSpec]] = {
+    RequestValidationError: ErrorSpec(422, "invalid_request"),
+    ConfigError: ErrorSpec(400, "invalid_value"),
+    UnknownNameError: ErrorSpec(400, "unknown_name"),
+    UnsupportedModelError: ErrorSpec(400, "unsupported"),
+    PlanConflictError: ErrorSpec(400, "unsupported"),
+    PromptTooLongError: ErrorSpec(400, "context_length_exceeded"),
+    OverloadedError: ErrorSpec(429, "overloaded"),
+    GenerationCancelled: ErrorSpec(499, "client_closed_request"),
+    RetrievalError: ErrorSpec(500, "retrieval_failed", "the index could not be searched" + _SEE_LOG),
+    VectorStoreError: ErrorSpec(503, "retrieval_unavailable", "the vector store does not answer" + _SEE_LOG),
+    RerankingError: ErrorSpec(500, "reranking_failed", "the documents could not be scored" + _SEE_LOG),
+    GenerationError: ErrorSpec(500, "generation_failed", "the model failed" + _SEE_LOG),
+    UpstreamError: ErrorSpec(502, "upstream_failed", "the server of the model failed" + _SEE_LOG),
+    NoAnswerError: ErrorSpec(502, "upstream_failed"),
+    UpstreamTimeoutError: ErrorSpec(504, "upstream_timeout", "the server of the model took too long" + _SEE_LOG),
+    Exception: ErrorSpec(500, "internal_error", "internal error" + _SEE_LOG),
+} | {code: ErrorSpec(status, code, _HIDING.get(code)) for status, codes in _CODES.items() for code in codes}
+"""The errors of other packages by class, and those of this service, which are ``RequestError``, by code."""
 
 
-class InvalidRequestError(ConfigError):
-    """A field of a request has a value that is not allowed; ``param`` is the field."""
+class RequestError(RagPosfixError):
+    """A request is rejected or fails.
 
-    kind = KINDS[ConfigError]
+    Args:
+        param: The wrong field of the request.
+        code: A code of ``ERRORS``.
+        retry_seconds: When to try again, if that is known.
+    """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str = "invalid_value",
+        retry_seconds: float | None = None,
+    ) -> None:
         super().__init__(message)
-        self.param = param
+        self.spec = ERRORS[code]
+        self.param, self.retry_seconds = param, retry_seconds
 
-
-class UnsupportedFeatureError(InvalidRequestError):
-    """A request needs a feature that this service does not support."""
-
-    kind = Kind(400, "unsupported")
-
-
-class NotAllowedError(InvalidRequestError):
-    """A request asks for what the operator of this service does not allow."""
-
-    kind = Kind(403, "not_allowed", "permission_error")
-
-
-class TokenLimitError(InvalidRequestError):
-    """A request has more tokens than all running requests together may have."""
-
-    kind = Kind(400, "token_limit_exceeded")
-
-
-class UnauthorizedError(RagPosfixError):
-    """The API key is missing or wrong."""
-
-    kind = Kind(401, "invalid_api_key", "authentication_error")
-
-
-class ForbiddenError(RagPosfixError):
-    """The caller's key does not allow the request."""
-
-    kind = Kind(403, "insufficient_scope", "permission_error")
-
-
-class ForbiddenHostError(RagPosfixError):
-    """The request was sent to a name that this service does not have."""
-
-    kind = Kind(403, "forbidden_host")
-
-
-class NotFoundError(InvalidRequestError):
-    """A request names something that its caller does not have."""
-
-    kind = Kind(404, "not_found")
-
-
-class ModelNotFoundError(InvalidRequestError):
-    """A request names a model that is not served."""
-
-    kind = Kind(404, "model_not_found")
-
-
-class ConflictError(InvalidRequestError):
-    """A request would create something that exists."""
-
-    kind = Kind(409, "already_exists")
-
-
-class TooLargeError(InvalidRequestError):
-    """A request or its response exceeds a size limit; ``code`` names the limit."""
-
-    def __init__(self, message: str, param: str | None = None, code: str = "request_too_large") -> None:
-        super().__init__(message, param)
-        self.kind = Kind(413, code)
-
-
-class EncodedBodyError(InvalidRequestError):
-    """A body is compressed."""
-
-    kind = Kind(415, "unsupported_encoding")
-
-
-class QuotaError(OverloadedError):
-    """A key has reached a limit of its rate or its concurrency."""
-
-    kind = Kind(429, "rate_limit_exceeded", _RATE)
-
-
-class StorageError(RagPosfixError):
-    """A change could not be written to the disk, and was not made."""
-
-    kind = Kind(500, "not_stored", SERVER, "the change could not be written and was not made" + _SEE_LOG)
-
-
-class UnreadableError(StorageError):
-    """A collection could not be read from the disk."""
-
-    kind = Kind(500, "not_read", SERVER, "the collection could not be read" + _SEE_LOG)
-
-
-class NotReadyError(RagPosfixError):
-    """The model is not loaded yet, or could not be loaded."""
-
-    kind = Kind(503, "not_ready", _UNAVAILABLE)
-
-
-class QuotasUnavailableError(NotReadyError):
-    """The limits of a key cannot be checked, and the operator wants such requests rejected."""
-
-    kind = Kind(503, "quotas_unavailable", _UNAVAILABLE)
-
-
-class KeysUnavailableError(NotReadyError):
-    """The key file cannot be read, so that nobody knows who a key belongs to."""
-
-    kind = Kind(503, "keys_unavailable", _UNAVAILABLE)
-
-
-class StoppingError(NotReadyError):
-    """The service is stopping."""
-
-    kind = Kind(503, "stopping", _UNAVAILABLE)
-
-
-class RequestTimeoutError(RagPosfixError):
-    """A request exceeded its time limit."""
-
-    kind = Kind(504, "timeout", "timeout")
+    @property
+    def code(self) -> str:
+        """Name of the error."""
+        return self.spec.code
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +143,21 @@ class Problem:
     """The part of an error that clients see; a dialect renders its body from this.
 
     Attributes:
-        type: Class of errors, as in OpenAI's API.
         code: Name of the error, for programs.
         message: One line for people.
         param: The wrong field of the request, or None.
     """
 
     status: int
-    type: str
     code: str
     message: str
     param: str | None = None
+
+    @property
+    def type(self) -> str:
+        """Class of errors, as in OpenAI's API."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return _TYPES.get(self.code, _TYPES.get(self.status, default))
 
 
 _DESCRIPTIONS = {
@@ -269,23 +200,24 @@ class ErrorForm:
         return {status: {"model": self.body, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
-def kind_of(error: Exception) -> Kind:
-    """Return the kind of an error's class, or of its nearest base class."""
-    kind = getattr(error, "kind", None)
-    return kind if isinstance(kind, Kind) else next(KINDS[cls] for cls in type(error).__mro__ if cls in KINDS)
+def spec_of(error: Exception) -> ErrorSpec:
+    """Return the spec of an error, or of the nearest base class of its class."""
+    if isinstance(error, RequestError):
+        return error.spec
+    return next(ERRORS[cls] for cls in type(error).__mro__ if cls in ERRORS)
 
 
 def problem_of(error: Exception) -> Problem:
     """Return the client's view of an error. The text of a server error is logged and not sent."""
-    kind = kind_of(error)
-    status, message, param = kind.status, kind.message or str(error), getattr(error, "param", None)
+    spec = spec_of(error)
+    status, message, param = spec.status, spec.message or str(error), getattr(error, "param", None)
     if isinstance(error, RequestValidationError):
         message, param = _describe_invalid(error)
         if any(problem["type"] == "json_invalid" for problem in error.errors()):
             status = 400
-    if kind.message is not None:
+    if spec.message is not None:
         log_failure(error)
-    return Problem(status, kind.type, kind.code, one_line(message), param if param is None else _shorten(param))
+    return Problem(status, spec.code, one_line(message), param if param is None else _shorten(param))
 
 
 def one_line(message: str) -> str:
@@ -332,7 +264,9 @@ def _shorten(text: str) -> str:
 def log_failure(error: Exception) -> None:
     """Log the type of an error and its stack without messages: the text of an error may quote a prompt."""
     frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    _log.error("request failed: %s", type(error).__name__, extra={"fields": {"places": frames[-12:]}})
+    _log.error(
+        "request failed: %s", getattr(error, "code", type(error).__name__), extra={"fields": {"places": frames[-12:]}}
+    )
 
 
 ANSWERING = (400, 401, 403, 404, 413, 422, 429, 500, 502, 503, 504)
@@ -386,15 +320,11 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
-class RerankErrorDetail(ErrorDetail):
-    """The error, for programs."""
-
-
 class RerankErrorBody(BaseModel):
     """The body of every error."""
 
     detail: str
-    error: RerankErrorDetail
+    error: ErrorDetail
 
 
 class TeiErrorBody(BaseModel):
@@ -421,8 +351,8 @@ def _detail(problem: Problem) -> dict[str, Any]:
 
 
 def _anthropic(problem: Problem) -> dict[str, Any]:
-    kind = _ANTHROPIC_TYPES.get(problem.status, INVALID if problem.status < 500 else "api_error")
-    return {"error": _detail(problem) | {"type": kind}}
+    default = "invalid_request_error" if problem.status < 500 else "api_error"
+    return {"error": _detail(problem) | {"type": _ANTHROPIC_TYPES.get(problem.status, default)}}
 
 
 OPENAI = ErrorForm("openai", ErrorBody, lambda problem: {"error": _detail(problem)})

@@ -17,12 +17,11 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -77,7 +76,7 @@ class Metrics:
         self._codes = self._counter(
             "requests", "Requests by the format of the response and its outcome.", ["dialect", "code"]
         )
-        self._count_tenants()
+        self._count_outcomes()
         self._stages = self._histogram("stage_duration_seconds", "One stage of one answer.", _STAGE_BUCKETS, ["stage"])
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -99,11 +98,8 @@ class Metrics:
             "model_tokens",
             "Tokens of answers that the model computed: read, reused from the passage KV store, or generated.",
             ["kind"],
+            ("read", "reused", "generated"),
         )
-        for kind in ("read", "reused", "generated"):
-            self._model_tokens.labels(kind)
-        self._count_forms()
-        self._count_unsupported()
         self._cache = self._counter("cache_requests", "Look-ups in the answer cache.", ["result"])
         self.tied_rankings = self._counter("reranking_ties", "Rankings whose documents all have one score.")
         self.counted = CountedElsewhere()
@@ -116,34 +112,28 @@ class Metrics:
         )
         self._gauge("running_answers", "Answers that the model works on.").set_function(working)
         self._gauge("ready", "1 once the model is loaded and verified.").set_function(is_ready)
-        self._watch_queues(waiting)
-
-    def _watch_queues(self, waiting: Mapping[str, Callable[[], int]]) -> None:
         queued = self._gauge("waiting_requests", "Requests that wait for the model.", ["work"])
         for work, count in waiting.items():
             self._queue.labels(work)
             queued.labels(work).set_function(count)
 
-    def _count_forms(self) -> None:
-        self._malformed = self._counter("malformed_answers", "Answers whose text has a fault of form.", ["fault"])
-        for fault in get_args(FormFault):
-            self._malformed.labels(fault)
-
-    def _count_unsupported(self) -> None:
-        self.unsupported = self._counter(
-            "unsupported", "Answers that no passage supports, by what was done: refused or answered.", ["action"]
-        )
-        for action in ("refused", "answered"):
-            self.unsupported.labels(action)
-
-    def _count_tenants(self) -> None:
-        """Make the counters by tenant: those of the key file; "" is the single key, or no key."""
+    def _count_outcomes(self) -> None:
+        # By tenant of the key file; "" is the single key, or no key.
         self._tenant_requests = self._counter("tenant_requests", "Requests by tenant and outcome.", ["tenant", "code"])
         self._tenant_tokens = self._counter("tenant_tokens", "Tokens of answers by tenant.", ["tenant", "kind"])
         self._tenant_seconds = self._counter(
             "tenant_model_seconds",
             "Time in which the model worked for a tenant; requests that run together share it equally.",
             ["tenant", "work"],
+        )
+        self._malformed = self._counter(
+            "malformed_answers", "Answers whose text has a fault of form.", ["fault"], get_args(FormFault)
+        )
+        self.unsupported = self._counter(
+            "unsupported",
+            "Answers that no passage supports, by what was done: refused or answered.",
+            ["action"],
+            ("refused", "answered"),
         )
 
     def count_request(self, route: str, status: int, seconds: float, dialect: str, code: str, tenant: str) -> None:
@@ -185,8 +175,14 @@ class Metrics:
             self._model_tokens.labels("reused").inc(reused)
             self._model_tokens.labels("generated").inc(tokens.get("completion", 0))
 
-    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(f"rag_posfix_{name}", documentation, labels, registry=self.registry)
+    def _counter(
+        self, name: str, documentation: str, labels: Sequence[str] = (), values: Iterable[str] = ()
+    ) -> Counter:
+        """Return a counter, which begins at 0 for each of ``values`` of its label."""
+        counter = Counter(f"rag_posfix_{name}", documentation, labels, registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
         return Gauge(f"rag_posfix_{name}", documentation, labels, registry=self.registry)
@@ -352,24 +348,11 @@ class LogFields:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        names = (
-            "mitigation", "order", "cache", "documents", "grounded", "support", "truncated", "left_out", "error",
-            "key",
-        )  # fmt: skip
+        names = [name for name in self.__slots__ if name not in ("tenant", "tokens", "timings")]
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         fields |= {f"{kind}_tokens": count for kind, count in self.tokens.items()}
         stages = {stage: round(seconds, 6) for stage, seconds in self.timings.items()}
         return fields | {"stage_seconds": stages} if stages else fields
-
-
-async def log_fields(request: Request) -> LogFields:
-    """Return the log fields of ``request``, which the outermost middleware has set."""
-    fields: LogFields = request.state.log_fields
-    return fields
-
-
-RequestLogFields = Annotated[LogFields, Depends(log_fields)]
-"""The log fields of the request, to be filled in."""
 
 
 class _Formatter(logging.Formatter):

@@ -40,19 +40,13 @@ from rag_posfix.parameters import shown
 from rag_posfix.text import clean_text
 from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, Rejections, source_of
 from rag_posfix_api.http.errors import (
-    INVALID,
-    SERVER,
-    EncodedBodyError,
     ErrorForm,
-    ForbiddenHostError,
     Problem,
-    TooLargeError,
-    UnauthorizedError,
-    UnsupportedFeatureError,
-    kind_of,
+    RequestError,
     log_failure,
     one_line,
     problem_of,
+    spec_of,
 )
 from rag_posfix_api.http.metrics import REQUEST_ID, Identifiers, LogFields, Metrics
 
@@ -198,7 +192,7 @@ def check_shape(body: bytes) -> int:
     Cost: linear; about 40 ms for 8 MB.
 
     Raises:
-        TooLargeError: there are more than ``MAX_VALUES`` values, or more than ``MAX_DEPTH`` levels.
+        RequestError: there are more than ``MAX_VALUES`` values, or more than ``MAX_DEPTH`` levels.
     """
     # Escapes occur in strings only. Without them, the quotes separate strings from structure.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
@@ -213,7 +207,7 @@ def check_shape(body: bytes) -> int:
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
-        raise TooLargeError(
+        raise RequestError(
             f"the body nests lists and objects {deepest} levels deep, at most {MAX_DEPTH} are allowed; "
             "write it flatter",
             code="nested_too_deep",
@@ -223,7 +217,7 @@ def check_shape(body: bytes) -> int:
 
 def _check_values(count: int) -> None:
     if count > MAX_VALUES:
-        raise TooLargeError(
+        raise RequestError(
             f"the body has about {count} JSON values, at most {MAX_VALUES} are allowed; send fewer documents or "
             "messages, with less metadata",
             code="too_many_values",
@@ -244,7 +238,7 @@ def check_filter_fields(body: Any, body_fields: Collection[str]) -> None:
             advice = "this route reads only what the request sends; leave it out"
         else:
             advice = f"give the filter as {'posfix.filter' if correct_name == 'posfix' else 'filter'}"
-        raise UnsupportedFeatureError(f"{name} is not a field of this request; {advice}", param=name)
+        raise RequestError(f"{name} is not a field of this request; {advice}", param=name, code="unsupported")
 
 
 def check_lists(body: Any, max_documents: int) -> None:
@@ -256,7 +250,7 @@ def check_lists(body: Any, max_documents: int) -> None:
     for name, value in body.items() if isinstance(body, dict) else ():
         if isinstance(value, list) and len(value) > max_entries:
             field = name if len(name) <= 60 else f"{name[:57]}..."
-            raise TooLargeError(
+            raise RequestError(
                 f"{field} has {len(value)} entries, at most {max_entries} are allowed",
                 param=field,
                 code="list_too_long",
@@ -374,23 +368,20 @@ def install_handlers(app: FastAPI, form_of: FormOf) -> None:
     """Install handlers in ``app`` that render every error of a route in the dialect of its path."""
 
     async def handle_known(request: Request, error: Exception) -> Response:
-        request.state.log_fields.error = kind_of(error).code
+        request.state.log_fields.error = spec_of(error).code
         return error_response(error, form_of(get_route_path(request.scope)))
 
     async def handle_routing(request: Request, error: Any) -> Response:
         status, message, headers = error.status_code, str(error.detail), error.headers
         path = get_route_path(request.scope)
-        code = "invalid_request" if status < 500 else "internal_error"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
         if status == 404:
-            code = "not_found"
             message = f"nothing is served at {request.method} {path!r}; GET /openapi.json lists what is"
         elif status == 405:
-            code = "method_not_allowed"
             message = f"{path!r} does not take {request.method}; the header 'allow' says what it takes"
             headers = {"allow": ", ".join(_allowed_methods(request))}
         request.state.log_fields.error = code
-        problem = Problem(status, INVALID if status < 500 else SERVER, code, one_line(message))
-        return SafeJSONResponse(form_of(path)(problem), status, headers)
+        return SafeJSONResponse(form_of(path)(Problem(status, code, one_line(message))), status, headers)
 
     app.add_exception_handler(RagPosfixError, handle_known)
     app.add_exception_handler(RequestValidationError, handle_known)
@@ -421,9 +412,10 @@ class AllowedHosts:
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
         name, colon, port = host.rpartition(":")
         if host and (name if colon and port.isdecimal() else host).lower() not in self._names:
-            raise ForbiddenHostError(
+            raise RequestError(
                 "this service is bound to loopback without a key, and takes requests to localhost only; call it by "
-                "'localhost' or 127.0.0.1, or set RAG_POSFIX_SERVICE_API_KEY"
+                "'localhost' or 127.0.0.1, or set RAG_POSFIX_SERVICE_API_KEY",
+                code="forbidden_host",
             )
         await self._app(scope, receive, send)
 
@@ -449,8 +441,9 @@ class ApiKeyAuth:
         source = source_of(scope)
         try:
             caller = await self._checker.allowed(scope["method"], path, Headers(scope=scope))
-        except UnauthorizedError:
-            await anyio.sleep(self._rejections.pause(source))
+        except RequestError as error:
+            if error.code == "invalid_api_key":
+                await anyio.sleep(self._rejections.pause(source))
             raise
         fields = scope["state"]["log_fields"]
         fields.key, fields.tenant = caller.key_id, caller.tenant
@@ -509,7 +502,10 @@ class BodyLimit:
         if scope["type"] == "http":
             encoding = Headers(scope=scope).get("content-encoding", "identity").strip()
             if encoding.lower() not in ("", "identity"):
-                raise EncodedBodyError(f"the body is encoded as {shown(encoding)}; send it without content-encoding")
+                raise RequestError(
+                    f"the body is encoded as {shown(encoding)}; send it without content-encoding",
+                    code="unsupported_encoding",
+                )
             length = Headers(scope=scope).get("content-length", "")
             if length.isdecimal():
                 self._check(int(length), "")
@@ -531,7 +527,7 @@ class BodyLimit:
 
     def _check(self, size: int, so_far: str) -> None:
         if size > self._max_body_bytes:
-            raise TooLargeError(
+            raise RequestError(
                 f"the body has {size} bytes{so_far}, at most {self._max_body_bytes} are allowed; send fewer or "
                 "shorter documents",
                 code="body_too_large",
@@ -596,7 +592,7 @@ class ObservedRequests:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            fields.error = kind_of(error).code
+            fields.error = spec_of(error).code
             if status is None:
                 await error_response(error, self._form_of(get_route_path(scope)))(scope, receive, send_with_id)
             else:  # the server closes the connection of a response that was left incomplete

@@ -23,7 +23,7 @@ from rag_posfix.contracts.retrieval import current_of
 from rag_posfix.errors import install_command
 from rag_posfix.retrieval.base import first_passages
 from rag_posfix.retrieval.ingest.structure import HEADING_SEPARATOR
-from rag_posfix_api.http.errors import NotFoundError, NotReadyError, UnsupportedFeatureError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.http.middleware import SafeJSONResponse
 from rag_posfix_api.runtime.service import ReadyService, ServiceState
 
@@ -70,7 +70,7 @@ async def service_state(service: ServiceState) -> Response:
     """Return what the page asks before it has a key: readiness, whether keys are needed, attention, and an index."""
     try:
         gives_attention = service.reader is not None
-    except (NotReadyError, UnsupportedFeatureError):
+    except RequestError:
         gives_attention = False
     state = {
         "ready": service.is_ready,
@@ -134,11 +134,12 @@ async def _file(files: StaticFiles, path: str, request: Request, headers: Mappin
 
 
 def _swagger_folder() -> Path:
-    """Return the folder of Swagger UI's files; raise ``NotFoundError`` if the package is not installed."""
+    """Return the folder of Swagger UI's files; raise ``RequestError`` if the package is not installed."""
     spec = find_spec(_SWAGGER_PACKAGE)
     if spec is None or spec.origin is None:
-        raise NotFoundError(
+        raise RequestError(
             f"this page needs a package that is not installed; {install_command('server')}. "
-            "GET /openapi.json has the document"
+            "GET /openapi.json has the document",
+            code="not_found",
         )
     return Path(spec.origin).with_name("static")

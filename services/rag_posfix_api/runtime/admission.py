@@ -31,7 +31,7 @@ from rag_posfix.contracts.generator import DelegatingGenerator, Generator
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest
 from rag_posfix.errors import GenerationCancelled, OverloadedError
 from rag_posfix.pipeline.precompute import AnswerCache
-from rag_posfix_api.http.errors import RequestTimeoutError, StoppingError, TokenLimitError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.http.metrics import ANSWER, Metrics
 
 _HALF_LIFE_SECONDS = 60.0
@@ -75,17 +75,17 @@ class Ticket:
 
         Raises:
             GenerationCancelled: the client has disconnected.
-            StoppingError: the service stops.
-            RequestTimeoutError: the time limit is exceeded.
+            RequestError: the service stops, or the time limit is exceeded.
         """
         if self.stopped:
-            raise StoppingError("the service stopped before the answer was complete; ask again")
+            raise RequestError("the service stopped before the answer was complete; ask again", code="stopping")
         if self.cancelled:
             raise GenerationCancelled("the client went away before the answer was complete")
         if self.remaining <= 0:
-            raise RequestTimeoutError(
+            raise RequestError(
                 f"the answer took longer than request_timeout_seconds={self.timeout:g}; lower max_tokens, bring fewer "
-                "documents, or raise the limit"
+                "documents, or raise the limit",
+                code="timeout",
             )
 
 
@@ -250,17 +250,17 @@ class Admission:
             tokens: Tokens of the prompt and of the longest answer. Where requests have none, each counts as 1.
 
         Raises:
-            TokenLimitError: the request has more tokens than all permits together may have.
+            RequestError: the request has more tokens than all permits together may have, or exceeds its time limit.
             OverloadedError: all queue slots are taken, too many tokens wait, or no permit was free within the queue
                 timeout.
             GenerationCancelled: the client has disconnected.
-            RequestTimeoutError: the time limit of the request is exceeded.
         """
         ticket.queued_seconds = 0.0
         if self._max_tokens is not None and tokens > self._max_tokens:
-            raise TokenLimitError(
+            raise RequestError(
                 f"prompt and answer take {tokens} tokens, at most max_tokens_in_flight={self._max_tokens} are "
-                "allowed; lower max_tokens or bring fewer documents"
+                "allowed; lower max_tokens or bring fewer documents",
+                code="token_limit_exceeded",
             )
         self.take_slot(ticket)
         started = time.monotonic()

@@ -30,7 +30,7 @@ from rag_posfix.cancellation import set_cancel_check
 from rag_posfix.contracts.answer import Answer, AnswerChunk
 from rag_posfix.errors import GenerationCancelled, OverloadedError, RagPosfixError
 from rag_posfix_api.http.auth import CALLER
-from rag_posfix_api.http.errors import ConflictError, Problem, kind_of, log_failure, problem_of
+from rag_posfix_api.http.errors import Problem, RequestError, log_failure, problem_of, spec_of
 from rag_posfix_api.http.metrics import LogFields
 from rag_posfix_api.runtime.admission import TICKET, Admission, Ticket
 
@@ -249,7 +249,7 @@ class AnswerStream(Response):
         try:
             await self._job.cancel_on_disconnect(receive, partial(self._send, send))
         except GenerationCancelled as error:
-            self._fields.error = kind_of(error).code
+            self._fields.error = spec_of(error).code
         finally:
             await self._close()
 
@@ -295,7 +295,7 @@ class AnswerStream(Response):
                     timeout = None  # a blank after the last line would be a line
                 self._next = asyncio.ensure_future(self._compute())
         except Exception as error:  # the status is sent; the client learns of it in the stream
-            self._fields.error = kind_of(error).code
+            self._fields.error = spec_of(error).code
             opening = () if opened else self._renderer.opening(None)
             for event in (*opening, *self._renderer.failure(problem_of(error))):
                 yield event
@@ -360,14 +360,16 @@ class PrecomputeJobs:
         self._cancelled: dict[Hashable, threading.Event] = {}
 
     def start(self, key: Hashable, work: Callable[[Progress, threading.Event], int]) -> PrecomputeState:
-        """Queue a job; raise ``ConflictError`` while a job with this key has not ended.
+        """Queue a job; raise ``RequestError`` while a job with this key has not ended.
 
         ``work`` gets a function for its progress and an event that says to end, and returns the number of tokens.
         """
         with self._lock:
             previous = self._states.get(key)
             if previous is not None and not previous.ended:
-                raise ConflictError("a job for this collection is running; wait until it ends, or cancel it")
+                raise RequestError(
+                    "a job for this collection is running; wait until it ends, or cancel it", code="already_exists"
+                )
             cancelled = self._cancelled[key] = threading.Event()
             state = self._states[key] = PrecomputeState()
             self._pool.submit(self._run, key, work, cancelled)
@@ -417,7 +419,7 @@ class PrecomputeJobs:
         except GenerationCancelled:
             self._change(key, cancelled, status="cancelled")
         except Exception as error:
-            kind = kind_of(error)
+            kind = spec_of(error)
             if not isinstance(error, RagPosfixError) or kind.status >= 500:
                 log_failure(error)
             self._change(key, cancelled, status="failed", error=kind.message or " ".join(str(error).split()))

@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from starlette.types import Receive
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, Question
@@ -40,7 +42,7 @@ from rag_posfix.telemetry.build import OFF, Telemetry
 from rag_posfix_api.collections.collection import Collection, open_external_store
 from rag_posfix_api.collections.store import Collections
 from rag_posfix_api.http.auth import CALLER, KeyChecker, Quotas, SharedQuotas
-from rag_posfix_api.http.errors import ModelNotFoundError, NotReadyError, StoppingError, UnsupportedFeatureError
+from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.http.metrics import ANSWER, SCORE, Identifiers, LogFields, Metrics, Statistics
 from rag_posfix_api.http.middleware import UnreadResponses
 from rag_posfix_api.keys.store import KeyStore
@@ -49,6 +51,9 @@ from rag_posfix_api.runtime.jobs import Jobs, PrecomputeJobs, PrecomputeState, P
 
 if TYPE_CHECKING:
     from rag_posfix.generation.batching.scheduler import BatchingGenerator
+
+
+T = TypeVar("T")
 
 
 class ServedIndexes:
@@ -126,14 +131,14 @@ class SharedCheck:
         self._ended = 0.0
 
     async def wait(self) -> None:
-        """Raise what the function raises; NotReadyError if it has no result in time."""
+        """Raise what the function raises; RequestError if it has no result in time."""
         task = self._task
         if task is None or (task.done() and self._clock() - self._ended >= _FRESH_SECONDS) or _of_other_loop(task):
             task = self._task = asyncio.create_task(self._run())
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # perhaps nobody waits then
         done, _ = await asyncio.wait({task}, timeout=self._timeout)
         if not done:
-            raise NotReadyError(f"{self._subject} does not answer within {self._timeout:g} seconds")
+            raise RequestError(f"{self._subject} does not answer within {self._timeout:g} seconds", code="not_ready")
         task.result()
 
     async def _run(self) -> None:
@@ -174,7 +179,7 @@ class Service:
         self.quotas = (
             Quotas() if url is None else SharedQuotas(url.get_secret_value(), limits.quotas_without_redis, lease)
         )
-        size = PassageSize(tokens=limits.collection_passage_tokens, overlap=limits.collection_overlap)
+        size = PassageSize(tokens=limits.collection_passage_tokens)
         folder = limits.data_dir / "collections"
         self.unread = UnreadResponses(MAX_UNREAD * limits.max_body_bytes)
         self.collections = Collections(folder, limits.max_collections, limits.max_collection_documents, size)
@@ -212,7 +217,7 @@ class Service:
         It retrieves what the filter of the caller's key and ``tenant_field`` let through.
 
         Raises:
-            NotReadyError: the pipeline is not loaded, or its model has failed.
+            RequestError: the pipeline is not loaded, or its model has failed.
         """
         caller, field = CALLER.get(), self.limits.tenant_field
         of_tenant = {field: {"$eq": caller.tenant}} if field is not None and caller.tenant else None
@@ -235,9 +240,9 @@ class Service:
     def _served(self) -> Pipeline:
         """The pipeline of no tenant, for data that all callers share."""
         if self._pipeline is None:
-            raise NotReadyError(self._reason)
+            raise RequestError(self._reason, code="not_ready")
         if (failure := self.failure) is not None:
-            raise NotReadyError(str(failure))
+            raise RequestError(str(failure), code="not_ready")
         return self._pipeline
 
     @property
@@ -271,10 +276,12 @@ class Service:
 
     @property
     def reader(self) -> Generator:
-        """The served model, if it gives attention; raises ``UnsupportedFeatureError`` otherwise."""
+        """The served model, if it gives attention; raises ``RequestError`` otherwise."""
         name = self.model_id  # raises before the model is there
         if self._generator is None or "attention" not in self._generator.capabilities:
-            raise UnsupportedFeatureError(f"{name!r} gives no attention; serve a model that this process loads itself")
+            raise RequestError(
+                f"{name!r} gives no attention; serve a model that this process loads itself", code="unsupported"
+            )
         return self._generator
 
     def _open_collection_store(self, pipeline: Pipeline) -> None:
@@ -343,13 +350,13 @@ class Service:
         self.rerank.admission.stop()
 
     def check_ready(self) -> None:
-        """Raise ``NotReadyError`` if the model is not loaded or has failed, or the service is stopping."""
+        """Raise ``RequestError`` if the model is not loaded or has failed, or the service is stopping."""
         if self._draining:
-            raise StoppingError("the service is stopping; ask another replica, or again later")
+            raise RequestError("the service is stopping; ask another replica, or again later", code="stopping")
         _ = self._served
 
     async def check_stores(self) -> None:
-        """Raise ``NotReadyError`` if a vector store, of questions or of collections, cannot be reached.
+        """Raise ``RequestError`` if a vector store, of questions or of collections, cannot be reached.
 
         A retriever that has one says so by a method ``check``; all have ``_CHECK_SECONDS`` together. One check runs at
         a time, for all callers of a second.
@@ -366,7 +373,7 @@ class Service:
             for check in self._stores():
                 check()
         except RagPosfixError as error:
-            raise NotReadyError(str(error)) from error
+            raise RequestError(str(error), code="not_ready") from error
 
     def close(self) -> None:
         """Stop the model, and close the pipeline that ``load`` built; a pipeline of the caller is not closed."""
@@ -381,14 +388,14 @@ class Service:
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embedding model of the pipeline; raises ``UnsupportedFeatureError`` without one."""
+        """The embedding model of the pipeline; raises ``RequestError`` without one."""
         embeddings = self._served.embeddings
         if embeddings is None:
-            raise UnsupportedFeatureError("this server has no embedding model; serve a pipeline with one")
+            raise RequestError("this server has no embedding model; serve a pipeline with one", code="unsupported")
         return embeddings
 
     def collection(self, name: str) -> Collection:
-        """Return a collection of the caller; raise ``NotFoundError`` if the caller has none of this name."""
+        """Return a collection of the caller; raise ``RequestError`` if the caller has none of this name."""
         caller = CALLER.get()
         return self.collections.get(caller.tenant, name, self.embeddings, partial(self._forget, caller.salt))
 
@@ -404,13 +411,13 @@ class Service:
         """Start to compute the keys and values of a collection of the caller in the background.
 
         Raises:
-            NotFoundError: the caller has none of this name.
-            UnsupportedFeatureError: the generator keeps no keys and values.
-            ConflictError: this is being done.
+            RequestError: the caller has none of this name, the generator keeps no keys and values, or the job runs.
         """
         engine, caller, pipeline = self._generator, CALLER.get(), self.pipeline
         if engine is None or "precompute" not in engine.capabilities or engine.passages is None:
-            raise UnsupportedFeatureError("this server keeps no keys and values of passages; turn the store on")
+            raise RequestError(
+                "this server keeps no keys and values of passages; turn the store on", code="unsupported"
+            )
         collection, salt = self.collection(name), tenant_salt(pipeline.defaults.tenant, "")
         passages = engine.passages
 
@@ -429,18 +436,21 @@ class Service:
         return self.precomputing.start((caller.tenant, name), work)
 
     def check_model(self, name: str) -> None:
-        """Raise ``ModelNotFoundError`` unless ``name`` is a name of the served model."""
+        """Raise ``RequestError`` unless ``name`` is a name of the served model."""
         if name not in (self.model_id, self._served.generator.model_id, self.settings.model, "default", ""):
-            raise ModelNotFoundError(
-                f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'", param="model"
+            raise RequestError(
+                f"model {shown(name)} is not served here; use {self.model_id!r} or 'default'",
+                param="model",
+                code="model_not_found",
             )
 
     def check_embedding_model(self, name: str) -> None:
-        """Raise ``ModelNotFoundError`` unless ``name`` is a name of the embedding model."""
+        """Raise ``RequestError`` unless ``name`` is a name of the embedding model."""
         if name not in (self.embedding_model_id, self.settings.embedding_model, "default", ""):
-            raise ModelNotFoundError(
+            raise RequestError(
                 f"embedding model {shown(name)} is not served; use {self.embedding_model_id!r} or 'default'",
                 param="model",
+                code="model_not_found",
             )
 
     def record(self, answer: Answer, fields: LogFields) -> None:
@@ -539,3 +549,32 @@ ServiceState = Annotated[Service, Depends(_service)]
 
 ReadyService = Annotated[Service, Depends(_ready_service)]
 """The service with its model loaded; 503 otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that is being answered: the service, the events of its client, and its log fields, to be filled in."""
+
+    service: Service
+    receive: Receive
+    fields: LogFields
+
+    async def compute(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function``, run in a worker thread; stop when the client leaves."""
+        return await self.service.chat.run(self.receive, function)
+
+    async def score(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function``, run in a worker thread while nothing else embeds or reranks."""
+        return await self.service.rerank.run(self.receive, function, permit=True)
+
+    def record(self, answer: Answer) -> None:
+        """Count an answer."""
+        self.service.record(answer, self.fields)
+
+
+async def _call(request: Request, service: ReadyService) -> Call:
+    return Call(service, request.receive, request.state.log_fields)
+
+
+ReadyCall = Annotated[Call, Depends(_call)]
+"""The request, with ``ReadyService``."""

@@ -42,7 +42,8 @@ class TestVerify:
         result = run("verify", "--model", folder)
         assert "rows of a method: in one batch; passage KV store: serves it" in result.out
 
-    def test_a_model_with_recurrent_layers_says_what_a_snapshot_takes(self, run, tmp_path):
+    def test_a_model_with_recurrent_layers_says_what_a_snapshot_takes(self, run, tmp_path, monkeypatch):
+        monkeypatch.setenv("RAG_POSFIX_DTYPE", "float32")
         folder = save_tiny(tmp_path / "lfm2")
         tiny_model(tiny_config("lfm2", {"max_position_embeddings": 256})).save_pretrained(folder)
         found = run("verify", "--model", folder, "--json").json

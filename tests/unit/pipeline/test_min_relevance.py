@@ -69,12 +69,30 @@ def test_without_a_passage_above_it_the_model_is_not_asked():
 
 def test_the_judge_decides_where_no_passage_is_clearly_similar():
     gains = {"a": 0.79, "b": 0.81, "c": 5.0}
-    read, answer, reader = ask(Shelf(a=0.5, b=0.4, c=0.1), gains)
+    read, answer, reader = ask(Shelf(a=0.3, b=0.25, c=0.1), gains)
     assert (read, answer.dropped) == ({"b"}, (("c", "min_relevance"), ("a", "min_relevance")))
     assert reader.seen == [["a", "b"]], "a passage below the similarity is not judged"
     assert answer.timings["judge"] >= 0
     read, answer, reader = ask(Shelf(a=0.6, b=0.4), gains)
     assert (read, reader.seen) == ({"a", "b"}, []), "one clearly similar passage needs no judge"
+
+
+@pytest.mark.parametrize(
+    ("similarity", "least"), [(0.3, 0.8), (0.4, 0.8 * 2 / 3), (0.45, 0.4), (0.5, 0.8 / 3), (0.57, 0.08)]
+)
+def test_the_more_similar_a_passage_the_less_it_has_to_gain(similarity, least):
+    assert ask(Shelf(a=similarity), {"a": least + 1e-6})[0] == {"a"}
+    assert ask(Shelf(a=similarity), {"a": least - 1e-6})[0] == set()
+
+
+def test_a_reranker_does_not_change_what_a_passage_has_to_gain():
+    class Reversed:
+        def compress_documents(self, documents, query, callbacks=None):
+            return [
+                one.model_copy(update={"metadata": {**one.metadata, "relevance_score": 0.01}}) for one in documents
+            ]
+
+    assert ask(Shelf(a=0.5), {"a": 0.3}, reranker=Reversed(), candidates=10)[0] == {"a"}
 
 
 def test_a_judge_that_fails_leaves_the_passages():
@@ -204,9 +222,11 @@ def test_a_refusal_names_the_best_passage_its_score_and_what_turns_the_test_off(
 
 
 def test_a_refusal_of_the_judge_names_the_passage_it_thinks_most_of():
-    answer = refusal_of(Shelf(a=0.5, b=0.4, c=0.1), {"a": 0.3, "b": 0.7})
+    answer = refusal_of(Shelf(a=0.45, b=0.3, c=0.1), {"a": 0.3, "b": 0.7})
     (warning,) = answer.warnings
     assert "'b', which the judge gives 0.70 nats per token, at least 0.80 are needed" in warning
+    (warning,) = refusal_of(Shelf(a=0.45, b=0.3), {"a": 0.3, "b": 0.2}).warnings
+    assert "'a', which the judge gives 0.30 nats per token, at least 0.40 are needed" in warning
 
 
 def test_nothing_is_said_of_relevance_where_a_passage_is_read_or_none_was_found():

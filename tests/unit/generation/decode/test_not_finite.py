@@ -1,5 +1,7 @@
 """Where an activation overflows, every score is an error that says what to do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,12 +25,17 @@ def engine():
     return Engine(loaded, ToyEncoder(), "tiny", "print")
 
 
+def with_projector(engine):
+    return Engine(replace(engine.loaded, projector=(torch.eye(64),)), engine.encoder, "tiny", "print")
+
+
 CALLS = {
     "score": lambda engine: engine.score(LAYOUT, [5, 6]),
     "score of one token": lambda engine: engine.score(LAYOUT, [5]),
     "score of a method": lambda engine: engine.score(LAYOUT, [5, 6], MitigationChoice("default")),
     "question_likelihood": lambda engine: engine.question_likelihood(LAYOUT),
     "yes_no": lambda engine: engine.first_token_log_probs(LAYOUT, [5, 6]),
+    "last_but_not_late": lambda engine: with_projector(engine).projected_states(LAYOUT.token_ids, [-1]),
     "in_context": lambda engine: engine.question_attention([LAYOUT]),
     "attention_sorting": lambda engine: engine.passage_attention([LAYOUT]),
     "scored prompt": lambda engine: engine.generate(

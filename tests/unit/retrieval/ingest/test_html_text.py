@@ -27,6 +27,10 @@ def html_text(source):
         ("<pre>  x\n    y</pre> z", "  x\n    y\n\nz"),
         ("<script>if (a < b) x('<p>no</p>')</script>yes<style>p {}</style>", "yes"),
         ("<noscript>no</noscript><template><p>no</p></template><svg><title>no</title></svg>yes", "yes"),
+        (
+            "<p>a</p><svg><title>no</title><g><text>June</text><text>8 mm</text></g></svg><p>b</p>",
+            "a\n\nJune 8 mm\n\nb",
+        ),
         ("before<!-- <p>no</p> -->after<!--> -->", "beforeafter"),
         ("<!--[if IE]>no<![endif]--><![if !IE]>yes<![endif]>", "yes"),
         ("a <![CDATA[b]]> c <!unknown> <?php x ?>d", "a c d"),

@@ -293,6 +293,24 @@ def test_a_header_of_merged_cells_counts_for_each_column(tmp_path, book):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("number", "form", "text"),
+    [
+        (0.25, "0%", "25%"),
+        (0.07, "0.0%", "7%"),
+        (1, "0.00%;[Red]-0.00%", "100%"),
+        (25, '0"%"', "25"),
+        (3, r"0\%", "3"),
+    ],
+)
+def test_a_percentage_is_the_number_that_a_reader_sees(tmp_path, book, number, form, text):
+    book.active.append(["Discount", "Year"])
+    book.active.append([number, 2026])
+    book.active["A2"].number_format = form
+    book.save(tmp_path / "a.xlsx")
+    assert sections(tmp_path / "a.xlsx") == [("Sheet", f"| Discount | Year |\n| --- | --- |\n| {text} | 2026 |")]
+
+
 def test_a_formula_of_several_cells_without_a_value_is_said(tmp_path, book):
     from openpyxl.worksheet.formula import ArrayFormula
 

@@ -103,6 +103,22 @@ def test_a_hyphen_at_the_end_of_a_line_before_a_capital_or_number_stays(tmp_path
         tmp_path / "a.pdf", ["The plan of 2020-\n2024 is that of Franco-\nBritish crews and of half-\nboats."]
     )
     assert text == "The plan of 2020-2024 is that of Franco-British crews and of halfboats."
+    lines = "2.1 Scope\nIt is paid within 9 days, for well-\nknown clients at once. Part AX-\n900 is excluded."
+    assert "well-known clients at once. Part AX-900 is" in text_of(tmp_path / "b.pdf", [lines])
+
+
+def test_a_page_number_before_the_last_lines_is_left_out(tmp_path):
+    pages = []
+    for n, name in enumerate(NAMES, 1):
+        lines = [f"The {name} is old.", "Zone", "A", f"Page {n} of 8", "Fee", "Liv", f"Nine {name}s."]
+        heights = range(750, 50, -100)
+        pages.append(
+            " ".join(f"BT /F1 11 Tf 50 {y} Td ({line}) Tj ET" for y, line in zip(heights, lines, strict=True))
+        )
+    (tmp_path / "a.pdf").write_bytes(assemble_pdf(pages))
+    text = read_here(tmp_path / "a.pdf").text
+    assert "Page" not in text
+    assert all(f"Nine {name}s." in text for name in NAMES)
 
 
 def test_page_numbers_in_running_heads_that_differ_are_left_out(tmp_path):
