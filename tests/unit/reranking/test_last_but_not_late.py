@@ -144,6 +144,8 @@ def test_several_prompts_are_compared_with_the_weighted_sum_of_their_questions(e
 class Scripted(FakeGenerator):
     """Returns vectors from a table, by the text before each mark, and keeps the prompts."""
 
+    capabilities = frozenset({"states"})
+
     def __init__(self, table, context_window=4096):
         super().__init__(MarkedEncoder(), context_window)
         self.table, self.prompts = table, []
