@@ -52,7 +52,9 @@ class Condition:
     below: float | None = None
 
     def holds(self, numbers: Numbers) -> bool:
-        """Return whether the interval is on the right side of each bound."""
+        """Return whether the number was measured and its interval is on the right side of each bound."""
+        if self.number not in numbers:
+            return False
         low, high = numbers[self.number]["ci95"]
         return (self.above is None or low > self.above) and (self.below is None or high < self.below)
 

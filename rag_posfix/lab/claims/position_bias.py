@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rag_posfix.evaluation.data.questions import key_value_pairs
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, draw_curves, draw_numbers, exact
@@ -38,7 +39,6 @@ from rag_posfix.lab.probing.subject import (
     Watch,
     after_context,
     answer_loss,
-    key_value_pairs,
     key_value_prompt,
     key_value_prompts,
     language_model,
