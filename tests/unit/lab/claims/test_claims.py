@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce
 from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, draw_numbers, exact, judge
 from rag_posfix.lab.claims.position_bias import doubled_score, relative_positions, variance_shares, without_chance
 from rag_posfix.lab.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
+from rag_posfix.lab.experiment import TrainingSettings
 from rag_posfix.lab.probing.base import estimate
+from rag_posfix.lab.tasks import TASKS
 from tests.support.command_line import command_line
 from tests.unit.lab.probing.probed import small_decoder, tiny_model
 
@@ -34,6 +37,10 @@ TINY = {
     "position-heads": {"strings": 4, "tokens": 16, "skip": 4},
     "position-vectors": {"strings": 4, "tokens": 24},
     "causes": {"questions": 1, "pairs": 2, "positions": 2, "strings": 2, "tokens": 64},
+    "channel-factors": {"strings": 2, "tokens": 64},
+    "key-value-accuracy": {"pairs": 3, "more": 4, "positions": 3, "sets": 1},
+    "cost": {"tokens": 8, "batch": 1, "width": 8, "repeats": 2},
+    "sigmoid-gates": {**TRAINED, "tokens": 2, "blanks": 2},
     "stable-mask": {**TRAINED, "length": 8},
     "word-counting": {"limit": 2},
     "bound": {"strings": 2, "farthest": 4},
@@ -153,6 +160,25 @@ def test_the_conditions_of_a_claim_name_numbers_that_it_measures(claim):
     assert {condition.number for condition in claim.conditions} <= evidence.numbers.keys()
     assert all(number.keys() == {"value", "ci95", "n"} for number in evidence.numbers.values())
     json.dumps(evidence.numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", MEASURED, ids=lambda claim: f"{claim.text}-{claim.name}")
+def test_a_claim_starts_with_full_if_what_full_replaces_is_tiny(claim):
+    tiny = TINY[claim.name]
+    wrong = dict.fromkeys(claim.full)  # small sizes that no measurement takes
+    replaced = replace(claim, small={**tiny, **wrong}, full={name: tiny[name] for name in claim.full})
+    outcome = judge(replaced, tiny_model(600) if claim.reads_model else None, "tiny", full=True)
+    assert outcome.verdict in {SEEN, NOT_SEEN}, outcome.reason
+    assert outcome.figure
+
+
+def test_the_published_size_of_flip_flop_is_256_wide_with_4_heads_4_layers_and_10000_steps():
+    (claim,) = (claim for claim in CLAIMS if claim.name == "flip-flop")
+    sizes = {**claim.small, **claim.full}
+    settings = TrainingSettings(steps=sizes["steps"], width=sizes["width"], layers=sizes["layers"])
+    assert (settings.width, settings.heads, settings.layers, settings.steps) == (256, 4, 4, 10_000)
+    assert TASKS.presets("flip_flop")["flip_flop_published"].items() <= sizes.items()
 
 
 def test_only_bidirectional_attention_without_positions_keeps_the_output_of_a_permuted_text():
