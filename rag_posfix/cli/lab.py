@@ -193,6 +193,10 @@ def reproduce(
             "--model", help="Read with these, comma-separated.", show_default="the two smallest packaged ones here"
         ),
     ] = None,
+    longbench: Annotated[
+        Path | None,
+        typer.Option("--longbench", help="Test that claim on this file.", show_default="none"),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Use the published sizes: hours.")] = False,
     device: Annotated[str, typer.Option("--device", help="Run on cpu, cuda, ...; auto prefers a GPU.")] = "auto",
     as_json: AsJson = False,
@@ -202,12 +206,13 @@ def reproduce(
     1: positional bias in auto-regressive transformers. 2: why decoder-only models need position encodings.
     3: contextual position encoding.
     """
-    from rag_posfix.lab.claims import CLAIMS
+    from rag_posfix.lab.claims import CLAIMS, with_longbench
     from rag_posfix.lab.claims import reproduce as reproduce_claims
     from rag_posfix.lab.probing import open_subject
 
     numbers = texts or sorted({claim.text for claim in CLAIMS})
     chosen = [claim for claim in CLAIMS if claim.text in numbers]
+    chosen = chosen if longbench is None else with_longbench(chosen, longbench)
     if claims is not None:
         names = [name.strip() for name in claims.split(",")]
         if unknown := sorted(set(names) - {claim.name for claim in chosen}):

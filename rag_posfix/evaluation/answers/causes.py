@@ -43,7 +43,7 @@ Estimate = dict[str, Any]
 """``value``, ``ci95`` and ``n`` of a number."""
 
 
-class _EqualRelevance:
+class EqualRelevance:
     """Scores all passages alike, so that no method learns from the scorer which passage has the answer."""
 
     def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Any = None) -> list[Document]:
@@ -138,7 +138,7 @@ def compare_causes(
             try:
                 rows[spec.label] += answer_at_positions(
                     engine, block, [spec], gold_positions=gold_positions, n_documents=documents, max_new_tokens=1,
-                    reranker=_EqualRelevance(), journal=journal, template_of=template_of,
+                    reranker=EqualRelevance(), journal=journal, template_of=template_of,
                 )  # fmt: skip
             except (ConfigError, UnsupportedModelError) as error:
                 if spec.name == "none":

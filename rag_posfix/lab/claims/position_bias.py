@@ -16,6 +16,7 @@ from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, draw_curves, draw_numbers, exact
 from rag_posfix.lab.claims.contextual import compare_encodings, lab_sizes
+from rag_posfix.lab.claims.longbench import LONGBENCH
 from rag_posfix.lab.claims.without_positions import CHANGED, FREE, MASKED, NOTHING, PLACED, order_effects
 from rag_posfix.lab.encodings import Encoding, create_encoding
 from rag_posfix.lab.probing.attention_edit import scaled_score
@@ -591,5 +592,5 @@ POSITION_BIAS = (
         see="The share of right answers by the position of the pair that has it.",
         beware="Keys of five letters and values of four digits, shorter than the paper's; all or nothing.",
     ),
-    Claim(1, "longbench", "Scaling one dimension improves LongBench.", missing="its data is not here"),
+    LONGBENCH,
 )  # fmt: skip
