@@ -248,11 +248,10 @@ def measure(
         asked = {row.question for row in rows}
         usable = [question for question in questions if question.id in asked]
         table = _by_flips(run, usable, rows, flips, seconds, skipped)
-    choice = choose(
-        table, default=default_arrangement(pipeline).label, labels=bool(examples), order_matters=order_matters(flips)
-    )
+    matters, default = order_matters(flips), default_arrangement(pipeline).label
+    choice = choose(table, default=default, labels=bool(examples), order_matters=matters)
     summary = _summary(flips, table, choice, position_rows, skipped, dropped or {})
-    summary["causes"] = name_causes(run, examples, max(seconds, asked_seconds), matters=order_matters(flips))
+    summary["causes"] = name_causes(run, examples, max(seconds, asked_seconds), matters=matters)
     head = {
         "kind": "measure",
         "command": command,
