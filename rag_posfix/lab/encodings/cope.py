@@ -72,11 +72,13 @@ class CopePositions(Positions):
         Shapes:
             query: (B, H, Tq, D). key: (B, H, Tk, D). returns: (B, H, Tq, Tk).
         """
-        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-        if not self.softmax:
-            return scores.sigmoid()
-        future = distances(query.shape[-2], key.shape[-2], scores.device) < 0
-        return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        gates: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        if self.softmax:
+            future = distances(query.shape[-2], key.shape[-2], gates.device) < 0
+            gates = gates.masked_fill(future, float("-inf")).softmax(dim=-1)
+        else:
+            gates = gates.sigmoid()
+        return gates
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return causal attention with contextual positions; see ``Positions.attend``."""
