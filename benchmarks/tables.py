@@ -332,20 +332,19 @@ def _each_record(heads: Sequence[Head], name: str, show: Callable[[Mapping[str, 
 def causes(heads: Sequence[Head]) -> Iterator[Row]:
     """Yield a row per method of the claim ``causes``: share of the spread removed, worst and mean gains."""
     claims = {claim["model"]: claim["numbers"] for head in heads for claim in head["summary"]["claims"]}
-    columns = ("share removed, %", "worst", "mean")
-    yield ["cause", "method", *(f"{model}: {column}" for model in claims for column in columns)]
+    yield ["cause, method", *(title for model in claims for title in (f"{model}: % removed", "worst, mean"))]
     for method, cause in CAUSES.items():
         cells: list[str] = []
         for numbers in claims.values():
             measured = [numbers.get(f"{cause}, {method}: {number}") for number in (REMOVED, WORST, MEAN)]
-            cells += ["-"] * 3 if None in measured else _gains(*measured)
-        yield [cause, f"`{method}`", *cells]
+            cells += ["-"] * 2 if None in measured else _gains(*measured)
+        yield [f"{cause}, `{method}`", *cells]
 
 
 def _gains(removed: Mapping[str, Any], worst: Mapping[str, Any], average: Mapping[str, Any]) -> list[str]:
     low, high = removed["ci95"]
     interval = "" if low == high else f" ({100 * low:.0f} to {100 * high:.0f})"
-    return [f"{100 * removed['value']:.0f}{interval}", f"{worst['value']:+.2f}", f"{average['value']:+.2f}"]
+    return [f"{100 * removed['value']:.0f}{interval}", f"{worst['value']:+.2f}, {average['value']:+.2f}"]
 
 
 Layout = Callable[[Sequence[Head]], Iterator[Row]]

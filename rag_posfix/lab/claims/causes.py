@@ -45,7 +45,9 @@ def causes(
     numbers = {number_name(name, key): methods[name][key] for key in (REMOVED, WORST, MEAN) for name in ordered}
     numbers["spread over positions, unmodified"] = found["spread"]
     shares = {f"{CAUSES[name]}: {name}": methods[name][REMOVED] for name in ordered}
-    return Evidence(numbers, partial(draw_numbers, shares, f"{questions} questions, {pairs} passages", REMOVED))
+    return Evidence(
+        numbers, partial(draw_numbers, shares, f"{questions} questions, {pairs} passages", REMOVED, "symlog")
+    )
 
 
 CAUSES_CLAIM = Claim(
