@@ -42,6 +42,7 @@ TINY = {
     "cost": {"tokens": 8, "batch": 1, "width": 8, "repeats": 2},
     "sigmoid-gates": {**TRAINED, "tokens": 2, "blanks": 2},
     "stable-mask": {**TRAINED, "length": 8},
+    "stable-mask-pairs": {**TRAINED, "pairs": 2, "questions": 1},
     "word-counting": {"limit": 2},
     "bound": {"strings": 2, "farthest": 4},
     "flip-flop": {**TRAINED, "pairs": 2, "ignored": 0.4},
