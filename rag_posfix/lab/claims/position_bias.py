@@ -109,31 +109,40 @@ def answer_accuracy(
     model, numbers, panels = language_model(subject, "key-value-accuracy"), {}, {}
     for label, count in (("fewer pairs", pairs), ("more pairs", more)):
         places = torch.linspace(0, count - 1, positions).round().int().tolist()
-        prompts = [
-            key_value_prompt(model, key_value_pairs(random.Random(number), count), place)
-            for number in range(sets)
-            for place in places
-        ]
-        if (needed := max(len(prompt.ids) + len(prompt.answer) for prompt in prompts)) > model.longest:
-            raise ConfigError(f"{count} pairs make {needed} tokens, the context of this model has {model.longest}")
-        correct = []
-        with progress(f"reading {count} pairs") as report:
-            for prompt, prefix, _ in after_context(model, prompts, report):
-                logits = model.read(
-                    prompt.with_answer[:, len(prompt.context) :], keep=len(prompt.answer), prefix=prefix
-                )[0]
-                correct.append(float(logits.argmax(dim=-1).tolist() == list(prompt.answer)))
-        table = torch.tensor(correct).view(sets, positions)
+        table = _right_answers(model, count, places, sets, progress)
         ends, middle = table[:, [0, -1]].mean(dim=1), table[:, 1:-1].mean(dim=1)
         numbers[f"{label}, ends less middle"] = estimate(ends - middle)
-        numbers |= {
-            f"{label}, position {place}": estimate(column)
-            for place, column in zip(places, table.unbind(dim=1), strict=True)
-        }
-        panels[f"{count} pairs, {sets} sets"] = (
-            {"": table.mean(dim=0).tolist()}, f"position of the pair, {places[0]} to {places[-1]}", "right answers",
-        )  # fmt: skip
-    return Evidence(numbers, partial(draw_curves, panels))
+        columns = dict(zip(places, map(estimate, table.unbind(dim=1)), strict=True))
+        numbers |= {f"{label}, position {place}": measured for place, measured in columns.items()}
+        panels[count] = columns
+
+    def draw() -> Figure:
+        figure, every = new_column(len(panels))
+        for axes, (count, columns) in zip(every, panels.items(), strict=True):
+            draw_estimates(axes, columns, columns.values(), fmt="o-", color=OTHER_COLORS[1])
+            finish_axes(axes, f"{count} pairs, {sets} sets, 95 % interval", "position of the pair, from 0",
+                        "right answers", legend=False)  # fmt: skip
+        return figure
+
+    return Evidence(numbers, draw)
+
+
+def _right_answers(model: LanguageModel, count: int, places: Sequence[int], sets: int, progress: Progress) -> Tensor:
+    """Return 1 where the answer is right, (sets, places)."""
+    prompts = [
+        key_value_prompt(model, key_value_pairs(random.Random(number), count), place)
+        for number in range(sets)
+        for place in places
+    ]
+    if (needed := max(len(prompt.ids) + len(prompt.answer) for prompt in prompts)) > model.longest:
+        raise ConfigError(f"{count} pairs make {needed} tokens, the context of this model has {model.longest}")
+    correct = []
+    with progress(f"reading {count} pairs") as report:
+        for prompt, prefix, _ in after_context(model, prompts, report):
+            ids = prompt.with_answer[:, len(prompt.context) :]
+            logits = model.read(ids, keep=len(prompt.answer), prefix=prefix)[0]
+            correct.append(float(logits.argmax(dim=-1).tolist() == list(prompt.answer)))
+    return torch.tensor(correct).view(sets, len(places))
 
 
 def factor_attention(subject: Subject, progress: Progress, *, strings: int, tokens: int) -> Evidence:

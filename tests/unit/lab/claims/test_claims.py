@@ -13,10 +13,17 @@ from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.record import read_head, silent
 from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce, with_sizes
 from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, draw_numbers, exact, judge
-from rag_posfix.lab.claims.position_bias import doubled_score, relative_positions, variance_shares, without_chance
+from rag_posfix.lab.claims.position_bias import (
+    answer_accuracy,
+    doubled_score,
+    relative_positions,
+    variance_shares,
+    without_chance,
+)
 from rag_posfix.lab.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
 from rag_posfix.lab.experiment import TrainingSettings
 from rag_posfix.lab.probing.base import estimate
+from rag_posfix.lab.probing.subject import LanguageModel
 from rag_posfix.lab.tasks import TASKS
 from tests.support.command_line import command_line
 from tests.unit.lab.probing.probed import small_decoder, tiny_model
@@ -209,6 +216,30 @@ def test_only_bidirectional_attention_without_positions_keeps_the_output_of_a_pe
 def test_a_score_times_one_leaves_attention_as_it_is():
     numbers = doubled_score(tiny_model(), silent, strings=2, tokens=16, position=3, factor=1.0).numbers
     assert [entry["value"] for entry in numbers.values()] == pytest.approx([1, 1])
+
+
+def test_an_answer_is_right_if_each_of_its_tokens_is_the_likeliest(monkeypatch):
+    read_now = []
+
+    def contexts(model, prompts, report):
+        for prompt in prompts:
+            read_now[:] = [prompt]
+            yield prompt, None, {}
+
+    def read(self, ids, keep, prefix):
+        (prompt,) = read_now
+        tokens = torch.tensor(prompt.answer)
+        tokens[-1] += prompt.gold == 1  # of the pair in the middle, the last token alone is wrong
+        return torch.nn.functional.one_hot(tokens, self.vocabulary).float()[None]
+
+    monkeypatch.setattr("rag_posfix.lab.claims.position_bias.after_context", contexts)
+    monkeypatch.setattr(LanguageModel, "read", read)
+    numbers = answer_accuracy(tiny_model(600), silent, pairs=3, more=4, positions=3, sets=2).numbers
+    of = {name: entry["value"] for name, entry in numbers.items() if name.startswith("fewer")}
+    assert of == {
+        "fewer pairs, ends less middle": 1, "fewer pairs, position 0": 1, "fewer pairs, position 1": 0,
+        "fewer pairs, position 2": 1,
+    }  # fmt: skip
 
 
 def test_rope_keeps_attention_if_all_positions_are_shifted_and_not_if_distances_double():
