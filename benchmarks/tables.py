@@ -20,6 +20,7 @@ from benchmarks.keep_record import experiment
 from rag_posfix.assembly.tokenization import PROMPT_VERSION
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.answers.causes import CAUSES, MEAN, REMOVED, WORST
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.mitigations import MITIGATIONS
 
@@ -327,6 +328,24 @@ def _each_record(heads: Sequence[Head], name: str, show: Callable[[Mapping[str, 
     return ", ".join(dict.fromkeys(filter(None, (show(head["summary"][name]) for head in heads))))
 
 
+def causes(heads: Sequence[Head]) -> Iterator[Row]:
+    """Yield a row per method of the claim ``causes``: share of the spread removed, worst and mean gains."""
+    claims = {claim["model"]: claim["numbers"] for head in heads for claim in head["summary"]["claims"]}
+    yield ["cause, method", *(title for model in claims for title in (f"{model}: % removed", "worst, mean"))]
+    for method, cause in CAUSES.items():
+        cells: list[str] = []
+        for numbers in claims.values():
+            measured = [numbers.get(f"{cause}, {method}: {number}") for number in (REMOVED, WORST, MEAN)]
+            cells += ["-"] * 2 if None in measured else _gains(*measured)
+        yield [f"{cause}, `{method}`", *cells]
+
+
+def _gains(removed: Mapping[str, Any], worst: Mapping[str, Any], average: Mapping[str, Any]) -> list[str]:
+    low, high = removed["ci95"]
+    interval = "" if low == high else f" ({100 * low:.0f} to {100 * high:.0f})"
+    return [f"{100 * removed['value']:.0f}{interval}", f"{worst['value']:+.2f}, {average['value']:+.2f}"]
+
+
 Layout = Callable[[Sequence[Head]], Iterator[Row]]
 
 ARRANGEMENT_COLUMNS = (
@@ -339,6 +358,7 @@ LAYOUTS: dict[str, Layout] = {
     "stability": partial(positions, columns=("worst", "spread", "answers that change")),
     "arrangements": partial(positions, columns=ARRANGEMENT_COLUMNS),
     "capture": capture,
+    "causes": causes,
     "permutations": permutations,
     "rerank": rerank,
     "rerank-positions": rerank_positions,

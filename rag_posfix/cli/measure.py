@@ -231,7 +231,7 @@ def _digest(questions: list[AskedQuestion]) -> str:
 def _show(result: dict[str, Any]) -> None:
     from rag_posfix.measuring.report import measured_table
 
-    say(result["verdict"])
+    say(result["verdict"], result["causes"]["text"])
     columns, numbers = measured_table(result)
     rows = table(*columns)
     for name, *values in numbers:

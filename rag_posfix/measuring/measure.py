@@ -30,6 +30,7 @@ from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.contracts.retrieval import Reranker
 from rag_posfix.errors import EvaluationError
+from rag_posfix.evaluation.answers.causes import LEAST_QUESTIONS, compare_causes, correcting_methods, explain
 from rag_posfix.evaluation.answers.experiment import (
     BASELINE,
     CLOSED_BOOK,
@@ -41,7 +42,7 @@ from rag_posfix.evaluation.answers.experiment import (
     summarize_positions,
 )
 from rag_posfix.evaluation.answers.positions import answer_at_positions
-from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample
+from rag_posfix.evaluation.data.questions import GoldPosition, PositionExample, key_value_questions
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.record import (
     ExperimentRecord,
@@ -95,6 +96,8 @@ BLOCK = 8
 """Labelled questions that are answered at the same time."""
 FLIPS_SHARE, FLIPS_SHARE_WITH_LABELS, POSITIONS_SHARE = 0.5, 0.25, 0.55
 """Until which share of the time the unmodified model is measured; the candidates get what is left."""
+CAUSE_QUESTIONS, CAUSE_PASSAGES = 24, 5
+"""Maximum number of questions for the causes of the bias, and passages of one without labels."""
 FITTING = 0.8
 """Share of a candidate's questions that must fit into the time: a run ends at most a fifth later than its limit."""
 
@@ -245,10 +248,10 @@ def measure(
         asked = {row.question for row in rows}
         usable = [question for question in questions if question.id in asked]
         table = _by_flips(run, usable, rows, flips, seconds, skipped)
-    choice = choose(
-        table, default=default_arrangement(pipeline).label, labels=bool(examples), order_matters=order_matters(flips)
-    )
+    matters, default = order_matters(flips), default_arrangement(pipeline).label
+    choice = choose(table, default=default, labels=bool(examples), order_matters=matters)
     summary = _summary(flips, table, choice, position_rows, skipped, dropped or {})
+    summary["causes"] = name_causes(run, examples, max(seconds, asked_seconds), matters=matters)
     head = {
         "kind": "measure",
         "command": command,
@@ -431,6 +434,46 @@ def _answer_in_blocks(
         stop += len(block)
         run.report(stop, len(examples), f"{candidate.label} by position, {run.budget.minutes_left:.1f} min left")
     return rows, stop
+
+
+def name_causes(
+    run: Measurement, examples: Sequence[PositionExample], seconds: float, *, matters: bool | None
+) -> dict[str, Any]:
+    """Return which known causes explain the bias (``compare_causes``) with the sentence ``text``, or why not, there.
+
+    Questions with labels are asked again, others are for the value of a key; nothing is asked unless four questions
+    fit into the time.
+
+    Args:
+        seconds: Time of an answer of the unmodified model.
+        matters: Whether the order changes its answers; None if the questions do not tell.
+    """
+    missing = "Causes of position bias were not measured: "
+    if matters is False:
+        return {"text": f"{missing}the order changes almost no answer."}
+    generator = unbatched(run.pipeline.generator)
+    if not isinstance(generator, Engine):
+        return {"text": f"{missing}they need a model in this process."}
+    documents = run.options.documents if examples else CAUSE_PASSAGES
+    asked = examples[:CAUSE_QUESTIONS] or key_value_questions(CAUSE_QUESTIONS, CAUSE_PASSAGES)
+    positions, methods = gold_positions(documents, len(asked[0].gold)), correcting_methods()
+    prompts = LEAST_QUESTIONS * (2 + len(positions) * (1 + len(methods)))
+    if run.budget.left() < prompts * seconds:
+        return {"text": f"{missing}they take about {prompts * seconds / 60:.0f} more minutes."}
+    since = run.budget.used
+
+    def in_time(done: int) -> bool:
+        run.report(done, len(asked), f"causes of the bias, {run.budget.minutes_left:.1f} min left")
+        return run.budget.fitting(done, since) >= LEAST_QUESTIONS
+
+    try:
+        found = compare_causes(
+            generator, asked, methods, gold_positions=positions, documents=documents,
+            template_of=partial(template_of, run.pipeline), in_time=in_time,
+        )  # fmt: skip
+    except REFUSALS as error:
+        return {"text": f"{missing}{error}"}
+    return {"text": explain(found), **found}
 
 
 def _summary(

@@ -359,6 +359,7 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     return {
         "title": f"{head.get('kind', 'record')}: {head.get('model', 'no model')}",
         "verdict": [verdict] if isinstance(verdict, str) else list(verdict),
+        "causes": summary["causes"]["text"] if is_measure and "causes" in summary else "",
         "flips": flips if isinstance(flips, dict) else None,
         "questions": _questions(rows),
         "charts": [(chart.title, chart.spec()) for chart in charts],

@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,12 @@ from rag_posfix.errors import ConfigError, EvaluationError, missing_extra
 from rag_posfix.evaluation.record import file_digest
 from rag_posfix.pipeline.query import history_query
 
-__all__ = ["GoldPosition", "PositionExample", "data_facts", "load_examples", "take_examples"]
+__all__ = [
+    "GoldPosition", "PositionExample", "data_facts", "key_value_pairs", "key_value_questions", "load_examples",
+    "take_examples",
+]  # fmt: skip
+
+_LETTERS = "abcdefghjkmnpqrstuvwxyz"
 
 
 GoldPosition = int | tuple[int, ...]
@@ -512,3 +518,22 @@ def _planted_answer(examples: Sequence[PositionExample], number: int) -> str:
         if accepted.isdisjoint(answer.casefold() for answer in other.answers):
             return other.answers[0]
     raise EvaluationError(f"question {examples[number].id}: no other question has another answer to plant")
+
+
+def key_value_pairs(generator: random.Random, count: int) -> list[tuple[str, str]]:
+    """Return different keys of five letters with values of four digits."""
+    keys: dict[str, str] = {}
+    while len(keys) < count:
+        keys["".join(generator.choices(_LETTERS, k=5))] = "".join(generator.choices("0123456789", k=4))
+    return list(keys.items())
+
+
+def key_value_questions(count: int, pairs: int) -> list[PositionExample]:
+    """Return questions for the value of a key, with a passage for each of ``pairs`` keys."""
+    questions = []
+    for number in range(count):
+        (key, value), *_ = records = key_value_pairs(random.Random(number), pairs)
+        gold, *others = (Document(f"The value of the key {k} is {v}.", id=k) for k, v in records)
+        question = f"What is the value of the key {key}?"
+        questions.append(PositionExample(str(number), question, (value,), (gold,), tuple(others)))
+    return questions

@@ -1,12 +1,13 @@
 """Claims of three texts: each with its measurement, and the rule by which its verdict follows from the numbers."""
 
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, Outcome, reproduce
-from rag_posfix.lab.claims.causes import CAUSES
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence, Outcome, reproduce, with_sizes
+from rag_posfix.lab.claims.causes import CAUSES_CLAIM
 from rag_posfix.lab.claims.contextual import CONTEXTUAL
+from rag_posfix.lab.claims.longbench import with_longbench
 from rag_posfix.lab.claims.position_bias import POSITION_BIAS
 from rag_posfix.lab.claims.without_positions import WITHOUT_POSITIONS
 
-CLAIMS = (*POSITION_BIAS, CAUSES, *WITHOUT_POSITIONS, *CONTEXTUAL)
+CLAIMS = (*POSITION_BIAS, CAUSES_CLAIM, *WITHOUT_POSITIONS, *CONTEXTUAL)
 """All claims, in the order of the texts."""
 
-__all__ = ["CLAIMS", "Claim", "Condition", "Evidence", "Outcome", "reproduce"]
+__all__ = ["CLAIMS", "Claim", "Condition", "Evidence", "Outcome", "reproduce", "with_longbench", "with_sizes"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -52,7 +52,9 @@ class Condition:
     below: float | None = None
 
     def holds(self, numbers: Numbers) -> bool:
-        """Return whether the interval is on the right side of each bound."""
+        """Return whether the number was measured and its interval is on the right side of each bound."""
+        if self.number not in numbers:
+            return False
         low, high = numbers[self.number]["ci95"]
         return (self.above is None or low > self.above) and (self.below is None or high < self.below)
 
@@ -86,6 +88,7 @@ class Claim:
         see: What one sees in the figure.
         beware: What one must not conclude.
         missing: Why it is not testable here.
+        options: Further options of its command, each after a space.
     """
 
     text: int
@@ -99,11 +102,35 @@ class Claim:
     see: str = ""
     beware: str = ""
     missing: str = ""
+    options: str = ""
 
     def command(self, full: bool, model: str | None = None) -> str:
         """Return the command that measures this claim alone."""
-        options = f" --model {model}" if model and self.reads_model else ""
-        return f"rag-posfix lab reproduce {self.text} --claim {self.name}{options}{' --full' * full} --out reproduced"
+        options = (f" --model {model}" if model and self.reads_model else "") + self.options + " --full" * full
+        return f"rag-posfix lab reproduce {self.text} --claim {self.name}{options} --out reproduced"
+
+
+def with_sizes(claims: Sequence[Claim], sizes: Mapping[str, Any]) -> list[Claim]:
+    """Return the claims with these sizes in place of their own, small and full.
+
+    Raises:
+        ConfigError: no claim has such a size.
+    """
+    known = {name for claim in claims for name in claim.small}
+    if unknown := sorted(sizes.keys() - known):
+        raise ConfigError(
+            f"--size {unknown[0]!r} is not a size of these claims; choose from: {', '.join(sorted(known))}"
+        )
+
+    def changed(claim: Claim) -> Claim:
+        own = {name: value for name, value in sizes.items() if name in claim.small}
+        if not own:
+            return claim
+        text = ":".join(f"{name}={value}" for name, value in own.items())
+        full = {name: value for name, value in claim.full.items() if name not in own}
+        return replace(claim, small={**claim.small, **own}, full=full, options=f"{claim.options} --size {text}")
+
+    return [changed(claim) for claim in claims]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from rag_posfix.contracts.method_spec import MethodSpec
-from rag_posfix.evaluation.record import ExperimentRecord, Progress
+from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, draw_numbers, exact, trained_decoder
 from rag_posfix.lab.contextual_maps import COUNTERS, above_others, gates_by_kind
-from rag_posfix.lab.encodings import Encoding, create_encoding
+from rag_posfix.lab.encodings import Decoder, DecoderShape, Encoding, create_encoding
 from rag_posfix.lab.experiment import RunConfig, TrainingSettings, draw_laboratory, run_laboratory
 from rag_posfix.lab.probing.base import estimate
 from rag_posfix.lab.probing.score_advantage import ScoreAdvantage
@@ -37,12 +38,13 @@ def compare_encodings(
         settings = TrainingSettings(
             steps, evaluate_every=steps, patience=0, examples=examples, width=width, layers=layers
         )
-        chosen = [*map(create_encoding, encodings), tested(sizes)]
+        chosen = [*map(_parsed, encodings), tested(sizes)]
         record = run_laboratory(
             TASKS.create(MethodSpec(task, sizes)), chosen, seeds=seeds, settings=settings, progress=progress
         )
+        names = {each: each.name if [e.name for e in chosen].count(each.name) == 1 else each.label for each in chosen}
         values = {
-            (encoding.name, split): torch.tensor(
+            (names[encoding], split): torch.tensor(
                 record.summary["encodings"][encoding.label]["splits"][split]["values"]
             )
             for encoding in chosen
@@ -50,16 +52,68 @@ def compare_encodings(
         }
         numbers = {f"{name}, {split}": estimate(measured) for (name, split), measured in values.items()}
         for (name, split), measured in values.items():
-            if name != (best := chosen[-1].name):
+            if name != (best := names[chosen[-1]]):
                 numbers[f"{best} less {name}, {split}"] = estimate(values[best, split] - measured)
         return Evidence(numbers, partial(draw_laboratory, record.head))
 
     return measure
 
 
+def _parsed(text: str) -> Encoding:
+    spec = parse_method(text, "encoding", "p_max=16")
+    return create_encoding(spec.name, spec.parameters)
+
+
 def cope(_: Mapping[str, Any]) -> Encoding:
     """Return CoPE with few positions."""
     return create_encoding("cope", {"p_max": 16})
+
+
+def attention_costs(_: None, progress: Progress, *, tokens: int, batch: int, width: int, repeats: int) -> Evidence:
+    """Measure a training step of a layer with RoPE, and with CoPE of few and of many positions.
+
+    Time is that of the forward and the backward pass on this machine; memory the bytes that the forward pass keeps for
+    the backward pass, which do not depend on the machine.
+    """
+    shape = DecoderShape(vocabulary=64, layers=1, width=width)
+    ids = torch.randint(64, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    encodings = {ROPE: ("rope", {}), FEW: ("cope", {"p_max": 8}), MANY: ("cope", {"p_max": tokens})}
+    decoders = {name: Decoder(create_encoding(*spec), shape) for name, spec in encodings.items()}
+    kept = {name: _kept_bytes(decoder, ids) for name, decoder in decoders.items()}
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    with progress("training steps") as report:
+        for number in counted(range(repeats + 1), report):
+            for name, decoder in decoders.items():
+                begun = perf_counter()
+                decoder(ids)[0].float().logsumexp(dim=-1).sum().backward()
+                if number:  # the first loads what the others use
+                    times[name].append(perf_counter() - begun)
+    spent = {name: torch.tensor(values) for name, values in times.items()}
+    numbers = {}
+    for over, under in ((FEW, ROPE), (MANY, FEW)):
+        numbers[f"time, {over} over {under}"] = estimate(spent[over] / spent[under])
+        numbers[f"memory, {over} over {under}"] = exact(kept[over] / kept[under])
+    title = f"a layer of {width} channels, {batch} x {tokens} tokens"
+    return Evidence(numbers, partial(draw_numbers, numbers, title, "ratio"))
+
+
+def _kept_bytes(decoder: Decoder, ids: torch.Tensor) -> int:
+    """Return the bytes of the different tensors that a forward pass keeps for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = decoder(ids)[0]
+    del output
+    return sum(kept.values())
+
+
+ROPE, FEW, MANY = "RoPE", "CoPE with 8 positions", "CoPE with a position per token"
+SOFTMAX = "cope:gate=softmax:p_max=16"
 
 
 def lab_sizes(**sizes: Any) -> dict[str, Any]:
@@ -173,7 +227,23 @@ CONTEXTUAL = (
     Claim(3, "counting", "CoPE counts operations on variables better than learned and relative positions.",
           missing="small sizes do not learn it: rag-posfix lab run counting --encoding shaw,cope --steps 3500"),
     Claim(3, "real-text", "CoPE has a lower perplexity on Wikitext-103 and on code.", missing="no such text is here"),
-    Claim(3, "cost", "Gates and positions of CoPE cost time and memory; a small p_max limits both.",
-          missing="no command measures the time of a decoder by p_max"),
-    Claim(3, "sigmoid-gates", "Sigmoid gates count better than softmax gates.", missing="CoPE here has sigmoid gates"),
+    Claim(
+        3, "cost", "Gates and positions of CoPE cost time and memory, and a small p_max limits both.", attention_costs,
+        (
+            Condition(f"time, {FEW} over {ROPE}", above=1), Condition(f"memory, {FEW} over {ROPE}", above=1),
+            Condition(f"time, {MANY} over {FEW}", above=1), Condition(f"memory, {MANY} over {FEW}", above=1),
+        ),
+        {"tokens": 512, "batch": 4, "width": 64, "repeats": 8}, {"tokens": 1024, "width": 256, "repeats": 16},
+        reads_model=False, see="Time and memory of a training step, over those of what it is compared with.",
+        beware="Times are of this machine; a fused kernel for CoPE would change them.",
+    ),
+    Claim(
+        3, "sigmoid-gates", "Gates that do not compete (sigmoid) count, and softmax gates do not.",
+        compare_encodings("selective_copy", cope, SOFTMAX),
+        (Condition(f"cope:p_max=16 less {SOFTMAX}, sparse", below=0),),
+        lab_sizes(steps=800, tokens=8, blanks=8),
+        {"steps": 10_000, "width": 256, "layers": 4, "tokens": 256, "blanks": 256}, reads_model=False,
+        see="The error in percent by kind of gates and split, each seed a mark.",
+        beware="Softmax gates sum to 1, so that their positions never exceed 1: they cannot count by construction.",
+    ),
 )  # fmt: skip

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.evaluation.data.questions import key_value_pairs
 from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
 from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, draw_curves, draw_numbers, exact
 from rag_posfix.lab.claims.contextual import compare_encodings, lab_sizes
+from rag_posfix.lab.claims.longbench import LONGBENCH
 from rag_posfix.lab.claims.without_positions import CHANGED, FREE, MASKED, NOTHING, PLACED, order_effects
 from rag_posfix.lab.encodings import Encoding, create_encoding
 from rag_posfix.lab.probing.attention_edit import scaled_score
@@ -31,6 +34,7 @@ from rag_posfix.lab.probing.hidden_geometry import FREQUENCIES, HiddenGeometry, 
 from rag_posfix.lab.probing.positional_dimensions import find_channels, mean_hidden_states, rank_channels
 from rag_posfix.lab.probing.positional_vectors import PositionalVectors
 from rag_posfix.lab.probing.rope_waveform import deepest_troughs, own_waveform
+from rag_posfix.lab.probing.scale_trials import scaled_attention
 from rag_posfix.lab.probing.subject import (
     Change,
     LanguageModel,
@@ -38,17 +42,20 @@ from rag_posfix.lab.probing.subject import (
     Watch,
     after_context,
     answer_loss,
-    key_value_pairs,
     key_value_prompt,
     key_value_prompts,
     language_model,
     random_strings,
     states_of,
 )
+from rag_posfix.mitigations.hidden_scaling import default_layers
+from rag_posfix.plan.plan import Capability, HiddenScale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FACTORS = (-1.0, 0.0, 1.0, 2.0)
+"""Factors of the hidden channel; 1 changes nothing."""
 ANIMALS = ("cat", "mouse", "dog", "bird", "fish", "fox", "wolf", "horse", "cow", "pig")
 
 
@@ -90,6 +97,85 @@ def answer_losses(subject: Subject, progress: Progress, *, pairs: int, rounds: i
         return figure
 
     return Evidence(numbers, draw)
+
+
+def answer_accuracy(
+    subject: Subject, progress: Progress, *, pairs: int, more: int, positions: int, sets: int
+) -> Evidence:
+    """Measure the share of answers that are exactly right by the position of the pair, with two numbers of pairs.
+
+    An answer is right if each of its tokens is the likeliest after the tokens before it, as in greedy decoding.
+    """
+    model, numbers, panels = language_model(subject, "key-value-accuracy"), {}, {}
+    for label, count in (("fewer pairs", pairs), ("more pairs", more)):
+        places = torch.linspace(0, count - 1, positions).round().int().tolist()
+        table = _right_answers(model, count, places, sets, progress)
+        ends, middle = table[:, [0, -1]].mean(dim=1), table[:, 1:-1].mean(dim=1)
+        numbers[f"{label}, ends less middle"] = estimate(ends - middle)
+        columns = dict(zip(places, map(estimate, table.unbind(dim=1)), strict=True))
+        numbers |= {f"{label}, position {place}": measured for place, measured in columns.items()}
+        panels[count] = columns
+
+    def draw() -> Figure:
+        figure, every = new_column(len(panels))
+        for axes, (count, columns) in zip(every, panels.items(), strict=True):
+            draw_estimates(axes, columns, columns.values(), fmt="o-", color=OTHER_COLORS[1])
+            finish_axes(axes, f"{count} pairs, {sets} sets, 95 % interval", "position of the pair, from 0",
+                        "right answers", legend=False)  # fmt: skip
+        return figure
+
+    return Evidence(numbers, draw)
+
+
+def _right_answers(model: LanguageModel, count: int, places: Sequence[int], sets: int, progress: Progress) -> Tensor:
+    """Return 1 where the answer is right, (sets, places)."""
+    prompts = [
+        key_value_prompt(model, key_value_pairs(random.Random(number), count), place)
+        for number in range(sets)
+        for place in places
+    ]
+    if (needed := max(len(prompt.ids) + len(prompt.answer) for prompt in prompts)) > model.longest:
+        raise ConfigError(f"{count} pairs make {needed} tokens, the context of this model has {model.longest}")
+    correct = []
+    with progress(f"reading {count} pairs") as report:
+        for prompt, prefix, _ in after_context(model, prompts, report):
+            ids = prompt.with_answer[:, len(prompt.context) :]
+            logits = model.read(ids, keep=len(prompt.answer), prefix=prefix)[0]
+            correct.append(float(logits.argmax(dim=-1).tolist() == list(prompt.answer)))
+    return torch.tensor(correct).view(sets, len(places))
+
+
+def factor_attention(subject: Subject, progress: Progress, *, strings: int, tokens: int) -> Evidence:
+    """Scale the channel that follows the position, and measure the last token's attention by position."""
+    model = language_model(subject, "channel-factors")
+    if (lacks := model.engine.loaded.spec.shape.lacks.get(Capability.HIDDEN_CHANNEL)) is not None:
+        raise UnsupportedModelError(f"hidden_scaling cannot run on this model: {lacks}")
+    with progress("random text, choosing the channel") as report:
+        means, _ = mean_hidden_states(subject, strings, tokens, 0, report)
+    channel, layers = find_channels(subject, means, 1)[0].channel, default_layers(model.n_layers)
+    rows = []
+    with progress("random text, scaling it") as report:
+        for ids in random_strings(model, strings, tokens, 1, report):
+            scaled = [scaled_attention(model, ids, HiddenScale(channel, factor, layers))[1:] for factor in FACTORS]
+            rows.append(torch.stack([row / row.sum() for row in scaled]))
+    curves = torch.stack(rows)  # (strings, factors, T - 1), without token 0
+    quarter = tokens // 4
+    first, last = curves[..., :quarter].sum(dim=-1), curves[..., -quarter:].sum(dim=-1)
+    unchanged = FACTORS.index(1.0)
+    numbers = {}
+    for index, factor in enumerate(FACTORS):
+        if factor != 1:
+            numbers[f"first quarter, factor {factor:g}, less unchanged"] = estimate(
+                first[:, index] - first[:, unchanged]
+            )
+            numbers[f"last quarter, factor {factor:g}, less unchanged"] = estimate(last[:, index] - last[:, unchanged])
+    mean = curves.mean(dim=0)
+    smooth = (mean - mean[unchanged]).unfold(1, 4, 4).mean(dim=-1)
+    panel = (
+        {f"factor {factor:g}": smooth[index].tolist() for index, factor in enumerate(FACTORS) if factor != 1},
+        "position from 1, in steps of 4", "attention, less unchanged",
+    )  # fmt: skip
+    return Evidence(numbers, partial(draw_curves, {f"channel {channel}, {strings} strings, without token 0": panel}))
 
 
 def init_shares(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
@@ -378,8 +464,9 @@ def vector_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
 
 
 def stable_mask(sizes: Mapping[str, Any]) -> Encoding:
-    """Return StableMask beside RoPE for the trained length."""
-    return create_encoding("stable_mask", {"train_length": sizes["length"], "positions": "rope"})
+    """Return StableMask beside RoPE for the trained length: that of a text, or of pairs and questions."""
+    length = sizes["length"] if "length" in sizes else 2 * (sizes["pairs"] + sizes["questions"])
+    return create_encoding("stable_mask", {"train_length": length, "positions": "rope"})
 
 
 PAIRS = {"pairs": 8, "rounds": 3}
@@ -486,8 +573,17 @@ POSITION_BIAS = (
         see="The share of position by layer with the share of chance in it, and the cosine of positions.",
         beware="Random tokens have no grammar; position vectors of texts may be larger.",
     ),
-    Claim(1, "channel-factors", "A factor above 1 of the channel favours first tokens, one below 0 last tokens.",
-          missing="attention by position under hidden_scaling has no measurement; positional-dimensions has the loss"),
+    Claim(
+        1, "channel-factors", "A factor above 1 of the channel favours first tokens, one below 0 last tokens.",
+        factor_attention,
+        (
+            Condition("first quarter, factor 2, less unchanged", above=0),
+            Condition("last quarter, factor -1, less unchanged", above=0),
+        ),
+        {"strings": 12, "tokens": 192}, {"strings": 64, "tokens": 1000},
+        see="How the last token's attention by position changes with the factor of the channel.",
+        beware="Attention to random tokens, in the scaled layers; the answer may not follow it.",
+    ),
     Claim(1, "splines", "Control points on a spline replace position encodings.",
           missing="the encoding spline belongs to an auto-encoder, and no task trains one"),
     Claim(
@@ -498,7 +594,20 @@ POSITION_BIAS = (
         see="The perplexity by encoding and length, each seed a mark.",
         beware="Generated text of 45 words; both ends of an interval over two seeds are the seeds.",
     ),
-    Claim(1, "key-value-accuracy", "With 75 and 140 pairs accuracy depends on the position of the pair.",
-          missing="no command measures accuracy with 75 or 140 pairs; lost-in-the-middle measures the loss"),
-    Claim(1, "longbench", "Scaling one dimension improves LongBench.", missing="its data is not here"),
+    Claim(
+        1, "stable-mask-pairs", "Pseudo-scores above the diagonal help RoPE read more pairs than in training.",
+        compare_encodings("key_value", stable_mask, "rope"), (Condition("stable_mask less rope, longer", below=0),),
+        lab_sizes(seeds=2, steps=600, pairs=8, questions=8), {"seeds": 3, "steps": 2000}, reads_model=False,
+        see="The error in percent by encoding and number of pairs, each seed a mark.",
+        beware="Compare only if the error in the distribution is near 0; two seeds are few.",
+    ),
+    Claim(
+        1, "key-value-accuracy", "With 75 and 140 pairs answers are right more often at the ends than in the middle.",
+        answer_accuracy,
+        (Condition("fewer pairs, ends less middle", above=0), Condition("more pairs, ends less middle", above=0)),
+        {"pairs": 75, "more": 140, "positions": 5, "sets": 4}, {"positions": 15, "sets": 100},
+        see="The share of right answers by the position of the pair that has it.",
+        beware="Keys of five letters and values of four digits, shorter than the paper's; all or nothing.",
+    ),
+    LONGBENCH,
 )  # fmt: skip

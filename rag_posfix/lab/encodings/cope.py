@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +49,12 @@ class CopePositions(Positions):
         p_max: The last position.
         size: Channels of a head.
         divide: Divide position scores by sqrt(D) as well.
+        softmax: Gates of a query sum to 1.
     """
 
-    def __init__(self, tables: int, p_max: int, size: int, *, divide: bool) -> None:
+    def __init__(self, tables: int, p_max: int, size: int, *, divide: bool, softmax: bool = False) -> None:
         super().__init__()
-        self.p_max, self.divide = p_max, divide
+        self.p_max, self.divide, self.softmax = p_max, divide, softmax
         self.table = nn.Parameter(torch.zeros(tables, p_max + 1, size))
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:
@@ -71,7 +72,12 @@ class CopePositions(Positions):
         Shapes:
             query: (B, H, Tq, D). key: (B, H, Tk, D). returns: (B, H, Tq, Tk).
         """
-        gates: Tensor = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).sigmoid()
+        gates: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        if self.softmax:
+            future = distances(query.shape[-2], key.shape[-2], gates.device) < 0
+            gates = gates.masked_fill(future, float("-inf")).softmax(dim=-1)
+        else:
+            gates = gates.sigmoid()
         return gates
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -105,6 +111,7 @@ class Cope(Encoding):
         p_max: The last position, 1 or more; farther keys share it.
         shared: One table of positions for all layers instead of one per layer.
         divide: Divide position scores by sqrt(D) too; False is the option ``nodiv`` of the paper's code.
+        gate: ``softmax`` is for comparison: the gates of a query sum to 1, so that no position is above 1.
     """
 
     name = "cope"
@@ -113,8 +120,9 @@ class Cope(Encoding):
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False
     divide: bool = True
+    gate: Literal["sigmoid", "softmax"] = "sigmoid"
 
     def build(self, shape: DecoderShape) -> Positions:
         """Return tables of zeros."""
         tables = 1 if self.shared else shape.layers
-        return CopePositions(tables, self.p_max, shape.head_dim, divide=self.divide)
+        return CopePositions(tables, self.p_max, shape.head_dim, divide=self.divide, softmax=self.gate == "softmax")

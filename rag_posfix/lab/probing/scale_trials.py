@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model.sequence_batch import GrowingCache, LoadedModel, SequenceBatch, forward_batches
 from rag_posfix.lab.probing.base import estimate
 from rag_posfix.lab.probing.subject import KeyValuePrompt, LanguageModel, States, Watch, after_context, answer_loss
 from rag_posfix.mitigations.hidden_scaling import default_layers
-from rag_posfix.patching.attention_hook import Overrides, channel_columns, layer_rotation
+from rag_posfix.patching.attention_hook import (
+    ForwardContext,
+    Observer,
+    Overrides,
+    active,
+    channel_columns,
+    layer_rotation,
+)
 from rag_posfix.patching.structure import decoder_of
 from rag_posfix.plan.plan import HiddenScale
 
@@ -42,6 +50,26 @@ def _scale_cached_keys(loaded: LoadedModel, cache: GrowingCache, states: States,
         amount = (scale.factor - 1.0) * states[layer][:, None, :, scale.channel, None]  # (1, 1, T, 1)
         positions = torch.arange(keys.shape[2], device=keys.device)[None].float()
         keys.add_(layer_rotation(Overrides(), loaded.spec, module)(amount * column[None, :, None], positions))
+
+
+@torch.inference_mode()
+def scaled_attention(model: LanguageModel, ids: Tensor, scale: HiddenScale) -> Tensor:
+    """Return the attention of the last token with a scaled channel, the mean over heads and the scaled layers.
+
+    Shapes:
+        ids: (1, T). returns: (T,) float32.
+    """
+    loaded, observer = model.engine.loaded.reading(ids.shape[1]), Observer(layers=frozenset(scale.layers))
+    positions = torch.arange(ids.shape[1], device=loaded.device)[None]
+    context = ForwardContext(
+        Overrides(hidden_scale=scale), positions.float(), loaded.spec, prompt_length=ids.shape[1], observer=observer
+    )
+    with active(context):
+        loaded.model(input_ids=ids.to(loaded.device), position_ids=positions, use_cache=False, logits_to_keep=1)
+    mean = observer.mean()
+    if mean is None:
+        raise ConfigError(f"layers={scale.layers} must be layers of this model, which has {model.n_layers}")
+    return mean[0].float().cpu()
 
 
 def logits_after_prefix(

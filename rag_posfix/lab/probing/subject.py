@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from rag_posfix.attention.masks import scores, weigh
 from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.evaluation.data.questions import key_value_pairs
 from rag_posfix.evaluation.record import counted, model_facts
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import GrowingCache
@@ -439,7 +440,6 @@ States = Mapping[int, Tensor]
 """Layer -> what its attention reads, (1, T, width)."""
 
 TASK = "Find the value of the key in the data.\n\n"
-LETTERS = "abcdefghjkmnpqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,14 +503,6 @@ def key_value_prompts(model: LanguageModel, pairs: int, count: int, seed: int = 
                 "use fewer"
             )
     return prompts
-
-
-def key_value_pairs(generator: random.Random, count: int) -> list[tuple[str, str]]:
-    """Return different keys with values."""
-    keys: dict[str, str] = {}
-    while len(keys) < count:
-        keys["".join(generator.choices(LETTERS, k=5))] = "".join(generator.choices("0123456789", k=4))
-    return list(keys.items())
 
 
 def key_value_prompt(model: LanguageModel, records: Sequence[tuple[str, str]], gold: int) -> KeyValuePrompt:

@@ -234,3 +234,19 @@ def test_own_files_have_a_row_for_each_kind_and_a_column_for_each_reader_and_arr
     assert ["off topic, answered", "1 of 15", "1 of 15", "1 of 15"] in rows
     assert ["planted answers", "2", "2", "2"] in rows
     assert any(row[0] == "lists" and "1 of 2" in row for row in rows)
+
+
+def test_causes_have_a_row_per_method_and_two_columns_per_model():
+    def numbers(low, high):
+        name = "RoPE's distance decay, multi_base: "
+        return {
+            f"{name}share of the spread removed": {"value": 0.416, "ci95": [low, high], "n": 4},
+            f"{name}worst position gains": {"value": 0.125, "ci95": [0, 1], "n": 4},
+            f"{name}mean gains": {"value": -1.0, "ci95": [-2, 0], "n": 4},
+        }
+
+    claims = [{"model": "a", "numbers": numbers(-0.1, 0.925)}, {"model": "b", "numbers": numbers(0.416, 0.416)}]
+    header, _, *rows = table([{"kind": "lab-reproduce-1", "summary": {"claims": claims}}], "causes").splitlines()
+    assert header == "| cause, method | a: % removed | worst, mean | b: % removed | worst, mean |"
+    assert rows[3] == "| RoPE's distance decay, `multi_base` | 42 (-10 to 92) | +0.12, -1.00 | 42 | +0.12, -1.00 |"
+    assert rows[0] == "| causal mask, `blended` | - | - | - | - |"

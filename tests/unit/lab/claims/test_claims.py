@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.record import read_head, silent
-from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce
+from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce, with_sizes
 from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, draw_numbers, exact, judge
-from rag_posfix.lab.claims.position_bias import doubled_score, relative_positions, variance_shares, without_chance
+from rag_posfix.lab.claims.position_bias import (
+    answer_accuracy,
+    doubled_score,
+    relative_positions,
+    variance_shares,
+    without_chance,
+)
 from rag_posfix.lab.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
+from rag_posfix.lab.experiment import TrainingSettings
 from rag_posfix.lab.probing.base import estimate
+from rag_posfix.lab.probing.subject import LanguageModel
+from rag_posfix.lab.tasks import TASKS
 from tests.support.command_line import command_line
 from tests.unit.lab.probing.probed import small_decoder, tiny_model
 
@@ -34,7 +44,12 @@ TINY = {
     "position-heads": {"strings": 4, "tokens": 16, "skip": 4},
     "position-vectors": {"strings": 4, "tokens": 24},
     "causes": {"questions": 1, "pairs": 2, "positions": 2, "strings": 2, "tokens": 64},
+    "channel-factors": {"strings": 2, "tokens": 64},
+    "key-value-accuracy": {"pairs": 3, "more": 4, "positions": 3, "sets": 1},
+    "cost": {"tokens": 8, "batch": 1, "width": 8, "repeats": 2},
+    "sigmoid-gates": {**TRAINED, "tokens": 2, "blanks": 2},
     "stable-mask": {**TRAINED, "length": 8},
+    "stable-mask-pairs": {**TRAINED, "pairs": 2, "questions": 1},
     "word-counting": {"limit": 2},
     "bound": {"strings": 2, "farthest": 4},
     "flip-flop": {**TRAINED, "pairs": 2, "ignored": 0.4},
@@ -130,6 +145,20 @@ def test_full_replaces_the_small_sizes_that_it_names(tmp_path):
     assert claim.command(full=True).endswith("--claim given --full --out reproduced")
 
 
+def test_sizes_replace_those_of_claims_that_have_them_also_with_full():
+    one, other = with_sizes(
+        [claim_of(None, small={"position": 25, "tokens": 64}, full={"position": 9, "tokens": 256}), claim_of(None)],
+        {"position": 40},
+    )
+    assert ({**one.small, **one.full}, one.small) == ({"position": 40, "tokens": 256}, {"position": 40, "tokens": 64})
+    assert one.command(full=True).endswith("--claim given --size position=40 --full --out reproduced")
+    assert other.options == ""
+    with pytest.raises(
+        ConfigError, match="--size 'place' is not a size of these claims; choose from: position, tokens"
+    ):
+        with_sizes([one], {"place": 3})
+
+
 @pytest.mark.parametrize("text", sorted({claim.text for claim in CLAIMS}))
 def test_claims_of_a_text_have_names_of_their_own_and_say_what_to_see_or_what_lacks(text):
     claims = [claim for claim in CLAIMS if claim.text == text]
@@ -155,6 +184,25 @@ def test_the_conditions_of_a_claim_name_numbers_that_it_measures(claim):
     json.dumps(evidence.numbers)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", MEASURED, ids=lambda claim: f"{claim.text}-{claim.name}")
+def test_a_claim_starts_with_full_if_what_full_replaces_is_tiny(claim):
+    tiny = TINY[claim.name]
+    wrong = dict.fromkeys(claim.full)  # small sizes that no measurement takes
+    replaced = replace(claim, small={**tiny, **wrong}, full={name: tiny[name] for name in claim.full})
+    outcome = judge(replaced, tiny_model(600) if claim.reads_model else None, "tiny", full=True)
+    assert outcome.verdict in {SEEN, NOT_SEEN}, outcome.reason
+    assert outcome.figure
+
+
+def test_the_published_size_of_flip_flop_is_256_wide_with_4_heads_4_layers_and_10000_steps():
+    (claim,) = (claim for claim in CLAIMS if claim.name == "flip-flop")
+    sizes = {**claim.small, **claim.full}
+    settings = TrainingSettings(steps=sizes["steps"], width=sizes["width"], layers=sizes["layers"])
+    assert (settings.width, settings.heads, settings.layers, settings.steps) == (256, 4, 4, 10_000)
+    assert TASKS.presets("flip_flop")["flip_flop_published"].items() <= sizes.items()
+
+
 def test_only_bidirectional_attention_without_positions_keeps_the_output_of_a_permuted_text():
     numbers = permutation(tiny_model(), silent, strings=3, tokens=12).numbers
     assert numbers[FREE]["value"] < 1e-5
@@ -168,6 +216,30 @@ def test_only_bidirectional_attention_without_positions_keeps_the_output_of_a_pe
 def test_a_score_times_one_leaves_attention_as_it_is():
     numbers = doubled_score(tiny_model(), silent, strings=2, tokens=16, position=3, factor=1.0).numbers
     assert [entry["value"] for entry in numbers.values()] == pytest.approx([1, 1])
+
+
+def test_an_answer_is_right_if_each_of_its_tokens_is_the_likeliest(monkeypatch):
+    read_now = []
+
+    def contexts(model, prompts, report):
+        for prompt in prompts:
+            read_now[:] = [prompt]
+            yield prompt, None, {}
+
+    def read(self, ids, keep, prefix):
+        (prompt,) = read_now
+        tokens = torch.tensor(prompt.answer)
+        tokens[-1] += prompt.gold == 1  # of the pair in the middle, the last token alone is wrong
+        return torch.nn.functional.one_hot(tokens, self.vocabulary).float()[None]
+
+    monkeypatch.setattr("rag_posfix.lab.claims.position_bias.after_context", contexts)
+    monkeypatch.setattr(LanguageModel, "read", read)
+    numbers = answer_accuracy(tiny_model(600), silent, pairs=3, more=4, positions=3, sets=2).numbers
+    of = {name: entry["value"] for name, entry in numbers.items() if name.startswith("fewer")}
+    assert of == {
+        "fewer pairs, ends less middle": 1, "fewer pairs, position 0": 1, "fewer pairs, position 1": 0,
+        "fewer pairs, position 2": 1,
+    }  # fmt: skip
 
 
 def test_rope_keeps_attention_if_all_positions_are_shifted_and_not_if_distances_double():

@@ -241,6 +241,14 @@ def test_cope_adds_position_scores_after_the_division_where_asked(generator):
     torch.testing.assert_close(divided.attend(0, query, key, value), whole.attend(0, query, key, value))
 
 
+def test_softmax_gates_of_a_query_sum_to_one_so_that_no_position_is_above_one(generator):
+    query, key = with_constant_product(generator, 100.0)  # equal scores: the query in place i has i + 1 gates alike
+    gates = built("cope", shape(heads=1, width=4), gate="softmax").gates(query, key)[0, 0]
+    assert gates.sum(dim=-1).tolist() == pytest.approx([1] * 6)
+    assert gates[3].tolist() == pytest.approx([0.25] * 4 + [0, 0])
+    assert contextual_positions(gates, 8)[3].tolist() == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
+
+
 def test_cope_has_a_table_per_layer_or_one_for_all():
     layers = shape(layers=3)
     assert [built("cope", layers, shared=shared).table.shape[0] for shared in (False, True)] == [3, 1]
