@@ -234,7 +234,7 @@ WEIGHTS: Mapping[str, Weights] = {
         context_window=32_768,
         default=True,
         memory_megabytes=4000,
-        right_answers=(52, 70),
+        right_answers=(78, 100),
     ),
     "qwen2.5-coder-1.5b": Weights(
         use="Qwen2.5-Coder-1.5B-Instruct, the largest packaged reader",
