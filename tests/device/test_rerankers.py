@@ -2,12 +2,15 @@
 
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from langchain_core.documents import Document
 
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.generation.engine import Engine
 from rag_posfix.reranking import RERANKERS, InContextReranker
 from rag_posfix.reranking.build import RerankerModels, build_reranker
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
@@ -54,7 +57,16 @@ def identity(device: str) -> str:
     return SentenceEmbeddings(folder("embedding"), device=device).identity
 
 
-@pytest.mark.parametrize("name", sorted({*RERANKERS.names()} - {"endpoint"}))  # a server scores there
+def projected(device: str) -> list[tuple[float, ...]]:
+    engine, drawn = tiny_engine_on(device), torch.Generator().manual_seed(3)
+    sizes = ((32, engine.loaded.model.config.hidden_size), (8, 32))
+    matrices = tuple((torch.randn(size, generator=drawn) / 8).to(device) for size in sizes)
+    loaded = replace(engine.loaded, projector=matrices)
+    return Engine(loaded, engine.encoder, "tiny", "print").projected_states(range(40, 60), (3, 11, 19))
+
+
+# A server scores for one, and one reads a model with a projector.
+@pytest.mark.parametrize("name", sorted({*RERANKERS.names()} - {"endpoint", "last_but_not_late"}))
 def test_a_reranker_scores_on_the_device_as_on_the_cpu(on_both, name):
     assert on_both(reranked, name).difference <= TOLERANCE
 
@@ -62,6 +74,10 @@ def test_a_reranker_scores_on_the_device_as_on_the_cpu(on_both, name):
 @pytest.mark.parametrize("parameters", [{"layers": (1,)}, {"heads": ((0, 1), (2, 5))}])
 def test_in_context_reads_some_layers_and_heads_on_the_device_as_on_the_cpu(on_both, parameters):
     assert on_both(in_context, parameters).difference <= TOLERANCE
+
+
+def test_projected_states_are_those_of_the_cpu(on_both):
+    assert on_both(projected).difference <= TOLERANCE
 
 
 def test_texts_have_the_vectors_of_the_cpu(on_both):
