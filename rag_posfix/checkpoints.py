@@ -223,7 +223,7 @@ WEIGHTS: Mapping[str, Weights] = {
         megabytes=98,
         context_window=8192,
         memory_megabytes=1800,
-        right_answers=(39, 70),
+        right_answers=(62, 100),
     ),
     "qwen2.5-coder-0.5b": Weights(
         use="Qwen2.5-Coder-0.5B-Instruct, the default model",
