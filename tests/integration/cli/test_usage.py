@@ -102,7 +102,8 @@ class TestMethods:
         assert (one["name"], one["aliases"]) == (name, [alias])
 
     def test_rerankers_are_listed_with_the_names_of_papers(self, run):
-        assert "in_context (icr), last_but_not_late (jina_v3), likelihood (longllmlingua)," in " ".join(run("methods").out.split())
+        names = "in_context (icr), last_but_not_late (jina_v3), likelihood (longllmlingua),"
+        assert names in " ".join(run("methods").out.split())
 
     @pytest.mark.parametrize(
         ("typed", "suggested"), [("PINE", "'pine' (inter_document)"), ("rotr", "'rotor' (sorted_inter_document)")]
