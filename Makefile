@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Processes that the tests run in, with a thread each.
+# Processes that the tests run in, with a thread each. Slow tests wait a third of their time: they get another process.
 WORKERS ?= 2
 
 VENV := .venv
@@ -60,6 +60,7 @@ test: $(BROWSER_STAMP) ## Set up what is needed and run the first tier of tests:
 CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))
 COVERAGE = $(if $(strip $(CHOICE)),,-m slipcover --out build/coverage.json)
 
+test-all: WORKERS = 3
 test-all: $(BROWSER_STAMP) ## Set up what is needed and run both tiers of tests, with the floor of coverage
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(BIN)/python $(COVERAGE) -m $(PYTEST) $(if $(COVERAGE),-p slipcover) $(ARGS)

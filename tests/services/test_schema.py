@@ -66,6 +66,7 @@ NOT_IN_A_SCHEMA = (
     "the name of a packaged model",  # or the file of a profile, a parameter of an order
     "is not supported; use one of system",  # the role of results of tools, where the format takes none
     "tool_calls is not supported here",  # of a message that is no answer
+    "is not supported here; leave it out",  # a further field, whose name hypothesis took from the modules in memory
     "the arguments of a call must be",  # JSON in a text
     "guided_grammar",
     "is empty; give",  # Python's white space has U+001C to U+001F, and JSON Schema's has not
