@@ -31,6 +31,9 @@ from rag_posfix_api.ray_serve.application import (
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
+# Of Ray's own models, when a test is the first to import them.
+pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = yaml.safe_load((ROOT / "deployments" / "ray" / "serve.yaml").read_text())
 (APPLICATION,) = CONFIGURATION["applications"]

@@ -54,8 +54,8 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "index", OLD)
 
 
-def deleted_files() -> list[str]:
-    """The files that this process has open or mapped and that are deleted."""
+def deleted_files(folder: Path) -> list[str]:
+    """The files of a folder that this process has open or mapped and that are deleted."""
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "(deleted)" in line]
     handles = []
     for entry in os.scandir("/proc/self/fd"):
@@ -63,7 +63,7 @@ def deleted_files() -> list[str]:
             handles.append(os.readlink(entry.path))
         except OSError:
             continue
-    return [name for name in (*mapped, *handles) if "/index/" in name and "(deleted)" in name]
+    return [name for name in (*mapped, *handles) if f"{folder}/" in name and "(deleted)" in name]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc of Linux is needed")
@@ -81,9 +81,9 @@ def test_a_question_keeps_its_version_and_the_files_close_with_the_last_question
     assert "harbour of ice" not in ids_of(current_of(index))
     assert "zeppelin of gas" in {str(document.id) for document in index.retrieve("zeppelin", 5)}
     assert "harbour of ice" in ids_of(question), "the files of the old version were closed too early"
-    assert deleted_files()
+    assert deleted_files(folder)
     del question
-    assert not deleted_files()
+    assert not deleted_files(folder)
 
 
 def damage_manifest(folder: Path) -> None:
