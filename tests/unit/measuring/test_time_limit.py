@@ -110,11 +110,11 @@ def test_the_estimate_is_told_after_three_answers_and_before_the_others():
 
 
 def test_a_run_that_goes_on_estimates_by_the_times_in_its_journal(tmp_path):
-    timed(0.5, labels=False, out=tmp_path)
+    timed(0.5, labels=False, count=4, out=tmp_path)
     journal = tmp_path / JOURNAL
     kept = re.sub('"seconds":[^,]+', '"seconds":7.0', journal.read_text("utf-8"))
     journal.write_text(kept, "utf-8")
-    _, _, told = timed(0.5, labels=False, out=tmp_path)
+    _, _, told = timed(0.5, labels=False, count=4, out=tmp_path)
     assert [text[:27] for _, text in told if text.startswith("an answer takes")] == ["an answer takes about 7.0 s"]
 
 
