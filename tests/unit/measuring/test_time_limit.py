@@ -110,7 +110,7 @@ def test_the_estimate_is_told_after_three_answers_and_before_the_others():
 
 
 def test_a_run_that_goes_on_estimates_by_the_times_in_its_journal(tmp_path, monkeypatch):
-    monkeypatch.setattr("rag_posfix.measuring.measure.write_report", lambda *_: {})  # its figures take seconds
+    monkeypatch.setattr("rag_posfix.measuring.report.write_report", lambda *_: {})  # its figures take seconds
     timed(0.5, labels=False, count=4, out=tmp_path)
     journal = tmp_path / JOURNAL
     kept = re.sub('"seconds":[^,]+', '"seconds":7.0', journal.read_text("utf-8"))
