@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Processes that the tests run in, with a thread each. Slow tests wait a third of their time: they get another process.
+# Processes that the tests run in, with a thread each. Slow tests wait for other programs: with them there are three.
 WORKERS ?= 2
 
 VENV := .venv

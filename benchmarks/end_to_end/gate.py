@@ -28,14 +28,12 @@ ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
 }
 """Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
 
-# fmt: off
 FLOORS: Mapping[str, Mapping[str, float]] = {
     "qwen2.5-coder-0.5b": {
         "faq": 0.7, "titled": 0.8, "short": 0.6, "follow-ups": 0.9, "hostile": 0.6, "paraphrased": 0.75,
     },
     "smollm2": {"faq": 0.35, "titled": 0.5, "short": 0.5, "follow-ups": 0.75, "hostile": 0.4, "paraphrased": 0.6},
-}
-# fmt: on
+}  # fmt: skip
 """Least shares of right answers about own files by reader and kind: about two answers below the records."""
 
 _NUMBERS = (

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.documents import content_key
+from rag_posfix.assembly.documents import document_id
 from rag_posfix.checked import MinRelevance
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.generator import Generator, display_name
@@ -284,7 +284,7 @@ class RelevanceTest:
     def similar(
         self, run: RequestContext, retriever: Retriever, documents: Sequence[Document], choice: MinRelevance
     ) -> tuple[list[Document], dict[str, float]]:
-        """Return the passages that are similar enough, and the gain that each needs, by content key.
+        """Return the passages that are similar enough, and the gain that each needs, by id.
 
         No gains if the judge need not decide.
         """
@@ -299,7 +299,7 @@ class RelevanceTest:
         is_clear = known is not None and max(map(_score, kept), default=0.0) >= known.clear
         if is_clear or is_broad(run.question.text):
             return kept, {}
-        return kept, {content_key(document): self._needed_gain(_score(document), known) for document in kept}
+        return kept, {document_id(document): self._needed_gain(_score(document), known) for document in kept}
 
     def _needed_gain(self, score: float, known: SimilarityRange | None) -> float:
         """Return the gain that a passage of a similarity needs: the nearer to one that is clear, the less."""
@@ -326,7 +326,7 @@ class RelevanceTest:
         below: list[tuple[Document, float, float]] = []
         gains = {entry.index: (entry.document.metadata.get(DETAILS) or {}).get("raw_score") for entry in ranked}
         for index, document in enumerate(documents):
-            gain, least = gains.get(index), needed.get(content_key(document), self.least_gain)
+            gain, least = gains.get(index), needed.get(document_id(document), self.least_gain)
             if isinstance(gain, float) and gain < least:
                 below.append((document, gain, least))
             else:

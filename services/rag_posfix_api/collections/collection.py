@@ -270,7 +270,7 @@ def open_external_store(text: str, embeddings: Embeddings) -> ExternalStore:
 
 
 class ExternalPassages:
-    """The passages of a collection, whose vectors are in a ``ExternalStore``. Rows store the ids of their copies.
+    """The passages of a collection, whose vectors are in an ``ExternalStore``. Rows store the ids of their copies.
 
     Attributes:
         names: The ids of passages by the ids of their copies.
