@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from zipfile import ZipFile
 
 from rag_posfix.retrieval.ingest.decoding import decode_html
-from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, raised_number, table_items
 from rag_posfix.text import clean_text, split_words
 
 _INVISIBLE = frozenset(
@@ -34,7 +34,9 @@ _PARAGRAPHS = frozenset(
      "ol", "p", "pre", "section", "summary", "table", "td", "th", "tr", "ul"}
 )  # fmt: skip
 _LINES = frozenset({"br", "dd", "dt", "optgroup", "option"})
-_SPACED = frozenset({"button", "input", "select", "text", "textarea", "tspan"})
+_SPACED = frozenset({"button", "img", "input", "select", "text", "textarea", "tspan"})
+_PARTS = frozenset({"a", "label", "span"})
+"""Elements that pages set apart by style alone: a word ends where such an element ends and another begins."""
 _SECTIONS = frozenset({"article", "aside", "blockquote", "main", "section"})
 """A footer within one of these is that of a part of the page, and text."""
 _HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
@@ -58,10 +60,9 @@ _CLOSES = {
     "<style": re.compile(r"</style\s*>", re.IGNORECASE),
 }
 _TAG = re.compile(r"<[a-zA-Z/!?]")
-_RAISED = str.maketrans(
-    "0123456789+-\u2212", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207b"
+_FRAGMENT = re.compile(
+    r"\s*<(?:article|blockquote|div|dl|figure|h[1-6]|ol|p|section|table|ul)(?:\s[^<>]*)?>", re.IGNORECASE
 )
-_RAISED_NUMBER = re.compile(r"[+\u2212-]?\d+")
 _MAX_ATTRIBUTES = 1000
 _ENDLESS_TAG = re.compile(
     r"""<[a-zA-Z](?>[^\s<>"']*)(?>\s+[^\s<>"'=]+(?>\s*=\s*(?:"[^"]*"|'[^']*'|[^\s<>"']+))?)"""
@@ -143,6 +144,16 @@ def _parsable(source: str) -> str:
     return text if unclosed is None else text[: unclosed.start()]
 
 
+def fragment_text(source: str) -> str:
+    """Return the text of a fragment of HTML, as exports of help centers hold it; other text as it is."""
+    if _FRAGMENT.match(source) is None or not source.rstrip().endswith(">"):
+        return source
+    try:
+        return items_text(_read_page(source).all_items()).text
+    except ValueError:
+        return source
+
+
 @dataclass(slots=True)
 class _Table:
     """An open table: what is in none of its cells, and of each row the cells with their columns and rows."""
@@ -196,6 +207,7 @@ class _Page(HTMLParser):
         self._lists: list[int | None] = []  # the number of the next item, None for bullets
         self._marker: str | None = None  # of the open list item; empty after its first block
         self._gap = ""  # white space to write before the next text
+        self._edge = 0  # 1 after the end of a part of a line, 2 where another begins at once
 
     def all_items(self) -> list[Item]:
         """Return the items, also those of tables that are not closed."""
@@ -234,6 +246,7 @@ class _Page(HTMLParser):
             if tag in _INVISIBLE or tag == self._invisible[0]:
                 self._invisible.append(tag)
             return
+        self._edge = 2 if self._edge and tag in _PARTS else 0
         values = {name: value or "" for name, value in attrs}
         is_named = values.get("role", "").lower() in _ROLES or any(
             _NAVIGATION.search(values.get(name, "")) for name in ("class", "id")
@@ -277,6 +290,9 @@ class _Page(HTMLParser):
         elif tag == "input" and values.get("type", "").lower() in _VALUES:
             self._add(values.get("value", ""))
             self._gap = self._gap or " "
+        elif tag == "img" and len(split_words(values.get("alt", ""))) > 1:  # a single word names an icon
+            self._add(values["alt"])
+            self._gap = self._gap or " "
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag not in _INVISIBLE and tag != "title":
@@ -311,6 +327,7 @@ class _Page(HTMLParser):
         elif tag in ("td", "th") and self._tables:
             self._tables[-1].in_cell = False
         self._is_raised = False
+        self._edge = 1 if tag in _PARTS else self._edge
 
     def _close_table(self) -> None:
         found = self._tables.pop().close()
@@ -325,8 +342,7 @@ class _Page(HTMLParser):
             if self._takes_title:
                 self.title.append(data)
         elif not self._invisible:
-            raised = data.strip()
-            self._add(raised.translate(_RAISED) if self._is_raised and _RAISED_NUMBER.fullmatch(raised) else data)
+            self._add(raised_number(data) if self._is_raised else data)
         elif self._is_navigation:
             self.left_out.append(data)
 
@@ -342,7 +358,11 @@ class _Page(HTMLParser):
         if not data:
             return
         if self._segments:
-            self._segments.append(self._gap)
+            before = self._segments[-1]
+            is_edge = self._edge == 2 and not self._pre and len(before + data) > 2  # and no letters of one word
+            ends_word = is_edge and before[-1].isalnum() and data[0].isalnum()
+            self._segments.append(self._gap or " " * ends_word)
+        self._edge = 0
         self._segments.append(data)
         self._gap = " " if ends_with_space else ""
 

@@ -20,8 +20,12 @@ _TEXT = "{http://schemas.openxmlformats.org/drawingml/2006/main}t"
 _DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds"
 _DATA = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}dm"
 _NUMBERED = ("DATE", "SLIDE_NUMBER")
-_LITERAL = re.compile(r'"[^"]*"|\\.')
-"""Text in the format of a number."""
+_FORMAT = re.compile(
+    r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|(General|[0#?][0#?,./]*)|([%€$£¥₹ ])', re.IGNORECASE
+)
+"""What the format of a number shows: text in quotes, an escaped character, a currency, the digits, another sign."""
+_UNIT = re.compile(r"(?<=\d)\s?[^\W\d_]{1,4}$")
+_COMMENTS, _COMMENT = re.compile(r"xl/(?:comments/)?comments?\d*\.xml"), re.compile(rb"<comment\b")
 _MAX_MERGED = 100_000
 
 
@@ -58,8 +62,10 @@ def _shape_items(shape: Any, page: int) -> Iterator[Item]:
     elif getattr(shape, "has_table", False):
         yield from table_items(_slide_table(shape.table), page)
     elif getattr(shape, "has_chart", False):
+        if shape.chart.has_title and shape.chart.chart_title.has_text_frame:
+            yield Item("text", shape.chart.chart_title.text_frame.text, page=page)
         for plot in shape.chart.plots:
-            rows = [[series.name, *map(str, series.values)] for series in plot.series]
+            rows = [[series.name, *map(_cell_text, series.values)] for series in plot.series]
             yield from table_items([["", *map(str, plot.categories)], *rows], page)
     else:
         for diagram in shape._element.iter(_DIAGRAM):
@@ -84,7 +90,7 @@ def read_workbook(handle: BinaryIO) -> FileText:
     """Return each sheet as a table under its name, each cell as it is stored; merged cells count for each row.
 
     A title above the table is a heading. A formula without a stored value is its text, and a loss; so is each hidden
-    sheet, whose text is read.
+    sheet, whose text is read, and so are comments on cells, which are left out.
 
     Raises:
         ConfigError: openpyxl is not installed.
@@ -116,6 +122,12 @@ def read_workbook(handle: BinaryIO) -> FileText:
         for found in tables:
             captions = [item.text for item in found[:-1]]
             items += [Item("heading", " ".join(captions), level=3)] * bool(captions) + found[-1:]
+    with ZipFile(handle) as archive:
+        comments = sum(
+            len(_COMMENT.findall(archive.read(name))) for name in archive.namelist() if _COMMENTS.match(name)
+        )
+    if comments:
+        losses.append(f"{comments} comments on cells are left out")
     if missing:
         losses.append(f"{missing} formulas have no stored value; open the file in a spreadsheet program and save it")
     return items_text(items, losses=losses)
@@ -123,7 +135,7 @@ def read_workbook(handle: BinaryIO) -> FileText:
 
 def _rows(sheet: Any) -> list[list[str]]:
     sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
-    return [[_percentage(cell) or _cell_text(cell.value) for cell in row] for row in sheet.iter_rows()]
+    return [[_formatted_number(cell) or _cell_text(cell.value) for cell in row] for row in sheet.iter_rows()]
 
 
 def _tables(rows: Sequence[list[str]]) -> Iterator[list[list[str]]]:
@@ -146,7 +158,7 @@ def _tables(rows: Sequence[list[str]]) -> Iterator[list[list[str]]]:
 
 
 def _is_number(cell: str) -> bool:
-    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, cell))
+    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, _UNIT.sub("", cell)))
 
 
 def _fill_merged(rows: list[list[str]], source: bytes) -> None:
@@ -168,11 +180,26 @@ def _column(letters: bytes) -> int:
     return number - 1
 
 
-def _percentage(cell: Any) -> str:
-    """Return a number that its format shows as a percentage, as a reader of the sheet sees it; else nothing."""
-    is_number = isinstance(cell.value, int | float) and not isinstance(cell.value, bool)
-    shows_percent = is_number and "%" in _LITERAL.sub("", cell.number_format)
-    return f"{100 * cell.value:.12g}%" if shows_percent else ""
+def _formatted_number(cell: Any) -> str:
+    """Return a number with the percent sign, currency or unit that its format shows; nothing without any.
+
+    Of the formats for positive, negative and other numbers the first counts. Its decimals do not: the number is whole.
+    """
+    value = cell.value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return ""
+    before, after, scale, is_after, is_percentage = "", "", 0, False, False
+    for quoted, escaped, currency, digits, shown in _FORMAT.findall(cell.number_format.partition(";")[0]):
+        is_after |= bool(digits)
+        is_percentage |= shown == "%"
+        scale += 3 * (len(digits) - len(digits.rstrip(",")))
+        literal = quoted or escaped or currency or shown
+        before, after = (before, after + literal) if is_after else (before + literal, after)
+    if not (before + after).strip():
+        return ""
+    size = abs(value)
+    number = f"{100 * size:.12g}" if is_percentage else f"{size / 10**scale:.12g}" if scale else _cell_text(size)
+    return f"{'-' * (value < 0)}{before.lstrip()}{number}{after.rstrip()}"
 
 
 def _cell_text(value: Any) -> str:

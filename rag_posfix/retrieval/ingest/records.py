@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from langchain_core.documents import Document
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.decoding import MAX_RATIO, MIN_UNPACKED, decode_text, without_embedded
+from rag_posfix.retrieval.ingest.html import fragment_text
 from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
 from rag_posfix.text import allow_long_cells, clean_json, clean_text, content_hash, parse_json
 
@@ -155,6 +156,15 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]+", "", name).lower()
 
 
+def _without_tags(value: Any) -> Any:
+    """Return a value with the text of each string in it that is HTML."""
+    if isinstance(value, dict):
+        return {name: _without_tags(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_tags(item) for item in value]
+    return fragment_text(value) if isinstance(value, str) else value
+
+
 def _field_text(value: Any) -> str:
     """Return a value as text: strings as they are, lists of strings by line, and no text for other structures."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -257,7 +267,7 @@ def read_records(file: Path, requested: FieldRoles, report: Callable[[str], None
     without_text = 0
     for record in records:
         try:
-            document = _document(record, roles, source)
+            document = _document(replace(record, fields=_without_tags(record.fields)), roles, source)
         except ValueError as error:
             report(f"{record.position}: {error}")
             continue

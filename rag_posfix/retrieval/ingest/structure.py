@@ -48,6 +48,10 @@ _ITEM_BELOW = re.compile(r"\n(?=[^\S\n]*(?:[-*+•\u2013]|\d{1,3}[.)]|[a-z][.)])
 _NO_HEADING_END = re.compile(r"[.!?,;:…。！？：，；]$")  # noqa: RUF001 - CJK marks
 _MAX_TITLE_WORDS, _MAX_TITLE_CHARACTERS = 10, 80
 _MIN_TEXT_WORDS = 5
+_RAISED = str.maketrans(
+    "0123456789+-\u2212", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207b"
+)
+_RAISED_NUMBER = re.compile(r"[+\u2212-]?\d+")
 _MAX_LINES = 15_000
 """Lines of a text whose structure is read: a block costs time and memory, however short it is."""
 _MAX_READ_HEADINGS = 50_000
@@ -162,6 +166,11 @@ def stated_title(headings: Sequence[Heading], blocks: Sequence[Block]) -> str:
         return ""
     first = headings[0]
     return "" if any(heading.level <= first.level for heading in headings[1:]) else first.title
+
+
+def raised_number(text: str) -> str:
+    """Return raised text with its digits raised, where it is a number: ``x`` and ``2`` are x² and not x2."""
+    return text.translate(_RAISED) if _RAISED_NUMBER.fullmatch(text.strip()) else text
 
 
 def title_from_path(path: str | Path) -> str:

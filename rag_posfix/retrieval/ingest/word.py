@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rag_posfix.errors import missing_extra
-from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, raised_number, table_items
 
 if TYPE_CHECKING:
     from docx.table import _Cell
@@ -167,7 +167,9 @@ def _text(element: Any) -> str:
         elif child.tag == f"{_M}oMath":
             parts.append(_formula(child))
         elif child.tag not in _LEFT_OUT and isinstance(child.tag, str):
-            parts.append(_text(child) + ("\n" if child.tag == f"{_W}p" else ""))
+            is_raised = child.tag == f"{_W}r" and _value(child.find(f"{_W}rPr"), "vertAlign") == "superscript"
+            text = raised_number(_text(child)) if is_raised else _text(child)
+            parts.append(text + ("\n" if child.tag == f"{_W}p" else ""))
     return "".join(parts)
 
 

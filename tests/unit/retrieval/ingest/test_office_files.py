@@ -107,6 +107,18 @@ def test_a_second_line_in_the_style_of_titles_is_text(word):
     assert word(("It is let.", None)) == [("", "of the shed"), ("", "It is let.")]
 
 
+def test_raised_digits_of_a_word_file_stay_raised(tmp_path):
+    import docx
+
+    document = docx.Document()
+    paragraph = document.add_paragraph("40 m")
+    paragraph.add_run("2").font.superscript = True
+    paragraph.add_run(" on the 3")
+    paragraph.add_run("rd").font.superscript = True
+    document.save(tmp_path / "a.docx")
+    assert [text for _, text in sections(tmp_path / "a.docx")] == ["40 m\u00b2 on the 3rd"]
+
+
 def test_text_boxes_footnotes_headers_and_equations_are_text_once(word):
     box = "<w:txbxContent><w:p><w:r><w:t>Never above 63 degrees.</w:t></w:r></w:p></w:txbxContent>"
     compatible = "http://schemas.openxmlformats.org/markup-compatibility/2006"
@@ -226,10 +238,12 @@ def test_a_chart_of_a_slide_is_a_table_of_its_values(tmp_path):
     data.add_series("Sales", (19.5, 21))
     slides = pptx.Presentation()
     slide = slides.slides.add_slide(slides.slide_layouts[5])
-    slide.shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, *[Inches(1)] * 4, data)
+    chart = slide.shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, *[Inches(1)] * 4, data).chart
+    chart.chart_title.text_frame.text = "Boats sold"
     slides.save(tmp_path / "a.pptx")
     assert [text for _, text in sections(tmp_path / "a.pptx")] == [
-        "|  | East | West |\n| --- | --- | --- |\n| Sales | 19.5 | 21.0 |"
+        "Boats sold",
+        "|  | East | West |\n| --- | --- | --- |\n| Sales | 19.5 | 21 |",
     ]
 
 
@@ -299,16 +313,31 @@ def test_a_header_of_merged_cells_counts_for_each_column(tmp_path, book):
         (0.25, "0%", "25%"),
         (0.07, "0.0%", "7%"),
         (1, "0.00%;[Red]-0.00%", "100%"),
-        (25, '0"%"', "25"),
-        (3, r"0\%", "3"),
+        (25, '0"%"', "25%"),
+        (3, r"0\%", "3%"),
+        (5.5, '0.00 "EUR"', "5.5 EUR"),
+        (1250, "#,##0.00\\ [$\u20ac-407]", "1250 \u20ac"),
+        (-7, "$#,##0_);[Red]($#,##0)", "-$7"),
+        (12_000, '#,##0,"k"', "12k"),
+        (3, '"Q"0', "Q3"),
+        (4, "0.00", "4"),
     ],
 )
-def test_a_percentage_is_the_number_that_a_reader_sees(tmp_path, book, number, form, text):
+def test_a_number_has_the_unit_that_a_reader_sees(tmp_path, book, number, form, text):
     book.active.append(["Discount", "Year"])
     book.active.append([number, 2026])
     book.active["A2"].number_format = form
     book.save(tmp_path / "a.xlsx")
     assert sections(tmp_path / "a.xlsx") == [("Sheet", f"| Discount | Year |\n| --- | --- |\n| {text} | 2026 |")]
+
+
+def test_comments_on_cells_are_said(tmp_path, book):
+    from openpyxl.comments import Comment
+
+    book.active.append(["Rope", 5])
+    book.active["A1"].comment = Comment("only blue", "a")
+    book.save(tmp_path / "a.xlsx")
+    assert read_here(tmp_path / "a.xlsx").losses == ("1 comments on cells are left out",)
 
 
 def test_a_formula_of_several_cells_without_a_value_is_said(tmp_path, book):

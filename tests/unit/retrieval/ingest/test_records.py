@@ -207,3 +207,14 @@ def test_an_id_that_is_no_number_of_the_row_stands_above_the_text(tmp_path):
     prose = " ".join(["lifts"] * 40)
     assert rows_of(tmp_path, f"id,description\nAX-17,{prose}\n", "a.csv") == [("id: AX-17", prose)]
     assert rows_of(tmp_path, f"id,description\n1,{prose}\n2,{prose}.\n", "a.csv")[0] == ("", prose)
+
+
+def test_html_in_a_field_is_its_text_and_a_tag_within_a_sentence_stays(tmp_path):
+    articles = [
+        {"title": "Reset", "body": "<p>Hold the <b>red</b> key for 5&nbsp;s.</p>\n<ul><li>5 &lt; 6</li></ul>"},
+        {"title": "Tags", "body": "Write <p> before a paragraph and </p> after it."},
+    ]
+    assert rows_of(tmp_path, json.dumps(articles), "a.json") == [
+        ("Reset", "Hold the red key for 5 s.\n\n- 5 < 6"),
+        ("Tags", "Write <p> before a paragraph and </p> after it."),
+    ]
