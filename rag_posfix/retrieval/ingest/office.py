@@ -14,6 +14,7 @@ from zipfile import ZipFile
 from rag_posfix.errors import missing_extra
 from rag_posfix.retrieval.ingest.html import read_html
 from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+from rag_posfix.text import split_words
 
 _MERGED = re.compile(rb'<mergeCell\b[^>]*\bref="([A-Z]+)(\d+):([A-Z]+)(\d+)"')
 _TEXT = "{http://schemas.openxmlformats.org/drawingml/2006/main}t"
@@ -215,6 +216,8 @@ def _cell_text(value: Any) -> str:
 def read_mail(data: bytes) -> FileText:
     """Return a mail under its subject, with sender, receivers, date and attached texts; other attachments are losses.
 
+    Of a text and a web page that say the same, that with more words is read.
+
     Raises:
         LookupError: the encoding of a text is unknown.
     """
@@ -222,7 +225,8 @@ def read_mail(data: bytes) -> FileText:
     subject = " ".join(str(mail["Subject"] or "").split())
     headers = "\n".join(f"{name}: {mail[name]}" for name in ("From", "To", "Cc", "Date") if mail[name])
     items = [Item("heading", subject), Item("text", headers)]
-    body = mail.get_body(("plain", "html"))
+    bodies = [part for form in ("plain", "html") if (part := mail.get_body((form,))) is not None]
+    body = max(bodies, key=lambda part: len(split_words(_mail_text(part))), default=None)  # the first of equal ones
     losses = []
     for part in mail.walk():
         name = part.get_filename()

@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from email.message import EmailMessage
 
 import pytest
 
@@ -488,6 +489,17 @@ def test_a_mail_has_its_subject_people_text_and_attached_text_and_names_other_at
     assert read.text.startswith(f"Berths für Mai\n\n{people}\nDate: Fri, 03 May 2024 10:00:00 +0200\n\nDear Bo,")
     assert "\n\nberth A1 costs 40 €.\n\ncrane.txt\n\nThe crane is broken." in read.text
     assert list(read.losses) == ["the attachment 'pier.png' is not read"]
+
+
+@pytest.mark.parametrize(
+    ("plain", "text"), [("See below.", "| Pier | 4 |"), ("Pier 4 is 6 m deep, as said.", "6 m deep")]
+)
+def test_of_the_two_forms_of_a_mail_that_with_more_words_is_read(tmp_path, plain, text):
+    mail = EmailMessage()
+    mail.set_content(plain)
+    mail.add_alternative("<table><tr><td>Pier</td><td>4</td></tr><tr><td>Depth</td><td>6 m</td></tr></table>", "html")
+    (tmp_path / "a.eml").write_bytes(bytes(mail))
+    assert text in read_here(tmp_path / "a.eml").text
 
 
 def test_an_opendocument_text_and_rich_text_are_read_with_tables_lists_and_footnotes(tmp_path):
