@@ -76,6 +76,8 @@ NUMBERS = {
 _REPEATED = re.compile(rf"(\b(?:{'|'.join(NUMBERS)})) \(\d+\)", re.IGNORECASE)
 """A number that is written twice, as contracts do: six (6)."""
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:[.,'\u2019\u00a0\u202f ]\d{3})+|(?:,\d\d)+,\d{3})(?!\d)")
+_DECIMAL = re.compile(r"(?<![\d.,:/-])(\d+)[.,:](\d{1,2})(?![\d:/-]|[.,]\d)")
+_DAYTIME = re.compile(r"(?<!\w)([ap])\.\s?m\b\.?", re.IGNORECASE)
 
 _WRAPPED = re.compile(r"\n(?=[^\W\d_A-Z\u00c0-\u00de])")
 """A line break inside of a sentence: the next line begins with a letter that is no capital."""
@@ -115,7 +117,7 @@ def find_quotes(answer: str, passages: Sequence[str], question: str = "") -> lis
     relatedness = [_relatedness(asked, passage.words) for passage in searched]
     quotes = []
     for start, end in _sentences(answer):
-        evidence = find_evidence(answer[start:end], question, answer)
+        evidence = find_evidence(_with_whole_numbers(answer[start:end]), _with_whole_numbers(question), answer)
         holders = [index for index, passage in enumerate(searched) if evidence and passage.holds(evidence)]
         if asked and len(evidence) < ENOUGH_EVIDENCE:
             most = max((relatedness[index] for index in holders), default=0.0)
@@ -146,7 +148,9 @@ class PassageSentences:
 
     def __init__(self, passage: str) -> None:
         self.spans = _sentences(_WRAPPED.sub(" ", passage[:MAX_CHARACTERS]))
-        self._own = [frozenset(_words(passage[start:end])) for start, end in self.spans]
+        self._own = [
+            frozenset(_numbered(_words(_with_whole_numbers(passage[start:end])))) for start, end in self.spans
+        ]
         self._pairs = [first | second for first, second in pairwise(self._own)]
         self.words = frozenset[str]().union(*self._own)
 
@@ -156,13 +160,19 @@ class PassageSentences:
         numbers = {word for word in evidence if any(map(str.isdigit, word))}
         if not numbers <= self.words:
             return False
-        return any(numbers <= words and len(evidence & words) >= needed for words in [*self._own, *self._pairs])
+        forms = {word for word in evidence if word in NUMBERS or (len(word) == 1 and is_pair(word))}
+        return any(
+            len(evidence & words) + sum(_has_form(word, words) for word in forms - words) >= needed
+            for words in [*self._own, *self._pairs]
+            if numbers <= words
+        )
 
     def find(self, text: str, question: str = "") -> tuple[int, int] | None:
         """Return the characters of the sentence that shares most content words with ``text``; None if none does.
 
         Of two sentences that share as many that with more words of the question counts, then the shorter one.
         """
+        text, question = _with_whole_numbers(text), _with_whole_numbers(question)
         wanted = _content(text, stop_words(text)) or set(_words(text))
         asked = _content(question, stop_words(question))
         counts = [(len(wanted & own), len(asked & own), -len(own)) for own in self._own]
@@ -252,6 +262,22 @@ def _goes_on(sentence: str, following: str) -> bool:
 def _words(text: str) -> list[str]:
     """Return the words of a text; a number is the same with and without marks of thousands."""
     return split_words(_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), text))
+
+
+def _with_whole_numbers(text: str) -> str:
+    """Return a text whose decimals and times are one word each: 5.50 and 5,5 are ``5d5``, which 5 is not in."""
+    plain = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match.group()), _DAYTIME.sub(r"\1m", text))
+    return _DECIMAL.sub(lambda match: f"{match[1]}d{match[2].rstrip('0')}".removesuffix("d"), plain)
+
+
+def _numbered(words: Sequence[str]) -> set[str]:
+    """Return words, and the digits of numbers in words."""
+    return {*words, *(NUMBERS[word] for word in words if word in NUMBERS)}
+
+
+def _has_form(word: str, words: Set[str]) -> bool:
+    """Return whether words have the digits of a number in words, or a pair with a single character."""
+    return NUMBERS.get(word) in words or (len(word) == 1 and any(word in pair for pair in words if len(pair) == 2))
 
 
 def _content(text: str, functional: Set[str]) -> set[str]:

@@ -214,11 +214,32 @@ def test_markers_may_stand_anywhere_and_other_numbers_are_evidence(answer, is_ci
     [
         ("The lease is six (6) months.", True),
         ("Die Miete: sechs (6).", False),
-        ("The lease is 6 (six) months.", False),
+        ("The lease is 6 (six) months.", True),
+        ("The lease is 7 months.", False),
     ],
 )
 def test_a_number_in_words_and_digits_is_one(answer, is_cited):
     assert bool(quoted(answer, ("The lease is six months.",))) is is_cited
+
+
+@pytest.mark.parametrize(
+    ("answer", "passages"),
+    [
+        ("5.5 EUR", (0,)),  # and not that with 1,205.50
+        ("EUR 1205.5", (1,)),
+        ("12.00 EUR", (2,)),
+        ("5 EUR", ()),
+        ("8.30 am to 6 pm", (3,)),
+        ("8:03 am", ()),
+        ("1914\u5e74", (4,)),
+    ],
+)
+def test_a_decimal_or_time_is_one_number_however_it_is_written(answer, passages):
+    texts = (
+        "Rope: 5,50 EUR.", "Mast: 1,205.50 EUR.", "Lamp: 12 EUR.", "Open 8:30 a.m. to 6 p.m. daily.",
+        "\u99c5\u306f1914\u5e74\u306b\u958b\u696d\u3057\u305f\u3002",
+    )  # fmt: skip
+    assert [found for _, found in quoted(answer, texts)] == ([passages] if passages else [])
 
 
 @pytest.mark.parametrize(
