@@ -42,7 +42,7 @@ INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint cons
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-matrix gpu-test vllm lint format typecheck serve bench docs package release setup clean
+.PHONY: help demo test test-busy test-all test-matrix gpu-test vllm lint format typecheck serve bench docs package release setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,15 @@ PYTEST = pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(BROWSER_STAMP) ## Set up what is needed and run the first tier of tests: all but those marked slow
 	@OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' --processor-limit 2 $(ARGS)
+
+# Six processes on two cores, two thirds of them in another order: a test that depends on a clock or a neighbour fails.
+SEED = $(shell date +%-j)
+test-busy: $(BROWSER_STAMP) ## Run the first tier three times at once, two in random orders (SEED, SEED + 1)
+	@mkdir -p build
+	@jobs=; failed=; for order in '' $(SEED) $$(($(SEED) + 1)); do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' --processor-limit 2 -p no:cacheprovider \
+			$${order:+--order-seed $$order} $(ARGS) >build/busy-$$order.log 2>&1 & jobs="$$jobs $$!"; done; \
+	for job in $$jobs; do wait $$job || failed=1; done; tail -qn 3 build/busy-*.log; test -z "$$failed"
 
 # Coverage has a floor for the whole suite. ARGS that choose some of the tests turn it off: paths, and these options.
 CHOICE = $(filter-out -%,$(ARGS)) $(filter -k% -m% --lf --last-failed --sw --stepwise --deselect% --ignore% --co --collect-only,$(ARGS))

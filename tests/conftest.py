@@ -15,6 +15,7 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.budget import drawn_order
 from tests.support.budget import pytest_addoption as pytest_addoption
 from tests.support.budget import pytest_runtest_call as pytest_runtest_call
 from tests.support.warm_python import WarmPython, warm_python
@@ -28,8 +29,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: at the end, when a worker waits for the other, files are short."""
+    seed = config.getoption("order_seed", None)
+    if seed is not None:
+        items[:] = drawn_order(items, seed)
+        return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -1,10 +1,12 @@
-"""The limit of processor time of a test, which ``make test`` sets: coverage would slow tests down."""
+"""Options of a test run: the limit of processor time of a test, which ``make test`` sets, and a random order."""
 
 from __future__ import annotations
 
+import random
 import resource
 import sys
 from collections.abc import Generator
+from itertools import groupby
 
 import pytest
 
@@ -19,6 +21,17 @@ LARGE_PACKAGES = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processor-limit", type=float, help="seconds of a processor for a test that is not slow")
+    parser.addoption("--order-seed", type=int, help="run files, and the tests of each, in the order that this draws")
+
+
+def drawn_order(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Return the tests with the files, and the tests of each file, in a random order."""
+    drawn = random.Random(seed)
+    files = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
+    for tests in files:
+        drawn.shuffle(tests)
+    drawn.shuffle(files)
+    return [test for tests in files for test in tests]
 
 
 def processor_seconds() -> float:
