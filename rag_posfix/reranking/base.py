@@ -18,6 +18,7 @@ from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.generator import GeneratorCapability
+from rag_posfix.contracts.method_spec import named_method
 from rag_posfix.contracts.retrieval import DETAILS
 from rag_posfix.errors import RerankingError
 from rag_posfix.registry import Registry
@@ -77,7 +78,7 @@ def sum_normalized(raw: Sequence[float]) -> list[float]:
 
 
 RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry(
-    "reranker", parts=("embeddings", "generator", "connect", "load_model")
+    "reranker", parts=("embeddings", "generator", "connect", "load_model"), parse=named_method
 )
 
 
