@@ -13,6 +13,7 @@ else:
         def __getattr__(self, name: str) -> Any:
             import torch
 
-            return getattr(torch, name)
+            self.__dict__[name] = getattr(torch, name)  # found without this method from now on
+            return self.__dict__[name]
 
     torch, Tensor = _Torch(), Any  # a tensor is a type of annotations alone
