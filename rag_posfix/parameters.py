@@ -20,12 +20,10 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import hide_passwords
-
-T = TypeVar("T")
 
 _KEY_OF_QUERY = re.compile(r"([?&][\w.-]*(?:key|token|secret|password|sig)[\w.-]*=)[^&#\s'\"]+", re.IGNORECASE)
 
@@ -253,7 +251,7 @@ def _parameter(name: str, hint: Any, default: Any) -> Parameter:
     members = typing.get_args(plain) if union else (plain,)
     checks: list[Callable[[Any], Any]] = []
     allowed: list[str] = []
-    for member in sorted(members, key=lambda member: member is type(None)):  # None is named last
+    for member in members:
         if member is type(None):
             names: tuple[Any, ...] = (None,)
         elif typing.get_origin(member) is Literal:
