@@ -73,10 +73,10 @@ class Number:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         """Return how pydantic checks a field with this range: as that of a dataclass, with the same message."""
-        from pydantic_core import core_schema  # only models of pydantic come here
+        from pydantic import BeforeValidator  # only models of pydantic come here
 
         parameter: Any = _parameter(handler.field_name or "value", typing.Annotated[source, self], None)
-        return core_schema.no_info_before_validator_function(parameter.check, handler(source))
+        return BeforeValidator(parameter.check).__get_pydantic_core_schema__(source, handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +151,17 @@ class Parameter:
     check: Callable[[Any], Any] | None = None
 
 
-@functools.cache
 def parameters_of(cls: Any) -> Mapping[str, Parameter]:
     """Return the parameters of a method by name, in the order of its fields.
 
     Args:
         cls: A dataclass, or a pydantic model.
     """
+    return _parameters_of(cls)
+
+
+@functools.cache
+def _parameters_of(cls: Any) -> Mapping[str, Parameter]:
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = [field for field in dataclasses.fields(cls) if field.init]
