@@ -1,38 +1,19 @@
-"""Values are checked where they are given, and a wrong one raises ``ConfigError``: fields of models, and methods."""
+"""Values are checked where they are given, and a wrong one raises ``ConfigError``."""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import convert_pydantic_errors, shown
 from rag_posfix.registry import check_names
 
-_CHECKS = "rag_posfix.pipeline.method_checks"
-"""Knows the registries of all kinds of methods; imported when the first method is named."""
-
-
 MinRelevance: TypeAlias = Literal["auto", "off"] | float
 """Which retrieved passages are read. ``auto``: by the similarities of the index, then the judge. A number: by this
 similarity, then the judge."""
-
-
-def check_method(kind: str, method: Any) -> None:
-    """Check a method where it is named, before a model is loaded.
-
-    Args:
-        kind: ``mitigation``, ``order`` or ``reranker``.
-        method: Its text, or a ``MethodSpec``. Files in the parameters are not read.
-
-    Raises:
-        UnknownNameError: no method of the kind has this name.
-        ConfigError: an unknown parameter, or a value outside of its range.
-    """
-    import_module(_CHECKS).check_method(kind, method)
 
 
 def checked_min_relevance(value: object) -> MinRelevance:

@@ -1,7 +1,7 @@
 """Parameters of methods: names, types, ranges, and checks of values.
 
-A method is a class whose fields are its parameters: a frozen dataclass, checked here, or a pydantic model, which
-checks itself. The type of a dataclass field, with one of the ranges below for numbers, defines the allowed values:
+A method is a class whose fields are its parameters: a frozen dataclass, checked here, or a pydantic model. The type of
+a field, with one of the ranges below for numbers, defines the allowed values and the error message:
 
     fraction: Annotated[float, Number(0, 1)] = 0.15
     experts: Annotated[int | None, Integer(1)] = None
@@ -13,36 +13,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from rag_posfix.errors import ConfigError
 from rag_posfix.text import hide_passwords
-
-T = TypeVar("T")
 
 _KEY_OF_QUERY = re.compile(r"([?&][\w.-]*(?:key|token|secret|password|sig)[\w.-]*=)[^&#\s'\"]+", re.IGNORECASE)
 
 SHOWN_CHARACTERS = 200
 """A value is quoted in messages up to this length."""
 
+_LARGEST = sys.float_info.max
+
 
 class InvalidValueError(ValueError):
-    """A parameter does not accept a value.
-
-    Args:
-        where: The wrong part of the value, "" for the whole value; ``[2]`` is the third entry of a list.
-    """
-
-    def __init__(self, where: str = "", value: Any = None, allowed: str = "") -> None:
-        super().__init__(f"{where}={shown(value)} must be {allowed}")
-        self.where, self.value, self.allowed = where, value, allowed
+    """A parameter does not accept a value; the text has name, value and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,62 +47,66 @@ class Number:
         exclusive_min: Whether ``low`` itself is not allowed.
     """
 
-    low: float
-    high: float
+    low: float = -_LARGEST
+    high: float = _LARGEST
     exclusive_min: bool = False
 
     @property
     def allowed(self) -> str:
         """Description of the allowed values, for messages."""
-        if self.exclusive_min:
-            return f"a number above {self.low:g} and at most {self.high:g}"
-        return f"a number between {self.low:g} and {self.high:g}"
+        return self._within("a number")
 
-    def check(self, value: Any) -> float:
-        """Return ``value`` as a float, or raise."""
+    def _within(self, kind: str) -> str:
+        if self.exclusive_min:
+            return f"{kind} above {self.low:g} and at most {self.high:g}"
+        if (self.low, self.high) == (-_LARGEST, _LARGEST):
+            return kind.replace("number", "finite number")
+        return f"{kind} between {self.low:g} and {self.high:g}"
+
+    def check(self, value: Any) -> Any:
+        """Return ``value`` in the form that methods store, here a float, or raise."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             raise InvalidValueError
         if self.exclusive_min and value == self.low:
             raise InvalidValueError
         return float(value)
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return how pydantic checks a field with this range: as that of a dataclass, with the same message."""
+        from pydantic import BeforeValidator  # only models of pydantic come here
+
+        parameter: Any = _parameter(handler.field_name or "value", typing.Annotated[source, self], None)
+        return BeforeValidator(parameter.check).__get_pydantic_core_schema__(source, handler)
+
 
 @dataclass(frozen=True, slots=True)
-class Integer:
-    """An integer of at least ``low``.
-
-    Attributes:
-        low: The smallest number.
-    """
-
-    low: int
+class Integer(Number):
+    """A whole number of at least ``low``, and at most ``high`` where that is given."""
 
     @property
     def allowed(self) -> str:
         """Description of the allowed values, for messages."""
-        return f"a whole number >= {self.low}"
+        limits = f">= {self.low}" if self.high == _LARGEST else f"from {self.low} to {self.high}"
+        return f"a whole number {limits}"
 
     def check(self, value: Any) -> int:
         """Return ``value``, or raise."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < self.low:
+        Number.check(self, value)
+        if not isinstance(value, int):
             raise InvalidValueError
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class NumberList:
-    """A list of numbers, stored as a tuple.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberList(Number):
+    """A list of numbers from ``low`` to ``high``, stored as a tuple.
 
     Attributes:
-        low: The smallest number.
-        high: The largest number.
         min_length: The smallest length.
         max_length: The largest length.
         nonzero: Whether at least one number must differ from 0.
     """
 
-    low: float
-    high: float
     min_length: int
     max_length: int
     nonzero: bool = False
@@ -118,33 +114,22 @@ class NumberList:
     @property
     def allowed(self) -> str:
         """Description of the allowed values, for messages."""
-        condition = ", not all of them 0" if self.nonzero else ""
-        length = f"a list of {self.min_length} to {self.max_length}"
-        if math.isinf(self.low) and math.isinf(self.high):
-            return f"{length} finite numbers{condition}"
-        return f"{length} numbers between {self.low:g} and {self.high:g}{condition}"
+        numbers = self._within(f"a list of {self.min_length} to {self.max_length} numbers")
+        return f"{numbers}, not all of them 0" if self.nonzero else numbers
 
     def check(self, value: Any) -> tuple[float, ...]:
         """Return ``value`` as a tuple of floats, or raise."""
         if not isinstance(value, list | tuple) or not self.min_length <= len(value) <= self.max_length:
             raise InvalidValueError
-        numbers = tuple(self._check_number(number, f"[{index}]") for index, number in enumerate(value))
+        numbers = []
+        for index, number in enumerate(value):
+            try:
+                numbers.append(Number.check(self, number))
+            except InvalidValueError:
+                raise InvalidValueError(f"[{index}]={shown(number)} must be {self._within('a number')}") from None
         if self.nonzero and not any(numbers):
             raise InvalidValueError
-        return numbers
-
-    def _check_number(self, value: Any, where: str) -> float:
-        limits = Number(self.low, self.high)
-        try:
-            number = limits.check(value)
-        except InvalidValueError:
-            raise InvalidValueError(where, value, limits.allowed) from None
-        if not math.isfinite(number):
-            raise InvalidValueError(where, value, "a finite number")
-        return number
-
-
-Range = Number | Integer | NumberList
+        return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +167,7 @@ def _parameters_of(cls: Any) -> Mapping[str, Parameter]:
         fields = [field for field in dataclasses.fields(cls) if field.init]
         return {field.name: _parameter(field.name, hints[field.name], _default(field)) for field in fields}
     return {
-        name: Parameter(name, _type_text(info.annotation), _pydantic_default(info))
+        name: _parameter(name, typing.Annotated[info.annotation, *info.metadata, None], _pydantic_default(info))
         for name, info in getattr(cls, "model_fields", {}).items()
     }
 
@@ -194,22 +179,12 @@ def check_parameters(method: Any, label: str) -> None:
         ConfigError: a value has another type than the parameter, or is out of range.
     """
     for name, parameter in parameters_of(type(method)).items():
-        value = getattr(method, name)
         if parameter.check is None:
             continue
         try:
-            normal_form = parameter.check(value)
+            object.__setattr__(method, name, parameter.check(getattr(method, name)))
         except InvalidValueError as error:
-            wrong, allowed = (error.value, error.allowed) if error.where else (value, parameter.allowed)
-            form = _list_form(name, value) if parameter.allowed.startswith("a list") else ""
-            raise ConfigError(f"{label}: {name}{error.where}={shown(wrong)} must be {allowed}{form}") from None
-        object.__setattr__(method, name, normal_form)
-
-
-def _list_form(name: str, value: Any) -> str:
-    """Return how numbers that were given without brackets are written as a list; "" for other values."""
-    numbers = re.fullmatch(r"\s*-?[\d.]+(?:\s*,\s*-?[\d.]+)*\s*", str(value))
-    return f"; write {name}=[{numbers[0].strip()}]" if numbers and not isinstance(value, list | tuple) else ""
+            raise ConfigError(f"{label}: {error}") from None
 
 
 def check_fields(model: Any, values: Mapping[str, Any]) -> None:
@@ -250,6 +225,8 @@ def convert_pydantic_errors(
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # a validator's own; pydantic wraps every ValueError
             raise cause from None
+        if isinstance(cause, InvalidValueError):
+            raise ConfigError(f"{label}: {cause}") from None
         where, value = ".".join(str(key) for key in first["loc"]), shown(first.get("input"))
         if first["type"] == "missing":
             raise ConfigError(f"{label} needs {where}; pass {where}=...") from error
@@ -272,34 +249,29 @@ def shown(value: Any) -> str:
 
 
 def _parameter(name: str, hint: Any, default: Any) -> Parameter:
-    ranges = tuple(
-        extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Number | Integer | NumberList)
-    )
+    ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Number)]
     plain = hint.__origin__ if typing.get_origin(hint) is typing.Annotated else hint
     union = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
     members = typing.get_args(plain) if union else (plain,)
     checks: list[Callable[[Any], Any]] = []
     allowed: list[str] = []
-    optional = False
     for member in members:
         if member is type(None):
-            optional = True
+            names: tuple[Any, ...] = (None,)
         elif typing.get_origin(member) is Literal:
             names = typing.get_args(member)
-            checks.append(functools.partial(_one_of, names))
-            allowed.append(_alternatives(names))
         elif ranges:
             checks.append(ranges[0].check)
             allowed.append(ranges[0].allowed)
+            continue
         elif member is bool:
-            checks.append(functools.partial(_one_of, (True, False)))
-            allowed.append("true or false")
+            names = (True, False)
         else:  # no range: the class checks it
             return Parameter(name, _type_text(plain), default)
-    if optional:
-        checks.append(functools.partial(_one_of, (None,)))
-        allowed.append("None")
-    return Parameter(name, _type_text(plain), default, ", or ".join(allowed), functools.partial(_first, checks))
+        checks.append(functools.partial(_one_of, names))
+        allowed.append("true or false" if member is bool else _alternatives(names))
+    text = ", or ".join(allowed)
+    return Parameter(name, _type_text(plain), default, text, functools.partial(_check, name, checks, text))
 
 
 def _alternatives(names: tuple[Any, ...]) -> str:
@@ -307,15 +279,17 @@ def _alternatives(names: tuple[Any, ...]) -> str:
     return f"one of {', '.join(quoted)}" if len(quoted) > 2 else " or ".join(quoted)
 
 
-def _first(checks: list[Callable[[Any], Any]], value: Any) -> Any:
+def _check(name: str, checks: list[Callable[[Any], Any]], allowed: str, value: Any) -> Any:
     """Return the result of the first check that accepts ``value``."""
-    failure = InvalidValueError()
+    entry = ""
     for check in checks:
         try:
             return check(value)
         except InvalidValueError as error:
-            failure = error if error.where else failure
-    raise failure
+            entry = entry or str(error)
+    numbers = re.fullmatch(r"\s*-?[\d.]+(?:\s*,\s*-?[\d.]+)*\s*", str(value)) if allowed.startswith("a list") else None
+    form = f"; write {name}=[{numbers[0].strip()}]" if numbers else ""  # numbers that were given without brackets
+    raise InvalidValueError(name + (entry or f"={shown(value)} must be {allowed}{form}"))
 
 
 def _one_of(values: tuple[Any, ...], value: Any) -> Any:

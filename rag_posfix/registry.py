@@ -91,15 +91,41 @@ def load_entry_point(point: EntryPoint) -> Any:
         ) from error
 
 
+def registry_of(kind: str) -> Registry[Any]:
+    """Return the registry of a kind of entry, which is imported here."""
+    module, attribute = _REGISTRIES[kind]
+    registry: Registry[Any] = getattr(importlib.import_module(module), attribute)
+    return registry
+
+
+def check_method(kind: str, method: Any) -> None:
+    """Check a method where it is named, before a model is loaded.
+
+    Args:
+        kind: ``mitigation``, ``order`` or ``reranker``.
+        method: Its text, or a ``MethodSpec``. Files in the parameters are not read.
+
+    Raises:
+        UnknownNameError: no method of the kind has this name.
+        ConfigError: an unknown parameter, or a value outside of its range.
+    """
+    registry = registry_of(kind)
+    spec = registry.parse(method, kind)
+    name, parameters = registry.expand(spec)
+    entry = registry.get(name)
+    from_files = {getattr(entry, "nested_methods", ""), *getattr(entry, "file_parameters", ())}
+    if not from_files & parameters.keys() and (parameters or kind != "order"):  # a pipeline has defaults of orders
+        registry.check(spec)
+
+
 def plugin_entries(kind: str) -> list[tuple[str, Any, str]]:
     """Return name, entry and package of each plug-in of a kind, by name.
 
     The registry is imported only where a package, or a module that was imported, may have an entry in it.
     """
-    module, attribute = _REGISTRIES[kind]
-    if not entry_points_of(kind) and module not in sys.modules:
+    if not entry_points_of(kind) and _REGISTRIES[kind][0] not in sys.modules:
         return []
-    registry = getattr(importlib.import_module(module), attribute)
+    registry = registry_of(kind)
     entries = ((name, entry, registry.package(name)) for name, entry in registry.items())
     return [found for found in entries if found[2] != OWN_PACKAGE]
 
@@ -169,18 +195,21 @@ class Registry(Generic[T]):
         kind: Kind of the entries, for error messages ("mitigation"), and for plug-ins (``plugins.GROUPS``).
         parts: Names of constructor arguments that the application supplies, such as the served model. They are not
             parameters of a user.
-        has_plugins: Whether other packages add entries.
+        parse: Reads a method of this kind as a text, for ``check_method``.
     """
 
-    def __init__(self, kind: str, *, parts: Sequence[str] = (), has_plugins: bool = True) -> None:
+    def __init__(
+        self, kind: str, *, parts: Sequence[str] = (), parse: Callable[[Any, str], Spec] = lambda spec, kind: spec
+    ) -> None:
         self.kind = kind
         self.parts = tuple(parts)
+        self.parse = parse
         self._entries: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
         self._presets: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._packages: dict[str, str] = {}
         self._loading = ""
-        self._has_unread_plugins = has_plugins
+        self._has_unread_plugins = True
         self._failed: dict[str, str] = {}
 
     def register(

@@ -22,7 +22,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from rag_posfix.checked import Checked, check_method, checked_min_relevance, checked_retriever, may_hold_secret
+from rag_posfix.checked import Checked, checked_min_relevance, checked_retriever, may_hold_secret
 from rag_posfix.checkpoints import choose_reader
 from rag_posfix.errors import ConfigError
 from rag_posfix.files import (
@@ -36,7 +36,7 @@ from rag_posfix.files import (
 )
 from rag_posfix.parameters import shown
 from rag_posfix.process import checked_device
-from rag_posfix.registry import import_modules
+from rag_posfix.registry import check_method, import_modules
 from rag_posfix.text import NO_PASSAGE_TEXT
 
 __all__ = ["Settings"]

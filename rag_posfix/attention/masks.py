@@ -14,11 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from torch.nn.functional import scaled_dot_product_attention
-
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, MaskFunction
 
@@ -163,12 +159,13 @@ def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, scaling: float, ca
     gqa = query.shape[1] != key.shape[1]
     if gqa and query.shape[2] == 1:
         return _attend_folded(query, key, value, scaling)
-    if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, causal, gqa)):
+    kernels = torch.backends.cuda
+    if kernels.can_use_flash_attention(kernels.SDPAParams(query, key, value, None, 0.0, causal, gqa)):
         return flash(query, key, value, scaling, causal)
     if gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, causal, False)):
+    if kernels.can_use_efficient_attention(kernels.SDPAParams(query, key, value, None, 0.0, causal, False)):
         return efficient(query, key, value, scaling, causal)
     return _attend_in_blocks(query, key, value, scaling, causal)
 
@@ -310,15 +307,19 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> 
     n_query, n_key = query.shape[2], key.shape[2]
     if n_query == 1:
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, Hkv, Hq / Hkv, D)
-        return scaled_dot_product_attention(folded, key, value, scale=scaling).reshape(query.shape)
+        return torch.nn.functional.scaled_dot_product_attention(folded, key, value, scale=scaling).reshape(query.shape)
     gqa = query.shape[1] != key.shape[1]
     if n_query == n_key:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
+        )
     if has_lse_kernel(query.device):
         return attend_with_lse(query, key, value, scaling, causal=True)[0]
     index = torch.arange(n_key, device=key.device)
     mask = index[None, :] <= index[n_key - n_query :, None]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa
+    )
 
 
 def attend_causal_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float, starts: Sequence[int]) -> Tensor:

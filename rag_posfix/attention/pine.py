@@ -7,12 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from rag_posfix.attention.masks import attend_segments, attend_whole, attend_with_lse
 from rag_posfix.attention.rope import quarter_turn, rotate_half_split
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.plan.layout import Layout
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride, RopeAppliedTo
 
@@ -241,7 +238,7 @@ class _Pass:
         name, kept = ("members", self.dtype, self.inputs.key.device), self.inputs.kept
         if name not in kept:
             members = self.plan.members.to(self.dtype)
-            kept[name] = functional.pad(members, (0, -members.shape[1] % self.inputs.key.shape[3]))
+            kept[name] = torch.nn.functional.pad(members, (0, -members.shape[1] % self.inputs.key.shape[3]))
         return kept[name]
 
     def _rotations_of_positions(self, n_tokens: int) -> Tensor:
@@ -301,7 +298,7 @@ class _Pass:
         """
         turns = self._moves()  # (Hq, N (1 + N), 2, D)
         if self.n_still:
-            turned = functional.pad(quarter_turn(self.relative_key[..., : self.n_rotated]), (0, self.n_still))
+            turned = torch.nn.functional.pad(quarter_turn(self.relative_key[..., : self.n_rotated]), (0, self.n_still))
         else:
             turned = quarter_turn(self.relative_key)
         keys = repeat_twice(torch.stack((self.relative_key, turned)))  # (2, Hkv, 2 (P + S), D)
@@ -409,6 +406,6 @@ class _Pass:
         paid = document_importance(query, key, members, inputs.scaling)[0, ..., : len(lengths)]
         far = distances(paid.float() / self.divisors, lengths)  # (Hq, m, N)
         # The prefix begins at 0, documents ``far`` before the end of the last, what follows there.
-        far = functional.pad(functional.pad(far, (1, 0), value=self.end), (0, 1))  # (Hq, m, N + 2)
+        far = torch.nn.functional.pad(torch.nn.functional.pad(far, (1, 0), value=self.end), (0, 1))  # (Hq, m, N + 2)
         index = torch.arange(first - self.end, first - self.end + far.shape[1], device=far.device)
         return self._look_up(self.scaled, far + index[:, None]).permute(2, 0, 1, 3, 4)

@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from rag_posfix.attention.masks import QUERY_BLOCK
 from rag_posfix.errors import ConfigError
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.plan.plan import AttentionInput, AttentionOverride
 
 
@@ -210,5 +207,7 @@ def _attend_masked(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, sc
     groups = query.shape[1] // key.shape[1]
     mask = torch.arange(key.shape[2], device=key.device) <= chosen[:, None]  # (n, Tk)
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, Hkv, G n, D)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask.repeat(groups, 1), scale=scaling)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        folded, key, value, attn_mask=mask.repeat(groups, 1), scale=scaling
+    )
     return out.reshape(query.shape)

@@ -36,7 +36,6 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from rag_posfix.checked import check_method
 from rag_posfix.checkpoints import WEIGHTS
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.contracts.request import MitigationChoice
@@ -430,8 +429,6 @@ def checked_choice(text: str) -> MitigationChoice:
 
 
 def _checked(texts: Sequence[str]) -> list[MitigationChoice]:
-    for text in texts:
-        check_method("mitigation", text)  # without torch
     from rag_posfix.mitigations import MITIGATIONS
     from rag_posfix.pipeline.file_parameters import with_file_parameters
 

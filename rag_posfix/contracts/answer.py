@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from langchain_core.documents import Document
 
-from rag_posfix.checked import MinRelevance, check_method, check_type, checked_list, checked_min_relevance
+from rag_posfix.checked import MinRelevance, check_type, checked_list, checked_min_relevance
 from rag_posfix.contracts.generator import Collected
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import FinishReason, MitigationChoice, PromptTemplate, Sampling, ScoredToken, Usage
 from rag_posfix.contracts.retrieval import parse_filter
 from rag_posfix.contracts.tools import ToolCall, ToolUse
 from rag_posfix.errors import ConfigError
+from rag_posfix.registry import check_method
 from rag_posfix.text import checked_question
 
 FormFault = Literal["empty", "repetition", "fragment", "endless"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import MethodSpec, Parametrised
+from rag_posfix.contracts.method_spec import MethodSpec, Parametrised, named_method
 from rag_posfix.errors import UnsupportedModelError
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.plan.layout import Layout
@@ -93,7 +93,7 @@ class Mitigation(Parametrised, ABC):
         return self.plan(layout, model)
 
 
-MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation")
+MITIGATIONS: Registry[type[Mitigation]] = Registry("mitigation", parse=named_method)
 
 
 def create(name: str, parameters: Mapping[str, Any] | None = None) -> Mitigation:

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated
 
-import torch
-from torch import Tensor
-
 from rag_posfix.attention.masks import scores, segment_ids, weigh
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.bias_profile import BIAS_PROFILE, bias_profile_from, scaled, with_dummy

@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
 from rag_posfix.errors import ConfigError
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout
@@ -54,7 +52,7 @@ DIVERGENCE = "divergence"
 @MITIGATIONS.register(
     "context_experts",
     aliases=("pced",),
-    presets={  # literals: the names are read without importing this module
+    presets={
         "default": {"contrast": 0.3, "relevance": "both"},
         "auto": {"contrast": 0.3, "relevance": "both"},  # without a measured profile
     },

@@ -8,8 +8,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated
 
-import torch
-
+from rag_posfix.lazy_torch import torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import NumberList
 from rag_posfix.plan.layout import Layout

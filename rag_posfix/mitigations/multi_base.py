@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from torch import Tensor
-
+from rag_posfix.lazy_torch import Tensor
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import NumberList
 from rag_posfix.plan.layout import Layout

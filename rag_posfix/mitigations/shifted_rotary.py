@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-import torch
-from torch import Tensor
-
 from rag_posfix.attention.masks import attend_segments, attend_with_lse, last_row, merge
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
 from rag_posfix.attention.masks import (
     attend_causal,
     attend_prompt_with_lse,
@@ -19,6 +16,7 @@ from rag_posfix.attention.masks import (
 )
 from rag_posfix.attention.rope import add_rotation
 from rag_posfix.errors import ConfigError
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Number
 from rag_posfix.plan.layout import Layout

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-import torch
-from torch import Tensor
-
 from rag_posfix.attention.masks import attend_with_lse, last_row, pseudo_log_mass
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.mitigations.base import MITIGATIONS, Mitigation
 from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.layout import Layout

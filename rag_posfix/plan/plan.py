@@ -15,10 +15,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
 from rag_posfix.errors import PlanConflictError
+from rag_posfix.lazy_torch import Tensor, torch
 from rag_posfix.plan.layout import Layout, Span
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-
-from pydantic import Field
+from typing import Annotated, ClassVar
 
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.request import current_salt
+from rag_posfix.parameters import Integer
 from rag_posfix.reranking.base import RERANKERS, sum_normalized
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import PassageReadingReranker, WindowedReranker
@@ -46,7 +45,7 @@ class AttentionSortingReranker(PassageReadingReranker, WindowedReranker):
 
     name: ClassVar[str] = "attention_sorting"
 
-    rounds: int = Field(default=3, ge=1, le=5)
+    rounds: Annotated[int, Integer(1, 5)] = 3
     normalize: bool = False
 
     def _prompts(self, question: str, count: int) -> Sequence[TokenizedPrompt]:

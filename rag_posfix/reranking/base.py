@@ -8,18 +8,20 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from rag_posfix.assembly.documents import CheckedDocument, checked_document
 from rag_posfix.cancellation import run_until_cancelled
 from rag_posfix.checked import Checked
 from rag_posfix.contracts.generator import GeneratorCapability
+from rag_posfix.contracts.method_spec import named_method
 from rag_posfix.contracts.retrieval import DETAILS
 from rag_posfix.errors import RerankingError
+from rag_posfix.parameters import Integer
 from rag_posfix.registry import Registry
 from rag_posfix.text import checked_question
 
@@ -77,7 +79,7 @@ def sum_normalized(raw: Sequence[float]) -> list[float]:
 
 
 RERANKERS: Registry[type[BaseDocumentCompressor]] = Registry(
-    "reranker", parts=("embeddings", "generator", "connect", "load_model")
+    "reranker", parts=("embeddings", "generator", "connect", "load_model"), parse=named_method
 )
 
 
@@ -127,7 +129,7 @@ class ScoringReranker(Checked, BaseDocumentCompressor):
     selection: ClassVar[tuple[str, ...]] = ("top_n",)
     """Parameters of ``kept``: they decide how many passages are returned and change no score."""
 
-    top_n: int | None = Field(default=None, ge=1)
+    top_n: Annotated[int | None, Integer(1)] = None
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None

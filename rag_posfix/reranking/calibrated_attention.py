@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
-
-from pydantic import field_validator
-from pydantic_core import PydanticCustomError
+from typing import Annotated, ClassVar
 
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.request import current_salt
@@ -51,17 +48,7 @@ class CalibratedAttentionReranker(PassageReadingReranker, WindowedReranker):
     name: ClassVar[str] = "calibrated_attention"
     file_parameters: ClassVar[Mapping[str, FileReader]] = MappingProxyType({"profile": bias_profile_from("profile")})
 
-    profile: tuple[float, ...] | None = None
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _check_profile(cls, value: Any) -> tuple[float, ...] | None:
-        if value is None:
-            return None
-        try:
-            return BIAS_PROFILE.check(value)
-        except ValueError as error:
-            raise PydanticCustomError("profile", "must be {allowed}", {"allowed": BIAS_PROFILE.allowed}) from error
+    profile: Annotated[tuple[float, ...] | None, BIAS_PROFILE] = None
 
     def _prompts(self, question: str, count: int) -> Sequence[TokenizedPrompt]:
         return [tokenize_prompt(self.generator.encoder, self._template, question)]

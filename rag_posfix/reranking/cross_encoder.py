@@ -10,15 +10,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from langchain_core.cross_encoders import BaseCrossEncoder
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import PrivateAttr, field_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.checkpoints import check_encoder
 from rag_posfix.errors import PromptTooLongError, RerankingError, missing_extra
+from rag_posfix.parameters import Integer
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.text import text_beginning, titled_text
@@ -80,10 +81,10 @@ class CrossEncoderReranker(ScoringReranker):
     loads_own_model: ClassVar[bool] = True
 
     model: Any = DEFAULT_MODEL
-    batch_size: int = Field(default=32, ge=1)
-    max_length: int | None = Field(default=None, ge=16)
+    batch_size: Annotated[int, Integer(1)] = 32
+    max_length: Annotated[int | None, Integer(16)] = None
     long_documents: Literal["chunk", "truncate"] = "chunk"
-    max_chunks: int = Field(default=64, ge=1)
+    max_chunks: Annotated[int, Integer(1)] = 64
     activation: Literal["auto", "none", "sigmoid"] = "auto"
     device: str = "auto"
     _loaded: Any = PrivateAttr(default=None)

@@ -14,6 +14,7 @@ from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.contracts.generator import Generator, GeneratorCapability
 from rag_posfix.contracts.method_spec import parse_method
 from rag_posfix.errors import RagPosfixError
+from rag_posfix.parameters import NumberList
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker, sigmoid, z_scores
 from rag_posfix.reranking.build import RerankerModels, build_reranker, no_loader
 from rag_posfix.reranking.deadline import check_deadline
@@ -74,7 +75,9 @@ class FusedReranker(ScoringReranker):
         "likelihood",
         "embedding",
     )
-    weights: Annotated[tuple[Annotated[float, Field(gt=0, le=100)], ...], Field(min_length=2)] | None = None
+    weights: Annotated[
+        tuple[float, ...] | None, NumberList(0, 100, exclusive_min=True, min_length=2, max_length=8)
+    ] = None
     normalization: Literal["z", "log"] = "z"
     _members: tuple[ScoringReranker, ...] = PrivateAttr(default=())
 

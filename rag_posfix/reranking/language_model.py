@@ -11,9 +11,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rag_posfix.assembly.documents import SENTENCE_END, CheckedDocument
@@ -21,6 +21,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_passage
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.errors import PromptTooLongError
+from rag_posfix.parameters import Integer
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, ScoringReranker
 from rag_posfix.reranking.deadline import check_deadline
 
@@ -141,7 +142,7 @@ class SeparatePassageReranker(LanguageModelReranker):
         batch_size: Maximum number of passages per batch.
     """
 
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: Annotated[int, Integer(1)] = 16
 
     def _batches(self, passages: Sequence[TokenizedPassage], suffix: int) -> Iterator[list[int]]:
         """Yield the indices of the passages of each batch: sorted by length and content, so as not to depend on order.
@@ -188,9 +189,9 @@ class WindowedReranker(LanguageModelReranker):
             not depend on the given order. ``input``: the given order.
     """
 
-    window: int = Field(default=20, ge=2)
-    stride: int | None = Field(default=None, ge=1)
-    max_document_tokens: int = Field(default=512, ge=16)
+    window: Annotated[int, Integer(2)] = 20
+    stride: Annotated[int | None, Integer(1)] = None
+    max_document_tokens: Annotated[int, Integer(16)] = 512
     order: Literal["canonical", "input"] = "canonical"
 
     @model_validator(mode="after")

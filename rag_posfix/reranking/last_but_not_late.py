@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from rag_posfix.assembly.documents import CheckedDocument
 from rag_posfix.assembly.tokenization import truncate
 from rag_posfix.contracts.generator import display_name
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Integer
 from rag_posfix.reranking.base import RERANKERS, DocumentScore
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import FEWEST_TOKENS, LanguageModelReranker, check_limit
@@ -64,8 +65,8 @@ class LastButNotLateReranker(LanguageModelReranker):
     reads = frozenset({"states"})
 
     model: str | None = Field(default=None, min_length=1)
-    window: int = Field(default=64, ge=1)
-    max_document_tokens: int = Field(default=2048, ge=FEWEST_TOKENS)
+    window: Annotated[int, Integer(1)] = 64
+    max_document_tokens: Annotated[int, Integer(FEWEST_TOKENS)] = 2048
     order: Literal["canonical", "input"] = "canonical"
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PrivateAttr
 
@@ -15,6 +15,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPrompt, tokenize_prompt
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Integer
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
 from rag_posfix.reranking.language_model import SeparatePassageReranker, document_without_copies
@@ -55,7 +56,7 @@ class LikelihoodReranker(SeparatePassageReranker):
     reads = frozenset({"likelihood"})
 
     restriction: str = RESTRICTION
-    max_document_tokens: int | None = Field(default=None, ge=16)
+    max_document_tokens: Annotated[int | None, Integer(16)] = None
     question_copies: bool = False
 
     def _score(self, question: str, documents: Sequence[CheckedDocument]) -> Sequence[DocumentScore]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import TokenizedPassage, TokenizedPrompt, cut_passage, tokenize_prompt, truncate
 from rag_posfix.contracts.request import current_salt
 from rag_posfix.errors import ConfigError
+from rag_posfix.parameters import Integer, Number
 from rag_posfix.plan.bias_profile import FileReader
 from rag_posfix.reranking.base import RERANKERS, DocumentScore, log_sum, sigmoid
 from rag_posfix.reranking.deadline import check_deadline
@@ -150,11 +151,11 @@ class YesNoReranker(SeparatePassageReranker):
 
     model: str | None = Field(default=None, min_length=1)
     template: Literal["answer", "qwen3_reranker"] | JudgeTemplate = "answer"
-    window_tokens: int = Field(default=1024, ge=4 * FEWEST_TOKENS)
+    window_tokens: Annotated[int, Integer(4 * FEWEST_TOKENS)] = 1024
     calibrate: bool = True
     question_copies: bool = False
-    mass: float | None = Field(default=None, gt=0, le=1)
-    all_from: float | None = Field(default=None, ge=0, le=1)
+    mass: Annotated[float | None, Number(0, 1, exclusive_min=True)] = None
+    all_from: Annotated[float | None, Number(0, 1)] = None
 
     @property
     def _judge(self) -> JudgeTemplate:

@@ -44,7 +44,7 @@ ARGUMENTS = {
     "models path": "smollm2",
     "models remove": "smollm2",
 }
-WORKS = {"models list", "models remove", "keys list", "index --explain pages/lighthouse.txt"}
+WORKS = {"methods", "models list", "models remove", "keys list", "index --explain pages/lighthouse.txt"}
 WRONG_USAGE = {"lab maps", "train data", "train block", "train distill", "train forgetting", "keys revoke"}
 OTHER_MESSAGES = {
     "ask": "no index in '.'",

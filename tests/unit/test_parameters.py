@@ -8,7 +8,9 @@ from typing import Annotated, ClassVar, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from rag_posfix.checked import Checked
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError
 from rag_posfix.mitigations import MITIGATIONS
@@ -29,12 +31,27 @@ class Method:
     choose: Literal["first", "best"] = "first"
     contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
     flag: bool = False
+    rounds: Annotated[int, Integer(1, 5)] = 1
+    any_numbers: Annotated[tuple[float, ...], NumberList(min_length=2, max_length=9)] = (0.0, 0.0)
     free: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_parameters(self, "method")
 
 
+class Model(Checked, BaseModel):
+    """The same ranges in a pydantic model."""
+
+    name: ClassVar[str] = "method"
+
+    share: Annotated[float, Number(0, 1)] = 0.5
+    sharp: Annotated[float, Number(0, 100, exclusive_min=True)] = 1.0
+    count: Annotated[int | None, Integer(1)] = None
+    weights: Annotated[tuple[float, ...], NumberList(-1, 1, min_length=1, max_length=3)] = (1.0,)
+    contrast: Annotated[float | Literal["divergence"], Number(0, 2)] = 0.0
+
+
+@pytest.mark.parametrize("cls", [Method, Model])
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -54,12 +71,25 @@ class Method:
         ),
         ({"weights": 1}, r"method: weights=1 must be a list .* and 1; write weights=\[1\]$"),
         ({"weights": "half"}, "method: weights='half' must be a list of 1 to 3 numbers between -1 and 1$"),
-        ({"choose": "worst"}, "method: choose='worst' must be 'first' or 'best'"),
         ({"contrast": "jsd"}, "method: contrast='jsd' must be a number between 0 and 2, or 'divergence'"),
-        ({"flag": 1}, "method: flag=1 must be true or false"),
     ],
 )
-def test_a_value_of_another_type_or_outside_of_its_range_is_refused(parameters, message):
+def test_a_value_of_another_type_or_outside_of_its_range_is_refused(parameters, message, cls):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        cls(**parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"choose": "worst"}, "method: choose='worst' must be 'first' or 'best'"),
+        ({"flag": 1}, "method: flag=1 must be true or false"),
+        ({"rounds": 6}, "method: rounds=6 must be a whole number from 1 to 5"),
+        ({"any_numbers": [1, 10**400]}, r"method: any_numbers\[1\]=1000000*... must be a finite number"),
+        ({"any_numbers": [1]}, r"method: any_numbers=\[1\] must be a list of 2 to 9 finite numbers"),
+    ],
+)
+def test_names_truth_values_and_large_numbers_are_checked(parameters, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         Method(**parameters)
 
@@ -78,7 +108,22 @@ def test_a_long_value_is_not_quoted_in_full():
 
 def test_parameters_are_described_by_name_type_default_and_range():
     found = parameters_of(Method)
-    assert list(found) == ["share", "sharp", "count", "weights", "choose", "contrast", "flag", "free"]
+    model = parameters_of(Model)
+    assert [(one.type, one.default, one.allowed) for one in model.values()] == [
+        (found[name].type, found[name].default, found[name].allowed) for name in model
+    ]
+    assert list(found) == [
+        "share",
+        "sharp",
+        "count",
+        "weights",
+        "choose",
+        "contrast",
+        "flag",
+        "rounds",
+        "any_numbers",
+        "free",
+    ]
     assert (found["count"].type, found["count"].default) == ("int | None", None)
     assert found["weights"].allowed == "a list of 1 to 3 numbers between -1 and 1"
     assert (found["free"].allowed, found["free"].check) == ("", None)

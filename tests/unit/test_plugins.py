@@ -109,11 +109,6 @@ def test_a_package_cannot_replace_an_entry_that_is_there(package):
     assert registry.get("own") is str
 
 
-def test_a_registry_without_plugins_imports_none(package):
-    package("posfix-f", "raise RuntimeError", {"rag_posfix.orders": "first = posfix_f:First"})
-    assert Registry("order", has_plugins=False).names() == ()
-
-
 FILE_ORDER = """
     from dataclasses import dataclass
     from rag_posfix.assembly.orders import ORDERS, Order

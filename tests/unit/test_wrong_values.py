@@ -29,8 +29,6 @@ from rag_posfix import (
     read_documents,
 )
 from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from rag_posfix.mitigations import MITIGATIONS
-from rag_posfix.pipeline.method_checks import declared_mitigations
 from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.retrieval.ingest.passages import PassageSize
 from rag_posfix.settings import (
@@ -159,17 +157,6 @@ def test_a_question_takes_methods_as_text_and_answers_with_them():
     assert question.mitigation == MitigationChoice("context_experts", {"experts": 2})
     assert pipeline().ask(Question("Where does Rome lie?", [DOCUMENT], mitigation="none")).mitigation == "none"
     assert Sampling(stop="END").stop == ("END",)
-
-
-def test_names_that_are_read_from_source_are_those_of_the_registry():
-    declared = declared_mitigations()
-    assert declared.names() == MITIGATIONS.names()
-    for name in MITIGATIONS.names():
-        entry = MITIGATIONS.get(name)
-        assert set(declared.parameters(name)) == set(MITIGATIONS.parameters(name))
-        assert declared.aliases(name) == MITIGATIONS.aliases(name)
-        assert declared.presets(name) == MITIGATIONS.presets(name)
-        assert declared.get(name).files == set(entry.file_parameters)
 
 
 def test_a_wrong_variable_is_named_and_a_secret_is_not_shown(monkeypatch):

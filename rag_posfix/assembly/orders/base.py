@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.contracts.method_spec import MethodSpec, named_method, parse_method
 from rag_posfix.errors import ConfigError
 from rag_posfix.parameters import check_parameters
 from rag_posfix.registry import Registry
@@ -63,7 +63,7 @@ class Order(ABC):
         """Return a permutation: entry ``i`` is the index of the document at position ``i``."""
 
 
-ORDERS: Registry[type[Order]] = Registry("order")
+ORDERS: Registry[type[Order]] = Registry("order", parse=named_method)
 
 
 def best_first(relevance: Sequence[float | None], keys: Sequence[str] = ()) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
@@ -41,7 +40,7 @@ class Profile(Order):
     example = MappingProxyType({"slots": (0.4, 0.2, 0.1, 0.3)})
     file_parameters = MappingProxyType({"file": bias_profile_from("slots")})
 
-    slots: Annotated[tuple[float, ...], NumberList(-math.inf, math.inf, min_length=2, max_length=1000)] = ()
+    slots: Annotated[tuple[float, ...], NumberList(min_length=2, max_length=1000)] = ()
 
     def __post_init__(self) -> None:
         if not self.slots:

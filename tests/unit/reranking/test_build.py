@@ -32,7 +32,7 @@ def test_models_are_no_parameters():
     [
         ("embeding", {}, UnknownNameError, "Did you mean 'embedding'"),
         ("embedding", {"topn": 3}, ConfigError, "Did you mean 'top_n'"),
-        ("embedding", {"top_n": 0}, ConfigError, "top_n=0 must be greater than or equal to 1"),
+        ("embedding", {"top_n": 0}, ConfigError, "top_n=0 must be a whole number >= 1, or None"),
     ],
 )
 def test_what_is_wrong_is_named(name, parameters, error, message):
@@ -45,7 +45,7 @@ def test_what_is_wrong_is_named(name, parameters, error, message):
     [
         ("embeding", "Did you mean 'embedding'"),
         ("embedding:topn=3", "Did you mean 'top_n'"),
-        ("embedding:top_n=0", "top_n=0 must be greater than or equal to 1"),
+        ("embedding:top_n=0", "top_n=0 must be a whole number >= 1, or None"),
         ("likelihood:batch_size=many", "batch_size='many'"),
         ("cross_encoder:max_length=3", "max_length=3"),
     ],

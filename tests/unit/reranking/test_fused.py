@@ -101,7 +101,7 @@ def test_a_sum_in_text_is_a_fusion(text):
         ({"scorers": ["embedding", "nothing"]}, "unknown reranker 'nothing'"),
         ({"scorers": ["embedding", "fused"]}, "nests fused"),
         ({"weights": [1.0, 2.0, 3.0]}, "weights has 3 numbers for 2 scorers"),
-        ({"weights": [1.0, 0.0]}, "greater than 0"),
+        ({"weights": [1.0, 0.0]}, r"fused: weights\[1\]=0.0 must be a number above 0 and at most 100"),
     ],
 )
 def test_what_cannot_be_fused_is_refused(parameters, message):

@@ -63,7 +63,7 @@ def test_no_other_order_gives_more_relevance_to_well_read_slots(profile, relevan
         ("profile", "needs the measured value of each slot"),
         ("profile:slots=[1,2]:file=x", "order profile has no parameter 'file'"),
         ("profile:slots=[1]", "must be a list of 2 to 1000 finite numbers"),
-        ("profile:slots=[1,true]", r"slots\[1\]=True must be a number"),
+        ("profile:slots=[1,true]", r"slots\[1\]=True must be a finite number"),
         ("profile:slots=[1,Infinity]", r"slots\[1\]=inf must be a finite number"),
     ],
 )
