@@ -1,4 +1,4 @@
-"""Figures of experiments: axes in one style, lines, bars and maps, files next to the record, and figures of records."""
+"""Figures of experiments: axes in one style, lines, bars and maps, and the figures of records, next to their files."""
 
 from __future__ import annotations
 
