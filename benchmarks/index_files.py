@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.end_to_end.files import CORPUS, pdf_of
 from benchmarks.study import study_options, write_study
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--python", default=None, help="also time the rag_posfix of this interpreter")
     chosen = parser.parse_args(arguments)
-    other = {}
+    other: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_variants(folder / "files", chosen.files)

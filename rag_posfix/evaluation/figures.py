@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
@@ -25,8 +25,10 @@ _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
 
 _log = logging.getLogger(__name__)
 
+Record = TypeVar("Record", bound=ExperimentRecord)
 
-def with_figure(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure]) -> ExperimentRecord:
+
+def with_figure(record: Record, draw: Callable[[Mapping[str, Any]], Figure]) -> Record:
     """Return the record with a figure next to its files, as SVG and PNG; as it is if it has no files.
 
     Without matplotlib (extra ``eval``) there is no figure, and a warning says how to get one.

@@ -281,7 +281,7 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
             param="input",
             code="unsupported",
         )
-    return chat_message(Message(role=item.role, content=item.content), index, "input")
+    return chat_message(Message.model_validate({"role": item.role, "content": item.content}), index, "input")
 
 
 class ResponseRenderer(AnswerRenderer):
