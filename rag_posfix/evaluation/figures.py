@@ -252,13 +252,14 @@ def draw_runs(head: Mapping[str, Any]) -> Figure:
     costs.margins(0.15)
     if all(run["seconds"] > 0 for run in runs.values()):
         costs.set_xscale("log")
-    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 
 def _plain(text: str) -> str:
-    """Return text that matplotlib does not read as mathematics, and that shows in a legend."""
-    return text.replace("$", r"\$").removeprefix("_")
+    """Return the first 40 characters, so that matplotlib reads no mathematics and shows them in a legend."""
+    shown = text if len(text) <= 40 else f"{text[:39]}…"
+    return shown.replace("$", r"\$").removeprefix("_")
 
 
 def _color(name: str, number: int) -> str:
