@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks.study import study_options, write_study
 from rag_posfix.contracts.answer import Answer
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import CacheSettings, Settings
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.batch", description=__doc__.splitlines()[0])
+    parser = study_options("batch", __doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--questions", type=int, default=64)
@@ -39,7 +36,6 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--passages", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--shared", action="store_true", help="ask all questions about the same passages")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -108,10 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         settings = base.model_copy(update={"mitigation": method})
         rows.append(measure(engine, settings, questions[:-1], questions[-1]))
         print(json.dumps(rows[-1]), flush=True)
-    if chosen.out is not None:
-        head = {"kind": "batch", **environment(), "processor": platform.processor(), "load_average": os.getloadavg()}
-        settings_of = {**vars(chosen), "out": None}
-        print(write_record(chosen.out, "batch", {**head, "settings": settings_of, "summary": {"rows": rows}}))
+    write_study(chosen, "batch", {"rows": rows})
     return rows
 
 

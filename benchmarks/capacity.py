@@ -8,19 +8,18 @@ passages that comes from memory, and questions per second of processor time, wit
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.study import study_options, write_study
 
 RATES = (1, 100, 1000)
 INDEX_BYTES, SEARCH_SECONDS = 1786, 0.0012  # of a document, and processor time mapped: vector-search-1m.json
@@ -326,25 +325,12 @@ def tables(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = study_options("capacity", __doc__)
     parser.add_argument("--check", type=int, default=0, metavar="QUESTIONS", help="measure with the packaged model")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     chosen = parser.parse_args()
-    load = {"before": os.getloadavg()}
     result = summary(chosen.check)
-    load["after"] = os.getloadavg()
     print(json.dumps(result, indent=2))
-    if chosen.out is not None:
-        from rag_posfix.evaluation.record import environment, write_record
-
-        head = {
-            "kind": "capacity",
-            "tables": tables(result),
-            **environment(),
-            "load_average": load,
-            "settings": asdict(Workload()),
-        }
-        print(write_record(chosen.out, "capacity", {**head, "summary": result}))
+    write_study(chosen, "capacity", result, tables=tables(result), settings=asdict(Workload()))
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from benchmarks.study import study_options, write_study
 from rag_posfix.contracts.generator import sum_usage
 from rag_posfix.contracts.request import Sampling, Usage
 from rag_posfix.demo_data import load_passages
-from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline, Question
 from rag_posfix.settings import CacheSettings, RemoteSettings, Settings
@@ -55,7 +55,7 @@ class Asked:
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.engines", description=__doc__.splitlines()[0])
+    parser = study_options("engines", __doc__)
     parser.add_argument("--model", required=True, help="openai:NAME@URL")
     parser.add_argument("--documents", type=int, default=14)
     parser.add_argument("--tokens", type=int, default=150, help="about so many tokens per document")
@@ -66,7 +66,6 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--orders", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--window", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -197,13 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         ),
     }
     print(json.dumps(summary))
-    if chosen.out is not None:
-        head = {"kind": "engines", **environment(), "load_average": os.getloadavg()}
-        print(
-            write_record(
-                chosen.out, "engines", {**head, "settings": {**vars(chosen), "out": None}, "summary": summary}
-            )
-        )
+    write_study(chosen, "engines", summary)
     return summary
 
 

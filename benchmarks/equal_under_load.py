@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import httpx2
 
+from benchmarks.study import study_options, write_study
 from benchmarks.tables import filled
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.batching.scheduler import unbatched
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.build import build_pipeline
@@ -44,7 +42,7 @@ COLUMNS = {
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.equal_under_load", description=__doc__.splitlines()[0])
+    parser = study_options("equal_under_load", __doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--batch-invariant", default="auto", choices=("auto", "on", "blocks", "off"))
@@ -53,7 +51,6 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--together", default="1,3,8,16", help="how many connections ask, one load after another")
     parser.add_argument("--passages", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -130,19 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print(json.dumps(row))
     pipeline.close()
     summary = {"pass_rows": asdict(engine.loaded.pass_rows), "rows": rows}
-    if chosen.out is not None:
-        load = {"load_average": os.getloadavg()}
-        table = filled(
-            COLUMNS, ({**row, "settings": vars(chosen), "rate": row["questions"] / row["seconds"]} for row in rows)
-        )
-        head = {
-            "kind": "equal-under-load",
-            "tables": {"equal-under-load": table},
-            **environment(),
-            **load,
-            "settings": {**vars(chosen), "out": None},
-        }
-        print(write_record(chosen.out, "equal-under-load", {**head, "summary": summary}))
+    cells = ({**row, "settings": vars(chosen), "rate": row["questions"] / row["seconds"]} for row in rows)
+    write_study(chosen, "equal-under-load", summary, tables={"equal-under-load": filled(COLUMNS, cells)})
     return summary
 
 

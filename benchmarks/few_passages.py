@@ -13,21 +13,19 @@ arrangement. Ratios are medians of rounds. All retrieved passages are read, and 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from langchain_core.documents import Document
 
+from benchmarks.study import study_options, write_study
 from benchmarks.tables import filled, table
 from rag_posfix.contracts.answer import Question
 from rag_posfix.demo_data import load_questions
 from rag_posfix.evaluation.answers.experiment import Arrangement, parse_arrangement
-from rag_posfix.evaluation.record import environment, model_facts, write_record
+from rag_posfix.evaluation.record import model_facts
 from rag_posfix.evaluation.speed.bench import TimedRun, bench_layout, stock_run
 from rag_posfix.generation.engine import Engine
 from rag_posfix.pipeline.build import build_engine, build_pipeline
@@ -51,14 +49,13 @@ COLUMNS = {
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.few_passages", description=str(__doc__).splitlines()[0])
+    parser = study_options("few_passages", __doc__)
     parser.add_argument("--documents", type=int, default=20, help="passages per question")
     parser.add_argument("--tokens", type=int, default=150, help="tokens per passage")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=12, help="of an answer at most")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--arrangement", action="append", help="repeatable")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -132,14 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         name: {key: round(median(one[name][key] for one in rounds[1:]), 3) for key in rounds[0][name]}
         for name in names
     }
-    head = {"kind": "few-passages", **environment(), **model_facts(engine), "processor": platform.processor()}
-    head |= {"load_average": os.getloadavg(), "settings": {**vars(chosen), "out": None}, "summary": summary}
-    size = f"{head['model']}, {chosen.documents} x {chosen.tokens}"
+    facts = model_facts(engine)
+    size = f"{facts['model']}, {chosen.documents} x {chosen.tokens}"
     table_rows = ({"size": size, "name": name, **ratios} for name, ratios in summary.items())
-    head["tables"] = {"few-passages": filled(COLUMNS, table_rows)}
-    print(table([head]))
-    if chosen.out is not None:
-        print(write_record(chosen.out, "few-passages", head))
+    tables = {"few-passages": filled(COLUMNS, table_rows)}
+    print(table([{"kind": "few-passages", "tables": tables}]))
+    write_study(chosen, "few-passages", summary, **facts, tables=tables)
     return summary
 
 

@@ -8,7 +8,6 @@ environment over the same files as well, so that two versions of it are compared
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -19,9 +18,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.end_to_end.files import CORPUS, pdf_of
-from rag_posfix.evaluation.record import environment, write_record
+from benchmarks.study import study_options, write_study
 
 _TEXT = (".md", ".txt", ".html")
 
@@ -115,21 +115,19 @@ def index_and_update(files: Path, index: Path, python: str) -> dict[str, dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.index_files", description=str(__doc__).splitlines()[0])
+    parser = study_options("index_files", __doc__)
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--python", default=None, help="also time the rag_posfix of this interpreter")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     chosen = parser.parse_args(arguments)
-    head: dict[str, object] = {"kind": "index-files", **environment(), "files": chosen.files}
+    other: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_variants(folder / "files", chosen.files)
         if chosen.python is not None:
-            head["other"] = index_and_update(folder / "files", folder / "other", chosen.python)
-        head["summary"] = index_and_update(folder / "files", folder / "index", sys.executable)
-    if chosen.out is not None:
-        write_record(chosen.out, "index-files", head, None)
-    print(json.dumps({key: head[key] for key in ("other", "summary") if key in head}, indent=2))
+            other = {"other": index_and_update(folder / "files", folder / "other", chosen.python)}
+        summary = index_and_update(folder / "files", folder / "index", sys.executable)
+    write_study(chosen, "index-files", summary, settings={"files": chosen.files}, **other)
+    print(json.dumps({**other, "summary": summary}, indent=2))
 
 
 if __name__ == "__main__":

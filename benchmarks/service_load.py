@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -34,9 +33,9 @@ import httpx2
 
 from benchmarks.faults.service import Connection, Host, body_of, correct_answer, text_of
 from benchmarks.long_texts import cpu_seconds
+from benchmarks.study import study_options, write_study
 from rag_posfix.caching.answers.tiered import build_answer_cache
 from rag_posfix.contracts.answer import Question
-from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.settings import CacheSettings
 from rag_posfix_api.keys.store import KeyStore
 from tests.support.redis_server import free_port
@@ -64,11 +63,10 @@ TABLE = {
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.service_load", description=__doc__.splitlines()[0])
+    parser = study_options("service_load", __doc__)
     parser.add_argument("--part", action="append", choices=PARTS, help="measure this part; repeatable; default: all")
     parser.add_argument("--rate", type=float, default=300.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -374,7 +372,6 @@ def polled(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     chosen = options(arguments)
-    load = {"before": os.getloadavg()}
     measured: dict[str, Callable[[], dict[str, Any]]] = {
         "cached": lambda: cached(chosen.rate, chosen.seconds),
         "echo": echo,
@@ -386,13 +383,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     summary: dict[str, Any] = {name: measured[name]() for name in chosen.part or PARTS}
     print(json.dumps(summary, indent=2))
-    if chosen.out is not None:
-        load["after"] = os.getloadavg()
-        settings = {"rate": chosen.rate, "seconds": chosen.seconds}
-        head = {"kind": "service-load", **environment(), "load_average": load, "settings": settings}
-        rows = [[cell.format(**summary[load]) for cell in row] for load, row in TABLE.items() if load in summary]
-        head["tables"] = {"service-load": {"columns": ["load", "limit", "measured"], "rows": rows}}
-        print(write_record(chosen.out, "service-load", {**head, "summary": summary}))
+    rows = [[cell.format(**summary[load]) for cell in row] for load, row in TABLE.items() if load in summary]
+    tables = {"service-load": {"columns": ["load", "limit", "measured"], "rows": rows}}
+    write_study(chosen, "service-load", summary, tables=tables)
     return summary
 
 

@@ -25,12 +25,13 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from benchmarks.study import study_options, write_study
 from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.answer import Answer, Question
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import Sampling
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, load_examples, with_hostile_passage
-from rag_posfix.evaluation.record import environment, model_facts, read_record, write_record
+from rag_posfix.evaluation.record import model_facts, read_record
 from rag_posfix.evaluation.statistics import best_subspan_em
 from rag_posfix.pipeline.build import build_engine, build_pipeline
 from rag_posfix.pipeline.pipeline import Pipeline
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.support", description=str(__doc__).splitlines()[0])
+    parser = study_options("support", __doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--data", type=Path, help="questions as for rag-posfix eval positions")
     parser.add_argument(
@@ -60,7 +61,6 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--judge-only", action="store_true", help="write no answers")
     parser.add_argument("--planted", action="store_true", help="hostile passages in place of the other conditions")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -226,10 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if chosen.words:
         words = measure_words(chosen.words)
         print(words)
-        if chosen.out is not None:
-            print(
-                write_record(chosen.out, "support-words", {"kind": "support-words", **environment(), "summary": words})
-            )
+        write_study(chosen, "support-words", words, settings={})
         return words
     settings = Settings(model=chosen.model, cache=CacheSettings(enabled=False), reranker_deadline_seconds=600)
     engine = build_engine(settings)
@@ -238,14 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     rows = (measure_planted if chosen.planted else measure)(pipeline, examples, chosen)
     summary = (summarize_planted if chosen.planted else summarize)(rows)
     pipeline.close()
-    names = ("documents", "skip", "limit", "max_tokens", "judge_only", "planted")
-    head = {
-        "kind": "support", **environment(), **model_facts(engine), "data": data_facts(chosen.data),
-        "settings": {name: getattr(chosen, name) for name in names}, "summary": summary,
-    }  # fmt: skip
     print(summary)
-    if chosen.out is not None:
-        print(write_record(chosen.out, "support", head, rows))
+    settings_of = {name: value for name, value in vars(chosen).items() if name not in ("out", "data", "words")}
+    facts = {**model_facts(engine), "data": data_facts(chosen.data), "settings": settings_of}
+    write_study(chosen, "support", summary, rows, **facts)
     return summary
 
 

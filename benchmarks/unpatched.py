@@ -15,17 +15,17 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.study import study_options, write_study
 from benchmarks.tables import filled, table
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.evaluation.record import environment, model_facts, write_record
+from rag_posfix.evaluation.record import model_facts
 from rag_posfix.evaluation.speed.bench import bench_layout, method_run, stock_run
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.load import load_engine
@@ -38,13 +38,12 @@ METHOD = MitigationChoice("default")
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.unpatched", description=str(__doc__).splitlines()[0])
+    parser = study_options("unpatched", __doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--documents", type=int, default=10, help="passages of the prompt")
     parser.add_argument("--tokens", type=int, default=100, help="tokens per passage")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=12, help="tokens that are decoded")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     return parser.parse_args(arguments)
 
 
@@ -114,16 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for name in runs
     }
     summary = {"loading_s": loading, "ratios": ratios}
-    head = {"kind": "unpatched", **environment(), **model_facts(engine)}
-    head |= {"settings": {**vars(chosen), "out": None}, "threads": torch.get_num_threads(), "summary": summary}
     columns = {
         "`default`": "{name}", "first token": "{first_token:~.2f}", "tokens per second": "{tokens_per_s:~.2f}",
     }  # fmt: skip
-    head["tables"] = {"unpatched": filled(columns, ({"name": name, **row} for name, row in ratios.items()))}
+    tables = {"unpatched": filled(columns, ({"name": name, **row} for name, row in ratios.items()))}
     print(loading)
-    print(table([head]))
-    if chosen.out is not None:
-        print(write_record(chosen.out, "unpatched", head))
+    print(table([{"kind": "unpatched", "tables": tables}]))
+    write_study(chosen, "unpatched", summary, **model_facts(engine), threads=torch.get_num_threads(), tables=tables)
     return summary
 
 

@@ -8,7 +8,6 @@ for the command line, which starts a process per question, and not for the servi
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,12 +21,12 @@ from typing import Any
 import httpx2
 import torch
 
+from benchmarks.study import study_options, write_study
 from rag_posfix.caching.kv.store import EntryShape, KVCodec, PassageKV, PassageStore
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.cli.main import app
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.demo_data import load_passages, load_questions
-from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.engine import Engine
 from tests.support.number_encoder import NumberEncoder
 from tests.support.redis_server import RedisServer
@@ -125,15 +124,13 @@ def plan_walk() -> Walk:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(prog="benchmarks.walks", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
+    parser = study_options("walks", __doc__)
     chosen = parser.parse_args(arguments)
     single: dict[str, Callable[[], Walk]] = {"question": ask_walk, "HTTP chat": chat_walk, "plan to kernel": plan_walk}
     walks = {**{name: walk() for name, walk in single.items()}, **kv_walks()}
     summary = {name: walk.summary() for name, walk in walks.items()}
     print(json.dumps(summary, indent=2))
-    if chosen.out is not None:
-        print(write_record(chosen.out, "walks", {"kind": "walks", **environment(), "summary": summary}))
+    write_study(chosen, "walks", summary)
     return summary
 
 

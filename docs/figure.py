@@ -14,12 +14,11 @@ from benchmarks.keep_record import RESULTS
 from docs.charts import NAMES, charts
 from docs.first_screen import draw_first_screen
 from docs.themes import themed
-from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, finish_axes, new_column, svg_of
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, finish_axes, new_column, svg_of, whiskers
 from rag_posfix.evaluation.record import read_head
 from rag_posfix.lab.contextual_maps import draw_maps
 from rag_posfix.lab.experiment import draw_laboratory
 from rag_posfix.lab.probing import PROBES, Probe
-from rag_posfix.lab.probing.base import whiskers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

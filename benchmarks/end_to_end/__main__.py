@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.end_to_end.files import OWN_FILES, SHIPPED, half_of, load_questions, write_files
 from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, below_floors, summarize
+from benchmarks.study import study_options
 from benchmarks.tables import table
 from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.generation.batching.scheduler import BatchingGenerator
@@ -43,8 +44,7 @@ from rag_posfix.settings import Settings
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.end_to_end", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
+    parser = study_options("end_to_end", __doc__)
     parser.add_argument("--questions", choices=("questions", "unseen", OWN_FILES), default="questions")
     parser.add_argument("--kind", action="append", help="ask questions of this kind only; repeatable")
     parser.add_argument(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,19 +36,18 @@ from benchmarks.faults.scenarios import (
     unread_searches,
 )
 from benchmarks.faults.service import Host, fault_table
+from benchmarks.study import study_options, write_study
 from benchmarks.tables import table
-from rag_posfix.evaluation.record import environment, write_record
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.faults", description=__doc__.splitlines()[0])
+    parser = study_options("faults", __doc__)
     parser.add_argument("--only", action="append", metavar="NAME", help="measure this row of the table; repeatable")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load before, during and after each fault")
     parser.add_argument("--requests", type=int, default=10_000, help="of the fuzzed requests")
     parser.add_argument("--long", type=int, default=20_000, help="requests of the memory curve")
     parser.add_argument("--deleted", type=int, default=10_000, help="deleted documents")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     parser.add_argument("--name", default="service-faults", help="of the record")
     return parser.parse_args(arguments)
 
@@ -73,7 +71,6 @@ def measurements(host: Host, chosen: argparse.Namespace, folder: Path) -> dict[s
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     chosen = options(arguments)
-    load = {"before": os.getloadavg()}
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = Host()
@@ -87,11 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
                 rows[name] = measured[name]()
     tables = {chosen.name: fault_table(rows)}
     print(json.dumps(rows, indent=2) if chosen.json else table([{"kind": chosen.name, "tables": tables}]))
-    if chosen.out is not None:
-        settings = {"seconds": chosen.seconds, "requests": chosen.requests, "long": chosen.long}
-        load["after"] = os.getloadavg()
-        head = {"kind": chosen.name, "tables": tables, **environment(), "load_average": load, "settings": settings}
-        print(write_record(chosen.out, chosen.name, {**head, "summary": rows}), file=sys.stderr)
+    write_study(chosen, chosen.name, rows, tables=tables)
     return rows
 
 

@@ -11,7 +11,6 @@ from the kill, until the part serves again.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -30,8 +29,8 @@ from langchain_core.documents import Document
 
 from benchmarks.faults.scenarios import DOCUMENTED, cluster
 from benchmarks.faults.service import ROOT, Load, correct_answer, fault_table, summary
+from benchmarks.study import study_options, write_study
 from benchmarks.tables import table
-from rag_posfix.evaluation.record import environment, write_record
 from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.support.engine_process import EngineProcess
 from tests.support.postgres import PostgresServer, pgvector_collection, postgres
@@ -151,23 +150,13 @@ def measure(seconds: float) -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = study_options("faults.fleet", __doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of load before, during and after each kill")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the record")
     chosen = parser.parse_args(arguments)
-    load: dict[str, Any] = {"before": os.getloadavg()}
     rows = measure(chosen.seconds)
-    load["after"] = os.getloadavg()
-    head = {
-        "kind": "fleet",
-        "tables": {"fleet": fault_table(rows)},
-        **environment(),
-        "load_average": load,
-        "settings": {"seconds": chosen.seconds},
-    }
-    print(table([head]))
-    if chosen.out is not None:
-        print(write_record(chosen.out, "fleet", {**head, "summary": rows}), file=sys.stderr)
+    tables = {"fleet": fault_table(rows)}
+    print(table([{"kind": "fleet", "tables": tables}]))
+    write_study(chosen, "fleet", rows, tables=tables)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Figures of experiments: axes in one style, files next to the record, and the figures of answer experiments."""
+"""Figures of experiments: axes in one style, lines, bars and maps, and the figures of records, next to their files."""
 
 from __future__ import annotations
 
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rag_posfix.errors import ConfigError, missing_extra
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
@@ -24,8 +25,10 @@ _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
 
 _log = logging.getLogger(__name__)
 
+Record = TypeVar("Record", bound=ExperimentRecord)
 
-def with_figure(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure]) -> ExperimentRecord:
+
+def with_figure(record: Record, draw: Callable[[Mapping[str, Any]], Figure]) -> Record:
     """Return the record with a figure next to its files, as SVG and PNG; as it is if it has no files.
 
     Without matplotlib (extra ``eval``) there is no figure, and a warning says how to get one.
@@ -47,6 +50,14 @@ def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
     for kind, path in paths.items():
         write_whole(path, [_render(figure, kind)])
     return paths
+
+
+def check_matplotlib() -> None:
+    """Raise ConfigError where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("matplotlib", "eval") from error
 
 
 def svg_of(figure: Figure) -> str:
@@ -78,10 +89,9 @@ def new_axes(size: tuple[float, float]) -> tuple[Figure, Any]:
 
 def new_panels(count: int, size: tuple[float, float], *, share_y: bool = False) -> tuple[Figure, tuple[Any, ...]]:
     """Return a figure of a size in inches with axes above each other; ``share_y``: with one scale of y."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("matplotlib", "eval") from error
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     panels = tuple(figure.subplots(count, 1, sharey=share_y, squeeze=False).flat)
     for axes in panels:
@@ -111,6 +121,57 @@ def finish_axes(
         under = axes.transAxes + ScaledTranslation(-0.4, -below / 72, axes.figure.dpi_scale_trans)
         style = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": under, "borderaxespad": 0}
         axes.legend(frameon=False, fontsize=9, ncols=columns, columnspacing=1.2, **style)
+
+
+def draw_map(figure: Figure, axes: Any, values: Sequence[Sequence[float]], **options: Any) -> None:
+    """Draw a matrix with its colour bar; rows upwards from the first.
+
+    Args:
+        options: Of matplotlib's ``imshow``.
+    """
+    image = axes.imshow(values, aspect="auto", origin="lower", **options)
+    figure.colorbar(image, ax=axes, shrink=0.85)
+
+
+def whiskers(measured: Iterable[Mapping[str, Any]]) -> list[list[float]]:
+    """Return the distances of estimates to the ends of their intervals, as matplotlib's ``yerr`` takes them."""
+    entries = list(measured)
+    return [[abs(entry["value"] - entry["ci95"][end]) for entry in entries] for end in (0, 1)]
+
+
+def draw_estimates(axes: Any, at: Any, measured: Any, *, across: bool = False, **style: Any) -> None:
+    """Draw estimates with their intervals at places of x, or ``across`` at places of y."""
+    entries = list(measured)
+    values, style = [entry["value"] for entry in entries], {"fmt": "o", "markersize": 4, "capsize": 2, **style}
+    places = list(at)
+    x, y, error = (values, places, "xerr") if across else (places, values, "yerr")
+    axes.errorbar(x, y, **{error: whiskers(entries)}, **style)
+
+
+def draw_numbers(numbers: Mapping[str, Mapping[str, Any]], title: str, x: str, scale: str = "linear") -> Figure:
+    """Return the figure of estimates with their intervals, one below the other; on a log scale none is below 1e-8."""
+    least = 1e-8 if scale == "log" else float("-inf")
+    shown_numbers = [
+        {"value": max(entry["value"], least), "ci95": [max(end, least) for end in entry["ci95"]]}
+        for entry in numbers.values()
+    ]
+    figure, (axes,) = new_column(1, 1.3 + 0.42 * len(numbers))
+    draw_estimates(axes, range(len(numbers)), shown_numbers, across=True, color=OTHER_COLORS[1])
+    axes.set_yticks(range(len(numbers)), [fill(name, 26) for name in numbers], fontsize=8)
+    axes.set_ylim(len(numbers) - 0.5, -0.5)
+    axes.set_xscale(scale)
+    finish_axes(axes, title, x, "", legend=False)
+    return figure
+
+
+def draw_curves(panels: Mapping[str, tuple[Mapping[str, Sequence[float]], str, str]]) -> Figure:
+    """Return a panel per title: its curves by label, over 0, 1 and so on, and the labels of x and y."""
+    figure, every = new_column(len(panels))
+    for axes, (title, (curves, x, y)) in zip(every, panels.items(), strict=True):
+        for number, (label, values) in enumerate(curves.items()):
+            axes.plot(values, label=label, linewidth=1.1, color=OTHER_COLORS[number % len(OTHER_COLORS)])
+        finish_axes(axes, title, x, y, legend=len(curves) > 1, columns=2)
+    return figure
 
 
 def draw_positions(
@@ -158,14 +219,47 @@ def draw_permutations(head: Mapping[str, Any]) -> Figure:
     methods = head["summary"]["mitigations"]
     figure, axes = new_axes((7.2, 1.2 + 0.4 * len(methods)))
     for number, (name, scores) in enumerate(reversed(methods.items())):
-        low, high = scores["flip_rate_ci95"]
-        rate = scores["flip_rate"]
-        axes.barh(number, rate, color=_color(name, number), xerr=[[max(rate - low, 0)], [max(high - rate, 0)]])
+        error = whiskers([{"value": scores["flip_rate"], "ci95": scores["flip_rate_ci95"]}])
+        axes.barh(number, scores["flip_rate"], color=_color(name, number), xerr=error)
     axes.set_yticks(range(len(methods)), [NAMES.get(name, name) for name in reversed(methods)])
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of answers that change with the order of the passages, 95 % interval")
     axes.set_title(f"{head['model']}, {head['summary']['n']} questions", fontsize=10, loc="left")
     return figure
+
+
+def draw_runs(head: Mapping[str, Any]) -> Figure:
+    """Return the bars of a record of ``eval rerank``, and below them the first measure against time.
+
+    Bars have 95 % intervals; ``ci95`` names the measures.
+    """
+    summary = head["summary"]
+    runs = {"first_stage": summary["first_stage"], **summary["runs"]}
+    measures = list(summary["first_stage"]["ci95"])
+    figure, (bars, costs) = new_panels(2, (7.2, 7.2))
+    width = 0.8 / len(runs)
+    for index, (label, run) in enumerate(runs.items()):
+        centres = [measure + (index - (len(runs) - 1) / 2) * width for measure in range(len(measures))]
+        values = [run[name] for name in measures]
+        error = whiskers({"value": run[name], "ci95": run["ci95"][name]} for name in measures)
+        style = {"color": OTHER_COLORS[index % len(OTHER_COLORS)], "label": _plain(label)}
+        bars.bar(centres, values, width, yerr=error, error_kw={"elinewidth": 0.8}, **style)
+        costs.plot(run["seconds"], values[0], "o", **style)
+    bars.set_xticks(range(len(measures)), [_plain(name) for name in measures])
+    bars.set_ylabel("mean over topics, 95 % interval")
+    costs.set_xlabel("seconds per query")
+    costs.set_ylabel(_plain(measures[0]))
+    costs.margins(0.15)
+    if all(run["seconds"] > 0 for run in runs.values()):
+        costs.set_xscale("log")
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def _plain(text: str) -> str:
+    """Return the first 40 characters, so that matplotlib reads no mathematics and shows them in a legend."""
+    shown = text if len(text) <= 40 else f"{text[:39]}…"
+    return shown.replace("$", r"\$").removeprefix("_")
 
 
 def _color(name: str, number: int) -> str:

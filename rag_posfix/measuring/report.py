@@ -6,12 +6,10 @@ The charts of a report, drawn by Altair: accuracy by position, and cost against 
 from __future__ import annotations
 
 import csv
-import hashlib
 import inspect
 import io
 import json
 import logging
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import ConfigError, missing_extra
+from rag_posfix.evaluation.pages import html_page
 from rag_posfix.evaluation.record import ExperimentRecord, write_whole
 from rag_posfix.evaluation.statistics import mean, wilson_interval
 from rag_posfix.measuring.comparison import compare_records
@@ -288,14 +287,14 @@ def _page(records: Sequence[ExperimentRecord], drawn: _Drawn) -> str:
         raise missing_extra("jinja2", "local") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text("utf-8"))
-    return template.render(
-        records=[_view(record, charts) for record, charts in zip(records, drawn.charts, strict=True)],
+    views = [_view(record, charts) for record, charts in zip(records, drawn.charts, strict=True)]
+    body = template.render(
+        records=views,
         percent=lambda share: f"{share:.0%}",
         missing=drawn.missing,
-        script=drawn.script,
         compared=compare_records(records),
-        script_hash=b64encode(hashlib.sha256(drawn.script.encode()).digest()).decode(),
     )
+    return html_page(views[0]["title"], [body], drawn.script)
 
 
 def report_csv(records: Sequence[ExperimentRecord]) -> str:

@@ -47,13 +47,13 @@ class TestRerank:
         assert code == 0
         (line,) = out.splitlines()
         found = json.loads(line)
-        assert {"runs", "first_stage", "record", "significance", "n", "counts", "page", "plot"} <= set(found)
+        assert {"runs", "first_stage", "record", "significance", "n", "counts", "page", "png"} <= set(found)
         assert list(found["runs"]) == ["embedding", "embedding:top_n=1"]
         for one in [found["first_stage"], *found["runs"].values()]:
             assert {"nDCG@10", "RR@10", "R@10", "P@1", "seconds", "run_file"} <= set(one)
             columns = [line.split() for line in Path(one["run_file"]).read_text("utf-8").splitlines()]
             assert {len(column) for column in columns} == {6}
-        for name in ("record", "page", "plot"):
+        for name in ("record", "page", "png"):
             assert Path(found[name]).is_file()
 
     @pytest.mark.slow

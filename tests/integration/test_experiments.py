@@ -76,7 +76,6 @@ def without_time(value):
             "at",
             "record",
             "page",
-            "plot",
             "profile_path",
             "run_file",
             "run_sha256",

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -522,46 +522,49 @@ GOLD_ONLY = "gold_only"
 NOT_SCORED = "a remote generator answers with text and does not score given answers; accuracy and changes are measured"
 
 
-@dataclass(frozen=True, slots=True)
-class PositionRow:
-    """One answer to one question under one condition.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRow(GradedAnswer):
+    """A graded answer of a record.
 
     Attributes:
         question: The question's id.
         condition: Label of the arrangement, ``closed_book`` or ``gold_only``.
-        gold_position: Position of the gold passage, positions of several; None without distractors.
-        answer: The generated answer.
-        accuracy: best_subspan_em of the first line.
-        accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer; None from a generator that does
-            not score reference answers.
-        seconds: Time of the prefill, plus a share of the time to generate its batch.
-        reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
-            same passages under an order-invariant arrangement.
-        gold_rank: Rank of the gold passage among the scored ones, from 1; of several the lowest. None if the reranker
-            left one out, and without distractors.
         asked: The text of the question.
         accepted: The accepted answers.
         passages: Ids of the passages, in input order.
-        planted: best_subspan_em of the first line with the wrong answer that a hostile passage gives; None without.
-        confidence: As of ``GradedAnswer``.
     """
 
     question: str
     condition: str
-    gold_position: GoldPosition | None
-    answer: str
-    accuracy: float
-    accuracy_full_text: float
-    log_probability: float | None
-    seconds: float
-    reused: bool = False
-    gold_rank: int | None = None
     asked: str = ""
     accepted: tuple[str, ...] = ()
     passages: tuple[str, ...] = ()
+
+
+def row_entries(case: EvalCase, answer: GradedAnswer) -> dict[str, Any]:
+    """Return the entries of ``AnswerRow`` but the condition."""
+    example = case.example
+    texts = {"question": example.id, "asked": example.question, "accepted": example.answers}
+    return {**texts, "passages": tuple(str(document.id) for document in case.documents), **asdict(answer)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionRow(AnswerRow):
+    """One answer to one question under one condition.
+
+    Attributes:
+        gold_position: Position of the gold passage, positions of several; None without distractors.
+        reused: Whether the answer was not computed for this row. It is from the journal, or from another order of the
+            same passages under an order-invariant arrangement.
+        gold_rank: Rank of the gold passage among the scored ones, from 1; of several the lowest. None if the reranker
+            left one out, and without distractors.
+        planted: best_subspan_em of the first line with the wrong answer that a hostile passage gives; None without.
+    """
+
+    gold_position: GoldPosition | None
+    reused: bool = False
+    gold_rank: int | None = None
     planted: float | None = None
-    confidence: float | None = None
 
 
 Table = Mapping[GoldPosition, Sequence[PositionRow]]

@@ -31,6 +31,7 @@ from rag_posfix.evaluation.answers.experiment import (
     OWN_SCORER,
     QUESTION_BATCH_SIZE,
     AnswerJournal,
+    AnswerRow,
     Arrangement,
     EvalCase,
     GradedAnswer,
@@ -44,6 +45,7 @@ from rag_posfix.evaluation.answers.experiment import (
     graded_again,
     load_models,
     not_measured,
+    row_entries,
     score_passages,
     summarize_positions,
     with_baselines,
@@ -292,16 +294,12 @@ def _answer_rows(
                 tick()
     return [
         PositionRow(
-            question=row.case.example.id,
             condition=row.condition,
             gold_position=row.gold_position,
             gold_rank=row.gold_rank,
             reused=id(row) not in computed,
-            asked=row.case.example.question,
-            accepted=row.case.example.answers,
-            passages=tuple(str(document.id) for document in row.case.documents),
             planted=_gives_planted(row, answers[row.key].answer),
-            **asdict(answers[row.key]),
+            **row_entries(row.case, answers[row.key]),
         )
         for row in planned
     ]
@@ -408,45 +406,22 @@ def _load_models(arrangements: Sequence[Arrangement], settings: Settings) -> tup
     return load_models(arrangements, None, None, settings, silent)
 
 
-@dataclass(frozen=True, slots=True)
-class PermutationRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermutationRow(AnswerRow):
     """One answer to one question with the passages in one order.
 
     Attributes:
-        question: The question's id.
-        condition: Label of the arrangement.
         order: For each position, the position of its passage in the first order; the first order is 0, 1, 2, ...
         gold_position: Position of the gold passage; positions of several.
         changed: Whether the text of the answer differs from that in the first order.
         logit_difference: Largest absolute difference to the first order in the log-probabilities of the first token;
             None if the generator returns no log-probabilities.
-        answer: The generated answer.
-        accuracy: best_subspan_em of the first line.
-        accuracy_full_text: best_subspan_em of the whole answer.
-        log_probability: Mean log-probability per token of the first accepted answer; None if the generator returns no
-            log-probabilities.
-        seconds: Time of the prefill, plus a share of the time to generate its batch.
-        asked: The text of the question.
-        accepted: The accepted answers.
-        passages: Ids of the passages in this order.
-        confidence: As of ``GradedAnswer``.
     """
 
-    question: str
-    condition: str
     order: tuple[int, ...]
     gold_position: GoldPosition
     changed: bool
     logit_difference: float | None
-    answer: str
-    accuracy: float
-    accuracy_full_text: float
-    log_probability: float | None
-    seconds: float
-    asked: str = ""
-    accepted: tuple[str, ...] = ()
-    passages: tuple[str, ...] = ()
-    confidence: float | None = None
 
 
 def evaluate_permutations(
@@ -594,16 +569,12 @@ def _in_each_order(
             order = question.orders[number]
             gold = tuple(map(order.index, range(len(question.example.gold))))  # the first passages of the first order
             yield PermutationRow(
-                question=question.example.id,
                 condition=arrangement.label,
                 order=order,
                 gold_position=gold[0] if len(gold) == 1 else gold,
                 changed=answer.answer != first_answer,
                 logit_difference=largest_difference(log_probs, first_log_probs),
-                asked=question.example.question,
-                accepted=question.example.answers,
-                passages=tuple(str(document.id) for document in case.documents),
-                **asdict(answer),
+                **row_entries(case, answer),
             )
 
 

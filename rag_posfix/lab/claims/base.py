@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, png_of
+from rag_posfix.evaluation.figures import png_of
+from rag_posfix.evaluation.pages import html_figure, html_page, html_table
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record, write_whole
 from rag_posfix.lab.encodings import Decoder, load_decoder
 from rag_posfix.lab.experiment import RunConfig, RunFiles, train
-from rag_posfix.lab.probing.base import Probe, draw_estimates, html_figure, html_page, html_table, shown
+from rag_posfix.lab.probing.base import Probe, shown
 from rag_posfix.lab.probing.subject import Subject
 
 if TYPE_CHECKING:
@@ -297,29 +297,3 @@ def _section(claim: Claim, outcomes: Sequence[Outcome], full: bool) -> list[str]
         html += [f"<p>{key}: {escape(line)}</p>" for key, line in lines.items()]
         html.append(f'<p class="source">Sizes: {escape(sizes)}</p><pre>{escape(claim.command(full))}</pre>')
     return html
-
-
-def draw_numbers(numbers: Numbers, title: str, x: str, scale: str = "linear") -> Figure:
-    """Return the figure of estimates with their intervals, one below the other; on a log scale none is below 1e-8."""
-    least = 1e-8 if scale == "log" else float("-inf")
-    shown_numbers = [
-        {"value": max(entry["value"], least), "ci95": [max(end, least) for end in entry["ci95"]]}
-        for entry in numbers.values()
-    ]
-    figure, (axes,) = new_column(1, 1.3 + 0.42 * len(numbers))
-    draw_estimates(axes, range(len(numbers)), shown_numbers, across=True, color=OTHER_COLORS[1])
-    axes.set_yticks(range(len(numbers)), [fill(name, 26) for name in numbers], fontsize=8)
-    axes.set_ylim(len(numbers) - 0.5, -0.5)
-    axes.set_xscale(scale)
-    finish_axes(axes, title, x, "", legend=False)
-    return figure
-
-
-def draw_curves(panels: Mapping[str, tuple[Mapping[str, Sequence[float]], str, str]]) -> Figure:
-    """Return a panel per title: its curves by label, over 0, 1 and so on, and the labels of x and y."""
-    figure, every = new_column(len(panels))
-    for axes, (title, (curves, x, y)) in zip(every, panels.items(), strict=True):
-        for number, (label, values) in enumerate(curves.items()):
-            axes.plot(values, label=label, linewidth=1.1, color=OTHER_COLORS[number % len(OTHER_COLORS)])
-        finish_axes(axes, title, x, y, legend=len(curves) > 1, columns=2)
-    return figure

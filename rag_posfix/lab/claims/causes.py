@@ -16,8 +16,9 @@ from rag_posfix.evaluation.answers.causes import (
     correcting_methods,
 )
 from rag_posfix.evaluation.data.questions import key_value_questions
+from rag_posfix.evaluation.figures import draw_numbers
 from rag_posfix.evaluation.record import Progress
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, draw_numbers
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence
 from rag_posfix.lab.probing.positional_dimensions import find_channels, mean_hidden_states
 from rag_posfix.lab.probing.subject import Subject, language_model
 

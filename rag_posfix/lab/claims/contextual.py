@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from rag_posfix.contracts.method_spec import MethodSpec, parse_method
+from rag_posfix.evaluation.figures import draw_numbers
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, draw_numbers, exact, trained_decoder
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, exact, trained_decoder
 from rag_posfix.lab.contextual_maps import COUNTERS, above_others, gates_by_kind
 from rag_posfix.lab.encodings import Decoder, DecoderShape, Encoding, create_encoding
 from rag_posfix.lab.experiment import RunConfig, TrainingSettings, draw_laboratory, run_laboratory

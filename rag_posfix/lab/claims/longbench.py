@@ -16,9 +16,10 @@ from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.causes import EqualRelevance
 from rag_posfix.evaluation.answers.positions import answer_at_positions
 from rag_posfix.evaluation.data.questions import PositionExample
+from rag_posfix.evaluation.figures import draw_numbers
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.evaluation.statistics import normalize
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, draw_numbers
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence
 from rag_posfix.lab.probing.base import estimate
 from rag_posfix.lab.probing.positional_dimensions import find_channels, mean_hidden_states
 from rag_posfix.lab.probing.subject import Subject, language_model

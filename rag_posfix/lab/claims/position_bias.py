@@ -12,23 +12,24 @@ from torch import Tensor
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.data.questions import key_value_pairs
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import (
+    OTHER_COLORS,
+    draw_curves,
+    draw_estimates,
+    draw_map,
+    draw_numbers,
+    finish_axes,
+    new_column,
+)
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, draw_curves, draw_numbers, exact
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence, by_probe, exact
 from rag_posfix.lab.claims.contextual import compare_encodings, lab_sizes
 from rag_posfix.lab.claims.longbench import LONGBENCH
 from rag_posfix.lab.claims.without_positions import CHANGED, FREE, MASKED, NOTHING, PLACED, order_effects
 from rag_posfix.lab.encodings import Encoding, create_encoding
 from rag_posfix.lab.probing.attention_edit import scaled_score
 from rag_posfix.lab.probing.attention_mass import AttentionMass, slot_masses
-from rag_posfix.lab.probing.base import (
-    StateSums,
-    draw_estimates,
-    draw_map,
-    estimate,
-    intervals_by_group,
-    sums_by_group,
-)
+from rag_posfix.lab.probing.base import StateSums, estimate, intervals_by_group, sums_by_group
 from rag_posfix.lab.probing.bias_at_init import BiasAtInit
 from rag_posfix.lab.probing.hidden_geometry import FREQUENCIES, HiddenGeometry, decompose, rank_of
 from rag_posfix.lab.probing.positional_dimensions import find_channels, mean_hidden_states, rank_channels

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.evaluation.figures import draw_curves, draw_numbers
 from rag_posfix.evaluation.record import Progress
-from rag_posfix.lab.claims.base import Claim, Condition, Evidence, draw_curves, draw_numbers, trained_decoder
+from rag_posfix.lab.claims.base import Claim, Condition, Evidence, trained_decoder
 from rag_posfix.lab.encodings import create_encoding
 from rag_posfix.lab.encodings.sinusoidal import sinusoids
 from rag_posfix.lab.experiment import RunConfig, TrainingSettings, new_decoder

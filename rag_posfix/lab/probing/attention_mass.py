@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_estimates, draw_map, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
-from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, draw_map, estimate, shown
+from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, estimate, shown
 from rag_posfix.lab.probing.subject import (
     KeyValuePrompt,
     LanguageModel,

@@ -7,7 +7,6 @@ All probes of a model, one after the other, and one HTML page about what they fo
 
 from __future__ import annotations
 
-import base64
 import inspect
 import tempfile
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from torch import Tensor
 from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
 from rag_posfix.evaluation.figures import with_figure
+from rag_posfix.evaluation.pages import html_figure, html_page, html_table
 from rag_posfix.evaluation.record import (
     ExperimentRecord,
     Progress,
@@ -144,16 +144,6 @@ def short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw_map(figure: Figure, axes: Any, values: Sequence[Sequence[float]], **options: Any) -> None:
-    """Draw a matrix with its colour bar; rows upwards from the first.
-
-    Args:
-        options: Of matplotlib's ``imshow``.
-    """
-    image = axes.imshow(values, aspect="auto", origin="lower", **options)
-    figure.colorbar(image, ax=axes, shrink=0.85)
-
-
 RESAMPLES = 1000
 GROUPS = 8
 
@@ -264,29 +254,7 @@ def shown(measured: Mapping[str, Any] | None, style: str = ".2f") -> str:
     return f"{value} ({low} to {high})"
 
 
-def whiskers(measured: Any) -> list[list[float]]:
-    """Return the distances of estimates to the ends of their intervals, as matplotlib's ``yerr`` takes them."""
-    return [[abs(entry["value"] - entry["ci95"][end]) for entry in measured] for end in (0, 1)]
-
-
-def draw_estimates(axes: Any, at: Any, measured: Any, *, across: bool = False, **style: Any) -> None:
-    """Draw estimates with their intervals at places of x, or ``across`` at places of y."""
-    entries = list(measured)
-    values, style = [entry["value"] for entry in entries], {"fmt": "o", "markersize": 4, "capsize": 2, **style}
-    places = list(at)
-    x, y, error = (values, places, "xerr") if across else (places, values, "yerr")
-    axes.errorbar(x, y, **{error: whiskers(entries)}, **style)
-
-
 PAGE = "probes.html"
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top: 1px solid #ddd; padding-top: 1rem; }
-img { max-width: 100%; background: #fff; } pre { white-space: pre-wrap; background: #f4f4f4; padding: .6rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: .9rem; }
-td, th { border: 1px solid #ddd; padding: .2rem .6rem; }
-th { text-align: left; background: #f4f4f4; } .source { color: #555; font-size: .9rem; }
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,32 +303,6 @@ def run_probes(
     summary = ProbeSummary(subject.facts(), records, refused)
     write_whole(path, [probe_page(summary, probes).encode()])
     return summary, path
-
-
-def html_page(title: str, body: Sequence[str]) -> str:
-    """Return an HTML page that loads nothing from elsewhere; ``title`` is escaped, ``body`` is HTML."""
-    head = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">",
-        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>',
-        f"<style>{STYLE}</style></head><body>",
-    ]
-    return "\n".join([*head, *body, "</body></html>", ""])
-
-
-def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as an HTML table, the headings first."""
-    kinds = ["th", *["td"] * (len(rows) - 1)]
-    cells = (
-        "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row) for kind, row in zip(kinds, rows, strict=True)
-    )
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-
-
-def html_figure(png: bytes, text: str) -> str:
-    """Return a figure inside of a page; ``text`` says what it shows."""
-    return f'<img alt="{escape(text)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def probe_page(summary: ProbeSummary, probes: Sequence[Probe]) -> str:

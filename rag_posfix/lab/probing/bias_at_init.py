@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_estimates, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.lab.encodings import Decoder
-from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, estimate, shown
+from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, estimate, shown
 from rag_posfix.lab.probing.subject import LanguageModel, SmallDecoder, Subject, check_length, random_strings
 from rag_posfix.parameters import Integer
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_estimates, finish_axes, new_column, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent
-from rag_posfix.lab.probing.base import PROBES, Probe, ProfileRecord, draw_estimates, shown
+from rag_posfix.lab.probing.base import PROBES, Probe, ProfileRecord, shown
 from rag_posfix.lab.probing.scale_trials import ScaleTrials, best_scale, held_out, random_channels
 from rag_posfix.lab.probing.subject import (
     LanguageModel,

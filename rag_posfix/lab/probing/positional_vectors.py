@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_map, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress
 from rag_posfix.lab.probing.base import (
     PROBES,
     Found,
     MeasuredProbe,
     StateSums,
-    draw_map,
     intervals_by_group,
     shown,
     sums_by_group,

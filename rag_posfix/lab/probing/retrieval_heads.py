@@ -19,11 +19,11 @@ from rag_posfix.assembly.templates import PromptTemplate
 from rag_posfix.assembly.tokenization import tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, whiskers, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, environment, silent
 from rag_posfix.generation.decode.question_scores import question_attention_by_head
 from rag_posfix.generation.engine import Engine
-from rag_posfix.lab.probing.base import PROBES, Probe, ProfileRecord, estimate, shown, whiskers
+from rag_posfix.lab.probing.base import PROBES, Probe, ProfileRecord, estimate, shown
 from rag_posfix.lab.probing.subject import Subject, language_model
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.layout import Layout

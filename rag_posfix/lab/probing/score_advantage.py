@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rag_posfix.errors import UnsupportedModelError
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_estimates, finish_axes, new_column
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted
-from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, draw_estimates, estimate, shown
+from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, estimate, shown
 from rag_posfix.lab.probing.subject import LanguageModel, Subject, Watch, check_length
 from rag_posfix.parameters import Integer
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.errors import ConfigError, EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, data_facts, take_examples
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, with_figure
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, whiskers, with_figure
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, counted, environment, silent
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.generation.prefill.prefill import passage_attention
-from rag_posfix.lab.probing.base import PROBES, Probe, ProfileRecord, estimate, shown, whiskers
+from rag_posfix.lab.probing.base import PROBES, Probe, ProfileRecord, estimate, shown
 from rag_posfix.lab.probing.subject import Subject, language_model
 from rag_posfix.parameters import Integer
 from rag_posfix.plan.bias_profile import with_dummy

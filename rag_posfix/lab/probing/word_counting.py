@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column, whiskers
 from rag_posfix.evaluation.record import Progress, counted
-from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, estimate, shown, whiskers
+from rag_posfix.lab.probing.base import PROBES, Found, MeasuredProbe, estimate, shown
 from rag_posfix.lab.probing.subject import LanguageModel, Subject, language_model
 from rag_posfix.parameters import Integer
 

@@ -39,6 +39,7 @@ from rag_posfix_api.dialects.requests import (
     AnswerRequest,
     Forms,
     Integer,
+    Part,
     RequestModel,
     StopList,
     Temperature,
@@ -47,7 +48,6 @@ from rag_posfix_api.dialects.requests import (
     TopP,
     Unsupported,
     check_count,
-    needs,
 )
 from rag_posfix_api.http.errors import ANSWERING, ANTHROPIC, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, SafeJSONResponse, event, typed_event
@@ -206,15 +206,6 @@ class CitationsConfig(RequestModel):
     enabled: bool | None = None
 
 
-class SourceText(RequestModel):
-    """A part of a document that is cited as a whole."""
-
-    model_config = ConfigDict(json_schema_extra=needs("text", {"type": "string"}))
-
-    type: str = Field(default="text", json_schema_extra={"enum": ["text"]})
-    text: str | None = None
-
-
 class DocumentSource(RequestModel):
     """The text of a document: ``data`` of type ``text``, or ``content`` of type ``content``."""
 
@@ -231,7 +222,7 @@ class DocumentSource(RequestModel):
     type: str = Field(json_schema_extra={"enum": ["text", "content"]})
     media_type: str | None = None
     data: str | None = None
-    content: TextOr[SourceText] | None = None
+    content: TextOr[Part] | None = None
 
 
 _PASSAGES = ("document", "search_result")
@@ -260,7 +251,7 @@ class AnthropicBlock(RequestModel):
         Annotated[Annotated[DocumentSource, Tag("object")] | Annotated[str, Tag("string")], Forms("object", "string")]
         | None
     ) = Field(default=None, description="Of a document: its text. Of a search result: its address.")
-    content: TextOr[SourceText] | None = Field(
+    content: TextOr[Part] | None = Field(
         default=None, description="The text of a search result, or of the result of a tool."
     )
     title: str | None = None

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from rag_posfix.contracts.retrieval import combine_filters
 from rag_posfix_api.collections.collection import MAX_METADATA, MAX_TEXT, metadata_size
-from rag_posfix_api.collections.store import NAME_PATTERN, CollectionInfo
+from rag_posfix_api.collections.store import NAME_PATTERN
 from rag_posfix_api.dialects.requests import (
     MetadataFilter,
     Mitigation,
@@ -197,20 +197,21 @@ Name = Annotated[str, PathParameter(pattern=NAME_PATTERN)]
 async def create_collection(body: NewCollection, service: ReadyService) -> CollectionObject:
     """Create an empty collection of the caller's tenant."""
     make = partial(service.collections.create, CALLER.get().tenant, body.name, service.embeddings)
-    return _collection(await anyio.to_thread.run_sync(make))
+    return CollectionObject(**asdict(await anyio.to_thread.run_sync(make)))
 
 
 @router.get("", responses=OPENAI.responses(401, 403, 429, 500))
 async def list_collections(service: ServiceState) -> CollectionList:
     """List the collections of the caller's tenant, by name."""
     infos = await anyio.to_thread.run_sync(service.collections.of, CALLER.get().tenant)
-    return CollectionList(data=[_collection(info) for info in infos])
+    return CollectionList(data=[CollectionObject(**asdict(info)) for info in infos])
 
 
 @router.get("/{name}", responses=OPENAI.responses(401, 403, 404, 422, 429, 500))
 async def retrieve_collection(name: Name, service: ServiceState) -> CollectionObject:
     """Describe a collection."""
-    return _collection(await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name))
+    info = await anyio.to_thread.run_sync(service.collections.info, CALLER.get().tenant, name)
+    return CollectionObject(**asdict(info))
 
 
 @router.delete(
@@ -330,10 +331,6 @@ def _found_document(document: Document, *, with_text: bool) -> FoundDocument:
     title = metadata.pop("title") if isinstance(metadata.get("title"), str) else None
     text = document.page_content if with_text else None
     return FoundDocument(id=str(document.id), text=text, title=title, metadata=metadata, score=score)
-
-
-def _collection(info: CollectionInfo) -> CollectionObject:
-    return CollectionObject(name=info.name, created_at=info.created_at, documents=info.documents)
 
 
 def _status(state: PrecomputeState | None) -> PrecomputeStatus:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.contracts.answer import Answer, AnswerChunk
-from rag_posfix.contracts.generator import TokenEncoder, display_name
+from rag_posfix.contracts.generator import TokenEncoder, display_name, sum_usage
 from rag_posfix.contracts.request import (
     MAX_TOP_LOGPROBS,
     Generation,
@@ -321,24 +321,25 @@ class CompletionRenderer(CompletionParts):
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         super().__init__(service, "cmpl", body.stream_options)
         self._top_logprobs = body.logprobs
-        self._done: list[Answer] = []
+        self._done: list[Usage] = []
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
             self._choice(index, answer.text, answer.log_probs, answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
-        return CompletionObject(**self._shared, choices=choices, usage=usage_output(_sum(answers))).model_dump()
+        usage = usage_output(sum_usage([answer.usage for answer in answers]))
+        return CompletionObject(**self._shared, choices=choices, usage=usage).model_dump()
 
     def piece(self, chunk: AnswerChunk) -> Iterator[bytes]:
         finish = None if chunk.answer is None else chunk.answer.finish_reason
         yield self._event([self._choice(len(self._done), chunk.text, chunk.log_probs, finish)])
         if chunk.answer is not None:
-            self._done.append(chunk.answer)
+            self._done.append(chunk.answer.usage)
 
     def closing(self) -> Iterator[bytes]:
         if self._include_usage:
-            yield self._event([], _sum(self._done))
+            yield self._event([], sum_usage(self._done))
         yield from super().closing()
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
@@ -352,11 +353,3 @@ class CompletionRenderer(CompletionParts):
         if self._top_logprobs is not None:
             rendered = completion_log_probs(log_probs, alternatives=self._top_logprobs > 0)
         return CompletionChoice(index=index, text=text, logprobs=rendered, finish_reason=finish_reason)
-
-
-def _sum(answers: Sequence[Answer]) -> Usage:
-    return Usage(
-        sum(answer.usage.prompt_tokens for answer in answers),
-        sum(answer.usage.completion_tokens for answer in answers),
-        sum(answer.usage.cached_tokens for answer in answers),
-    )

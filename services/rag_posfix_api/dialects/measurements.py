@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ from starlette.responses import Response
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.cancellation import check_cancelled
 from rag_posfix.contracts.answer import Answer, Question
-from rag_posfix.contracts.generator import Generator
+from rag_posfix.contracts.generator import Generator, sum_usage
 from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix_api.dialects.answering import DroppedOutput
 from rag_posfix_api.dialects.requests import (
@@ -135,11 +135,7 @@ async def evaluate_order(body: OrderEvaluationRequest, call: ReadyCall) -> Order
             OrderAnswer(order=name, documents=list(order), answer=index, changed=index != 0)
             for (name, order), index in zip(orders, text_indices, strict=True)
         ],
-        usage=OrderUsage(
-            prompt_tokens=sum(answer.usage.prompt_tokens for answer in answers),
-            completion_tokens=sum(answer.usage.completion_tokens for answer in answers),
-            cached_tokens=sum(answer.usage.cached_tokens for answer in answers),
-        ),
+        usage=OrderUsage(**asdict(sum_usage([answer.usage for answer in answers]))),
         warnings=list(dict.fromkeys(warning for answer in answers for warning in answer.warnings)),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Tag
 
 from rag_posfix.contracts.answer import Answer, AnswerChunk, Question
 from rag_posfix.contracts.generator import ChatMessage
@@ -46,21 +46,21 @@ from rag_posfix_api.dialects.requests import (
     TopP,
     Unsupported,
     chat_message,
-    needs,
     to_documents,
 )
 from rag_posfix_api.http.errors import OPENAI, Problem, RequestError
 from rag_posfix_api.http.middleware import CleanRoute, event
 from rag_posfix_api.runtime.service import Service
 
+_TEXTS = ("input_text", "output_text", "text")
 
-class InputPart(RequestModel):
+
+class InputPart(Part):
     """A part of a message; only text is supported."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=needs("text", {"type": "string"}))
-
-    type: str = Field(default="input_text", json_schema_extra={"enum": ["input_text", "output_text", "text"]})
-    text: str | None = None
+    type: Annotated[str, AfterValidator(lambda kind: "text" if kind in _TEXTS else kind)] = Field(
+        default="input_text", json_schema_extra={"enum": list(_TEXTS)}, validate_default=True
+    )
 
 
 _ROLE = {"type": "string", "enum": ["system", "developer", "user", "assistant"]}
@@ -256,9 +256,6 @@ class ResponseObject(BaseModel):
     posfix: Provenance | None = Field(default=None, description="What this service adds to OpenAI's API.")
 
 
-_TEXTS = ("input_text", "output_text", "text")
-
-
 def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
     """Return messages for the pipeline; calls in succession are those of one answer."""
     turns = ToolTurns()
@@ -284,13 +281,7 @@ def _chat_message(item: InputItem, index: int) -> ChatMessage:
             param="input",
             code="unsupported",
         )
-    if item.content is None or isinstance(item.content, str):
-        return chat_message(Message(role=item.role, content=item.content), index, "input")
-    content_parts = [
-        Part(type="text" if content_part.type in _TEXTS else content_part.type, text=content_part.text)
-        for content_part in item.content
-    ]
-    return chat_message(Message(role=item.role, content=content_parts), index, "input")
+    return chat_message(Message.model_validate({"role": item.role, "content": item.content}), index, "input")
 
 
 class ResponseRenderer(AnswerRenderer):

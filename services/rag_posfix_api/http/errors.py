@@ -290,20 +290,10 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class AnthropicErrorDetail(BaseModel):
-    """The error; ``code`` and ``param`` are this service's own."""
-
-    type: str
-    message: str
-    code: str
-    param: str | None
-
-
-class AnthropicErrorBody(BaseModel):
-    """The body of every error."""
+class AnthropicErrorBody(ErrorBody):
+    """The body of every error; ``code`` and ``param`` are this service's own."""
 
     type: Literal["error"] = "error"
-    error: AnthropicErrorDetail
 
 
 class CohereErrorBody(BaseModel):
@@ -320,17 +310,15 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
-class RerankErrorBody(BaseModel):
+class RerankErrorBody(ErrorBody):
     """The body of every error."""
 
     detail: str
-    error: ErrorDetail
 
 
-class TeiErrorBody(BaseModel):
+class TeiErrorBody(OllamaErrorBody):
     """The body of every error."""
 
-    error: str
     error_type: str
 
 

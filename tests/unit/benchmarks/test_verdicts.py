@@ -22,7 +22,8 @@ ANSWERS = {
 
 def row(question, condition, position, answer):
     accuracy = float(CORRECT[question[0]] in answer.lower())
-    return PositionRow(question, condition, position, answer, accuracy, accuracy, -1.0, 2.0)
+    place = {"question": question, "condition": condition, "gold_position": position}
+    return PositionRow(answer, accuracy, accuracy, -1.0, 2.0, **place)
 
 
 def rows(names=tuple(ANSWERS), questions=("a1", "a2", "a3", "b1", "b2", "b3")):

@@ -215,7 +215,7 @@ def test_the_script_is_in_the_page_once_for_all_charts_and_absent_without():
     assert len(page.encode()) < 1_500_000
     without = report_page([ExperimentRecord({"kind": "measure", "summary": {}}, rows[:2])])
     assert "script" not in without
-    assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in without
+    assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in without
     assert len(without) < 10_000
 
 

@@ -28,7 +28,8 @@ def values(numbers):
 
 
 def row(question, position, log_probability, condition="none"):
-    return PositionRow(question, condition, position, "answer", 0.0, 0.0, log_probability, 0.0)
+    place = {"question": question, "condition": condition, "gold_position": position}
+    return PositionRow("answer", 0.0, 0.0, log_probability, 0.0, **place)
 
 
 def test_the_share_is_of_the_spread_of_means_over_positions():

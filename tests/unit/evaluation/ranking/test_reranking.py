@@ -264,7 +264,7 @@ def test_the_page_is_valid_html_that_needs_no_other_file(evaluate):
     assert "script" not in page.tags
     for words in ("embedding:top_n=1", "first_stage", "nDCG@10", "3 topics of", "p (Holm)", "bm25"):
         assert words in page.words
-    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(found["png"]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_names_hold_is_text_on_the_page_and_no_markup(evaluate):

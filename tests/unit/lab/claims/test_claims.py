@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError, UnsupportedModelError
+from rag_posfix.evaluation.figures import draw_numbers
 from rag_posfix.evaluation.record import read_head, silent
 from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce, with_sizes
-from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, draw_numbers, exact, judge
+from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, exact, judge
 from rag_posfix.lab.claims.position_bias import (
     answer_accuracy,
     doubled_score,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rag_posfix.lab.probing.base import estimate, jackknife, shown, whiskers
+from rag_posfix.evaluation.figures import whiskers
+from rag_posfix.lab.probing.base import estimate, jackknife, shown
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_law():
