@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import ConfigError, missing_extra
@@ -25,20 +26,34 @@ _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
 _log = logging.getLogger(__name__)
 
 
-def with_figure(record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure]) -> ExperimentRecord:
+def with_figure(
+    record: ExperimentRecord, draw: Callable[[Mapping[str, Any]], Figure], caption: str = ""
+) -> ExperimentRecord:
     """Return the record with a figure next to its files, as SVG and PNG; as it is if it has no files.
 
     Without matplotlib (extra ``eval``) there is no figure, and a warning says how to get one.
+
+    Args:
+        caption: Drawn under the figure.
     """
     written = record.files.get("record", record.files.get("profile"))
     if written is None:
         return record
     try:
-        figure = draw(record.head)
+        figure = captioned(draw(record.head), caption)
     except ConfigError as error:
         _log.warning("no figure was drawn: %s", error)
         return record
     return replace(record, files={**record.files, **save_figure(figure, written)})
+
+
+def captioned(figure: Figure, caption: str) -> Figure:
+    """Return a figure with a sentence under it; an empty one leaves it as it is."""
+    if caption:
+        figure.supxlabel(
+            fill(caption, int(16 * figure.get_figwidth())), fontsize=8, x=0.02, ha="left", color="#666666"
+        )
+    return figure
 
 
 def save_figure(figure: Figure, record: Path) -> dict[str, Path]:

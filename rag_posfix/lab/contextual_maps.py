@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SHOWN_SENTENCES = 8
 COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
 """What a head may count, and the kind of word with open gates."""
+CAPTION = (
+    "How far each head's gates open more on ends than on other words, and the attention of the best counters; do not "
+    "conclude that a head counts whose difference is near that of an untrained decoder."
+)
 
 
 class RecordingCope(Positions):
@@ -140,7 +144,7 @@ def map_contextual_positions(
         "settings": {"texts": texts, "words": words, "seed": seed, "people": people},
         "summary": summary,
     }
-    return with_figure(ExperimentRecord(head).write(out), draw_maps)
+    return with_figure(ExperimentRecord(head).write(out), draw_maps, CAPTION)
 
 
 def above_others(gates: Tensor, kind: str) -> Tensor:

@@ -556,7 +556,7 @@ def run_laboratory(
         "summary": _summary(task, encodings, seeds, finished),
     }
     rows = [row for config, run in finished for row in _rows(config, run)]
-    return with_figure(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory)
+    return with_figure(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory, task.caption)
 
 
 def _check(

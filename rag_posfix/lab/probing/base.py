@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
-from rag_posfix.evaluation.figures import with_figure
+from rag_posfix.evaluation.figures import png_of, with_figure
 from rag_posfix.evaluation.record import (
     ExperimentRecord,
     Progress,
@@ -79,10 +79,12 @@ class Probe(Parametrised, ABC):
     Attributes:
         name: Registry name; with underscores, the name of the file.
         paper: Authors, year, title, URL: the section ``Source`` of the docstring.
+        caption: One sentence: what one sees in the figure; do not conclude what.
         reads_text: Whether it needs a tokenizer, so a language model and not a small decoder.
         small: Parameters of ``probe all`` that differ from the defaults: shorter texts, as many of them.
     """
 
+    caption: ClassVar[str] = ""
     reads_text: ClassVar[bool] = False
     small: ClassVar[Mapping[str, int]] = {}
 
@@ -133,7 +135,7 @@ class MeasuredProbe(Probe):
             "summary": result.summary,
             "environment": environment(),
         }
-        return with_figure(ExperimentRecord(head, result.rows).write(out), self.draw)
+        return with_figure(ExperimentRecord(head, result.rows).write(out), self.draw, self.caption)
 
 
 PROBES: Registry[type[Probe]] = Registry("probe")
@@ -285,7 +287,8 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top
 img { max-width: 100%; background: #fff; } pre { white-space: pre-wrap; background: #f4f4f4; padding: .6rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-size: .9rem; }
 td, th { border: 1px solid #ddd; padding: .2rem .6rem; }
-th { text-align: left; background: #f4f4f4; } .source { color: #555; font-size: .9rem; }
+th { text-align: left; background: #f4f4f4; } figure { margin: 1rem 0; }
+.source, figcaption { color: #555; font-size: .9rem; }
 """
 
 
@@ -358,9 +361,10 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
-def html_figure(png: bytes, text: str) -> str:
-    """Return a figure inside of a page; ``text`` says what it shows."""
-    return f'<img alt="{escape(text)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+def html_figure(png: bytes, text: str, caption: str = "") -> str:
+    """Return a figure inside of a page; ``text`` names it, ``caption`` is under it."""
+    image = f'<img alt="{escape(text)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def probe_page(summary: ProbeSummary, probes: Sequence[Probe]) -> str:
@@ -392,7 +396,7 @@ def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
     if formula.strip():
         html.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
     if "png" in record.files:
-        html.append(html_figure(record.files["png"].read_bytes(), probe.name))
+        html.append(html_figure(png_of(probe.draw(record.head)), probe.name, probe.caption))
     rows = probe.table(record.head)
     if rows:
         html.append(html_table(rows))

@@ -145,6 +145,10 @@ class HiddenGeometry(MeasuredProbe):
     """
 
     name: ClassVar[str] = "hidden-geometry"
+    caption: ClassVar[str] = (
+        "Shares, rank, smoothness and angles of the position part of hidden states by layer, and its main directions; "
+        "do not conclude that texts have these shares, as the tokens are random."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     contexts: Annotated[int, Integer(2)] = 32

@@ -78,6 +78,10 @@ class PositionalVectors(MeasuredProbe):
     """
 
     name: ClassVar[str] = "positional-vectors"
+    caption: ClassVar[str] = (
+        "The share of hidden states that belongs to the position by layer, and how alike the positions are; do not "
+        "conclude that texts have these shares, as the tokens are random."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     strings: Annotated[int, Integer(2)] = 32

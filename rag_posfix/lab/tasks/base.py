@@ -51,10 +51,12 @@ class Task(Parametrised, ABC):
     Attributes:
         name: Registry name, equal to the name of the file.
         paper: Where the task comes from: the section ``Source`` of the docstring.
+        caption: One sentence: what one sees in the figure of ``lab run``; do not conclude what.
         metric: "error": share of examples with a wrong scored token, in percent. "perplexity" of the scored tokens.
         measured_by_place: Whether the measure is also given by ``Batch.places``.
     """
 
+    caption: ClassVar[str] = ""
     metric: ClassVar[Literal["error", "perplexity"]] = "error"
     measured_by_place: ClassVar[bool] = False
 
