@@ -30,9 +30,9 @@ from rag_posfix.lab.probing.base import (
     sums_by_group,
 )
 from rag_posfix.lab.probing.bias_at_init import BiasAtInit
-from rag_posfix.lab.probing.hidden_geometry import FREQUENCIES, HiddenGeometry, decompose, rank_of
+from rag_posfix.lab.probing.hidden_geometry import HiddenGeometry, chance_of, decompose
 from rag_posfix.lab.probing.positional_dimensions import find_channels, mean_hidden_states, rank_channels
-from rag_posfix.lab.probing.positional_vectors import PositionalVectors
+from rag_posfix.lab.probing.positional_vectors import PositionalVectors, estimate_of_layer
 from rag_posfix.lab.probing.rope_waveform import deepest_troughs, own_waveform
 from rag_posfix.lab.probing.scale_trials import scaled_attention
 from rag_posfix.lab.probing.subject import (
@@ -383,8 +383,8 @@ def geometry_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
     summary, settings = record.summary, record.head["settings"]
     layer, n = summary["layers"][len(summary["layers"]) // 2], summary["contexts"]
     count, (low, high) = settings["tokens"] - settings["skip"], layer["ci95"]["rank"]
-    noise = rank_of(torch.randn(count, summary["width"], generator=torch.Generator().manual_seed(0)))
-    smooth, white = [layer["low_frequencies"], *layer["ci95"]["low_frequencies"]], FREQUENCIES / count
+    noise, white = chance_of(count, summary["width"])
+    smooth = [layer["low_frequencies"], *layer["ci95"]["low_frequencies"]]
     chance = layer["residual"] / (n - 1)
     left = max(layer["position"] - chance, 1e-12)
     net = [(layer["position"] * share - chance * white) / left for share in smooth]
@@ -396,11 +396,6 @@ def geometry_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
             "value": layer["rank"] / noise, "ci95": [low / noise, high / noise], "n": n,
         },
     }  # fmt: skip
-
-
-def without_chance(share: float, n: int) -> float:
-    """Return a position's share of variance less what the mean of n strings has by chance, (1 - share) / (n - 1)."""
-    return share - (1 - share) / (n - 1)
 
 
 def position_heads(subject: Subject, progress: Progress, *, strings: int, tokens: int, skip: int) -> Evidence:
@@ -456,10 +451,7 @@ def vector_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
     numbers = {}
     for name, layer in (("second", min(1, middle)), ("middle", middle)):
         for key, text in (("similarity_to_next", "similarity to the next position"), ("share_of_variance", "share")):
-            value, ends = summary[key][layer], summary["ci95"][key][layer]
-            if key == "share_of_variance":
-                value, ends = without_chance(value, n), [without_chance(end, n) for end in ends]
-            numbers[f"{text}, {name} layer"] = {"value": value, "ci95": ends, "n": n}
+            numbers[f"{text}, {name} layer"] = {**estimate_of_layer(summary, key, layer), "n": n}
     return numbers
 
 
@@ -570,7 +562,7 @@ POSITION_BIAS = (
             Condition("share, middle layer", above=0),
         ),
         TEXTS_16, {"strings": 64, "tokens": 512},
-        see="The share of position by layer with the share of chance in it, and the cosine of positions.",
+        see="The share of position by layer without the share of chance, and the cosine of positions.",
         beware="Random tokens have no grammar; position vectors of texts may be larger.",
     ),
     Claim(

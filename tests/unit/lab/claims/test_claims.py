@@ -18,11 +18,11 @@ from rag_posfix.lab.claims.position_bias import (
     doubled_score,
     relative_positions,
     variance_shares,
-    without_chance,
 )
 from rag_posfix.lab.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
 from rag_posfix.lab.experiment import TrainingSettings
 from rag_posfix.lab.probing.base import estimate
+from rag_posfix.lab.probing.positional_vectors import without_chance
 from rag_posfix.lab.probing.subject import LanguageModel
 from rag_posfix.lab.tasks import TASKS
 from tests.support.command_line import command_line
