@@ -78,6 +78,10 @@ class Task(Parametrised, ABC):
             split: One of ``splits``.
         """
 
+    def training_batch(self, size: int, generator: torch.Generator) -> Batch:
+        """Return examples to train on: those of ``TRAINED``, unless a task holds a part of its text out."""
+        return self.batch(TRAINED, size, generator)
+
 
 TASKS: Registry[type[Task]] = Registry("task")
 
