@@ -215,7 +215,8 @@ class HiddenGeometry(MeasuredProbe):
         top.axhline(summary["cosine_of_random_vectors"], color="#999999", linestyle=":", label="|cos| at random")
         top.set_ylim(0, 1.02)
         n, places = summary["contexts"], head["settings"]["tokens"] - head["settings"]["skip"]
-        rank, smooth = chance_of(places, summary["width"])
+        width = 2 / (math.pi * summary["cosine_of_random_vectors"] ** 2)  # older records do not tell it
+        rank, smooth = chance_of(places, round(width))
         top.axhline(smooth, color=OTHER_COLORS[4], linestyle=":", label="low frequencies, random")
         middle.axhline(rank, color=OTHER_COLORS[3], linestyle=":")
         finish_axes(top, f"{n} strings, band: 95 % interval", "layer", "share or |cos|", columns=2)

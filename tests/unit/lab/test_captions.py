@@ -1,4 +1,4 @@
-"""Every figure of a probe, a task and a claim has a sentence: what one sees, and what one must not conclude."""
+"""Every figure of a probe and a task has a sentence: what one sees, and what one must not conclude."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from rag_posfix.conformance.test_laboratory import check_caption
 from rag_posfix.evaluation.figures import PANEL, captioned, new_column, svg_of
 from rag_posfix.lab import contextual_maps
-from rag_posfix.lab.claims import CLAIMS
 from rag_posfix.lab.encodings import create_encoding
 from rag_posfix.lab.experiment import TrainingSettings, run_laboratory
 from rag_posfix.lab.probing import PROBES
@@ -28,12 +27,6 @@ def test_a_probe_and_a_task_have_a_caption(name):
 
 def test_the_maps_of_a_decoder_have_a_caption():
     assert re.fullmatch(r"[A-Z][^.!?]*; do not conclude [^.!?]*\.", contextual_maps.CAPTION)
-
-
-@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim.measure], ids=lambda claim: claim.name)
-def test_a_claim_says_what_one_sees_and_what_one_must_not_conclude(claim):
-    assert claim.see.endswith(".")
-    assert claim.beware.endswith(".")
 
 
 @pytest.mark.parametrize("name", PROBES.names())
