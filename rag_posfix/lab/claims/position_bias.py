@@ -163,9 +163,9 @@ def factor_attention(subject: Subject, progress: Progress, *, strings: int, toke
         for ids in random_strings(model, strings, tokens, 1, report):
             scaled = [scaled_attention(model, ids, HiddenScale(channel, factor, layers))[1:] for factor in FACTORS]
             rows.append(torch.stack([row / row.sum() for row in scaled]))
-    curves = torch.stack(rows)  # (strings, factors, T - 1), without token 0
+    shares = torch.stack(rows)  # (strings, factors, T - 1), without token 0
     quarter = tokens // 4
-    first, last = curves[..., :quarter].sum(dim=-1), curves[..., -quarter:].sum(dim=-1)
+    first, last = shares[..., :quarter].sum(dim=-1), shares[..., -quarter:].sum(dim=-1)
     unchanged = FACTORS.index(1.0)
     numbers = {}
     for index, factor in enumerate(FACTORS):
@@ -174,7 +174,7 @@ def factor_attention(subject: Subject, progress: Progress, *, strings: int, toke
                 first[:, index] - first[:, unchanged]
             )
             numbers[f"last quarter, factor {factor:g}, less unchanged"] = estimate(last[:, index] - last[:, unchanged])
-    mean = curves.mean(dim=0)
+    mean = shares.mean(dim=0)
     smooth, x = mean.unfold(1, 4, 4).mean(dim=-1), "position from 1, in steps of 4"
     curves = {f"factor {factor:g}": smooth[index].tolist() for index, factor in enumerate(FACTORS)}
     less = {name: (row - smooth[unchanged]).tolist() for name, row in zip(curves, smooth, strict=True)}

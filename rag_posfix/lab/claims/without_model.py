@@ -32,7 +32,9 @@ def rollout(weights: Tensor, layers: int) -> Tensor:
         weights: (T, T). returns: (T,).
     """
     shares = weights / weights.sum(dim=1, keepdim=True)
-    return torch.linalg.matrix_power((shares + torch.eye(len(shares), dtype=shares.dtype)) / 2, layers)[-1]
+    layer = (shares + torch.eye(len(shares), dtype=shares.dtype)) / 2
+    last: Tensor = torch.linalg.matrix_power(layer, layers)[-1]
+    return last
 
 
 def mask_and_distance(_: None, progress: Progress, *, tokens: int, layers: int, decay: float) -> Evidence:

@@ -217,7 +217,7 @@ class HiddenGeometry(MeasuredProbe):
         n, places = summary["contexts"], head["settings"]["tokens"] - head["settings"]["skip"]
         width = 2 / (math.pi * summary["cosine_of_random_vectors"] ** 2)  # older records do not tell it
         rank, smooth = chance_of(places, round(width))
-        top.axhline(smooth, color=OTHER_COLORS[4], linestyle=":", label="low frequencies, random")
+        top.axhline(smooth, color=OTHER_COLORS[4], linestyle="--", label="low frequencies, random")
         middle.axhline(rank, color=OTHER_COLORS[3], linestyle=":")
         finish_axes(top, f"{n} strings, band: 95 % interval", "layer", "share or |cos|", columns=2)
         title = f"rank of pos (95 % of its energy), {n} strings\ndotted: random vectors"
