@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from rag_posfix.conformance.test_laboratory import check_caption
 from rag_posfix.evaluation.figures import PANEL, captioned, new_column, svg_of
 from rag_posfix.lab import contextual_maps
 from rag_posfix.lab.encodings import create_encoding
@@ -19,23 +18,23 @@ from rag_posfix.lab.tasks.flip_flop import FlipFlop
 from tests.support.command_line import command_line
 from tests.unit.lab.probing.probed import small_decoder
 
-
-@pytest.mark.parametrize("name", [*PROBES.names(), *TASKS.names()])
-def test_a_probe_and_a_task_have_a_caption(name):
-    check_caption((PROBES if name in PROBES.names() else TASKS).get(name))
-
-
-def test_the_maps_of_a_decoder_have_a_caption():
-    assert re.fullmatch(r"[A-Z][^.!?]*; do not conclude [^.!?]*\.", contextual_maps.CAPTION)
+CAPTIONS = {"maps": contextual_maps.CAPTION} | {
+    name: cls.caption for registry in (PROBES, TASKS) for name, cls in registry.items()
+}
 
 
-@pytest.mark.parametrize("name", PROBES.names())
+@pytest.mark.parametrize("name", CAPTIONS)
+def test_one_sentence_says_what_one_sees_and_what_one_must_not_conclude(name):
+    assert re.fullmatch(r"[A-Z][^.!?]*; do not conclude [^.!?]*\.", CAPTIONS[name])
+
+
+@pytest.mark.parametrize("name", CAPTIONS)
 def test_a_caption_is_under_the_figure_and_inside_of_it(name):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure, (axes,) = new_column(1)
     axes.set_xlabel("x")
-    canvas = FigureCanvasAgg(captioned(figure, PROBES.get(name).caption))
+    canvas = FigureCanvasAgg(captioned(figure, CAPTIONS[name]))
     canvas.draw()
     (sentence,) = [text for text in figure.texts if text.get_text()]
     box, label = (text.get_window_extent(canvas.get_renderer()) for text in (sentence, axes.xaxis.label))
