@@ -14,11 +14,20 @@ from benchmarks.keep_record import RESULTS
 from docs.charts import NAMES, charts
 from docs.first_screen import draw_first_screen
 from docs.themes import themed
-from rag_posfix.evaluation.figures import OTHER_COLORS, draw_positions, finish_axes, new_column, svg_of, whiskers
+from rag_posfix.evaluation.figures import (
+    OTHER_COLORS,
+    captioned,
+    draw_positions,
+    finish_axes,
+    new_column,
+    svg_of,
+    whiskers,
+)
 from rag_posfix.evaluation.record import read_head
-from rag_posfix.lab.contextual_maps import draw_maps
+from rag_posfix.lab.contextual_maps import CAPTION, draw_maps
 from rag_posfix.lab.experiment import draw_laboratory
 from rag_posfix.lab.probing import PROBES, Probe
+from rag_posfix.lab.tasks import TASKS as TASK_TYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +43,9 @@ def pictures(results: Path = RESULTS) -> dict[str, str]:
         "positions.svg": curve(results / "positions-litm-10-default.json", "Lost-in-the-Middle questions"),
         "first-screen.svg": draw_first_screen(results),
         "fine-tuning.svg": svg_of(draw_fine_tuning(read_head(results / "fine-tuning.json"))),
-        **{f"{name}.svg": svg_of(probe.draw(head)) for name, probe, head in _probed(results)},
+        **{
+            f"{name}.svg": svg_of(captioned(probe.draw(head), probe.caption)) for name, probe, head in _probed(results)
+        },
         **{f"{name}.svg": svg_of(figure) for name, figure in _laboratory(results)},
         **dict(charts(RESULTS_PAGE, results)),
     }
@@ -71,7 +82,10 @@ def _laboratory(results: Path) -> Iterator[tuple[str, Figure]]:
     """Yield the name and the picture of each record of the laboratory that its page shows."""
     for name in dict.fromkeys(re.findall(r"\(images/(lab-[\w-]+)\.svg\)", LABORATORY.read_text("utf-8"))):
         head = read_head(results / f"{name}.json")
-        yield name, draw_maps(head) if head["kind"] == "lab-maps" else draw_laboratory(head)
+        if head["kind"] == "lab-maps":
+            yield name, captioned(draw_maps(head), CAPTION)
+        else:
+            yield name, captioned(draw_laboratory(head), TASK_TYPES.get(head["task"]["name"]).caption)
 
 
 def _probed(results: Path) -> Iterator[tuple[str, Probe, dict[str, Any]]]:

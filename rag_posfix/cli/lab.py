@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 from rag_posfix.checkpoints import WEIGHTS, fetch_command, is_here
-from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say_files, settings_from, table
+from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say, say_files, settings_from, table
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.errors import ConfigError
 
@@ -110,11 +111,12 @@ def run(
         examples=examples, patience=patience, layers=layers, heads=heads, width=width, norm=norm,  # type: ignore[arg-type]
         dropout=dropout,
     )  # fmt: skip
+    chosen = TASKS.create(parse_method(task, "task", "pairs=32"))
     record = run_laboratory(
-        TASKS.create(parse_method(task, "task", "pairs=32")), _read_encodings(encoding), seeds=seeds,
+        chosen, _read_encodings(encoding), seeds=seeds,
         settings=settings, device=device, out=output, progress=experiment_step,
     )  # fmt: skip
-    emit(record.to_json(), as_json, _show)
+    emit(record.to_json(), as_json, partial(_show, caption=chosen.caption))
 
 
 def _read_encodings(text: str) -> list[Encoding]:
@@ -123,7 +125,7 @@ def _read_encodings(text: str) -> list[Encoding]:
     return [ENCODINGS.create(parse_method(spec, "encoding", "p_max=16")) for spec in split_outside(text, ",")]
 
 
-def _show(summary: dict[str, Any]) -> None:
+def _show(summary: dict[str, Any], caption: str) -> None:
     unit = "error in %" if summary["metric"] == "error" else summary["metric"]
     seeds = summary["seeds"]
     over = "one seed" if seeds == 1 else f"mean over {seeds} seeds (lowest to highest)"
@@ -142,6 +144,7 @@ def _show(summary: dict[str, Any]) -> None:
             for split, measured in scores["splits"].items():
                 errors.add_row(label, split, " ".join(f"{error['mean']:.0f}" for error in measured["by_place"]))
         out().print(errors)
+    say(f"figure: {caption}")
     say_files(summary, "record", "csv", "svg")
 
 
@@ -159,15 +162,15 @@ def maps(
 
     The decoder was trained on the task language.
     """
-    from rag_posfix.lab.contextual_maps import map_contextual_positions
+    from rag_posfix.lab.contextual_maps import CAPTION, map_contextual_positions
 
     record = map_contextual_positions(
         decoder, texts=texts, words=words, seed=seed, people=people, out=output, progress=experiment_step
     )  # fmt: skip
-    emit(record.to_json(), as_json, _show_maps)
+    emit(record.to_json(), as_json, partial(_show_maps, caption=CAPTION))
 
 
-def _show_maps(summary: dict[str, Any]) -> None:
+def _show_maps(summary: dict[str, Any], caption: str) -> None:
     rows = table(
         "counts", "layer", "head", "queries", "gate on these ends", "largest gate on another kind", "difference"
     )
@@ -175,6 +178,7 @@ def _show_maps(summary: dict[str, Any]) -> None:
         numbers = (f"{head[key]:.2f}" for key in ("gate", "largest_other_gate", "difference"))
         rows.add_row(name, str(head["layer"]), str(head["head"]), head["query"], *numbers)
     out().print(rows)
+    say(f"figure: {caption}")
     say_files(summary, "record", "svg")
 
 

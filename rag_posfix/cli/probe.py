@@ -156,7 +156,7 @@ def _probe_command(cls: type[Probe]) -> Callable[..., None]:
                 for row in measured[1:]:
                     rows.add_row(*row)
                 out().print(rows)
-            say(*probe.lines(record))
+            say(*probe.lines(record), f"figure: {probe.caption}")
             say_files(record.files, "record", "svg")
 
         emit(record.to_json(), as_json, show)

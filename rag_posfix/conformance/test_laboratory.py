@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ def decoder(cls: Any) -> Any:
 
     torch.manual_seed(0)
     return Decoder(cls(), DecoderShape(32, layers=2)).eval()
+
+
+def check_caption(cls: Any) -> None:
+    says = "a caption is one sentence that says what one sees; do not conclude what"
+    assert re.fullmatch(r"[A-Z][^.!?]*; do not conclude [^.!?]*\.", cls.caption), says
 
 
 @of_each_encoding
@@ -53,6 +59,7 @@ def test_batches_have_tokens_of_the_vocabulary_and_depend_on_the_generator_alone
     from rag_posfix.lab.tasks import IGNORED, TRAINED
 
     task = cls()
+    check_caption(cls)
     assert next(iter(task.splits)) == TRAINED
     for split in task.splits:
         first, second = (task.batch(split, 3, torch.Generator().manual_seed(1)) for _ in range(2))
@@ -72,6 +79,7 @@ def test_a_probe_writes_a_record_and_a_figure_of_a_small_decoder(name: str, cls:
 
     if cls.reads_text:
         pytest.skip("reads_text is True: it needs a language model")
+    check_caption(cls)
     rope = create_encoding("rope")
     record = cls(**cls.small).run(SmallDecoder(decoder(lambda: rope), "rope"), out=tmp_path)
     assert record.head["kind"] == f"probe-{name}"

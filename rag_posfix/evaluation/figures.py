@@ -28,20 +28,32 @@ _log = logging.getLogger(__name__)
 Record = TypeVar("Record", bound=ExperimentRecord)
 
 
-def with_figure(record: Record, draw: Callable[[Mapping[str, Any]], Figure]) -> Record:
+def with_figure(record: Record, draw: Callable[[Mapping[str, Any]], Figure], caption: str = "") -> Record:
     """Return the record with a figure next to its files, as SVG and PNG; as it is if it has no files.
 
     Without matplotlib (extra ``eval``) there is no figure, and a warning says how to get one.
+
+    Args:
+        caption: Drawn under the figure.
     """
     written = record.files.get("record", record.files.get("profile"))
     if written is None:
         return record
     try:
-        figure = draw(record.head)
+        figure = captioned(draw(record.head), caption)
     except ConfigError as error:
         _log.warning("no figure was drawn: %s", error)
         return record
     return replace(record, files={**record.files, **save_figure(figure, written)})
+
+
+def captioned(figure: Figure, caption: str) -> Figure:
+    """Return a figure with a sentence under it; an empty one leaves it as it is."""
+    if caption:
+        figure.supxlabel(
+            fill(caption, int(16 * figure.get_figwidth())), fontsize=8, x=0.02, ha="left", color="#666666"
+        )
+    return figure
 
 
 def save_figure(figure: Figure, record: Path) -> dict[str, Path]:
@@ -150,17 +162,29 @@ def draw_estimates(axes: Any, at: Any, measured: Any, *, across: bool = False, *
 
 def draw_numbers(numbers: Mapping[str, Mapping[str, Any]], title: str, x: str, scale: str = "linear") -> Figure:
     """Return the figure of estimates with their intervals, one below the other; on a log scale none is below 1e-8."""
+    return draw_by_model({"": numbers}, title, x, scale)
+
+
+def draw_by_model(
+    by_model: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str, x: str, scale: str = "linear"
+) -> Figure:
+    """Return the figure of the same estimates of several models: see ``draw_numbers``."""
     least = 1e-8 if scale == "log" else float("-inf")
-    shown_numbers = [
-        {"value": max(entry["value"], least), "ci95": [max(end, least) for end in entry["ci95"]]}
-        for entry in numbers.values()
-    ]
-    figure, (axes,) = new_column(1, 1.3 + 0.42 * len(numbers))
-    draw_estimates(axes, range(len(numbers)), shown_numbers, across=True, color=OTHER_COLORS[1])
-    axes.set_yticks(range(len(numbers)), [fill(name, 26) for name in numbers], fontsize=8)
-    axes.set_ylim(len(numbers) - 0.5, -0.5)
+    names = list(next(iter(by_model.values())))
+    figure, (axes,) = new_column(1, 1.3 + (0.3 + 0.12 * len(by_model)) * len(names))
+    for number, (model, numbers) in enumerate(by_model.items()):
+        at = [index + 0.3 * (number - (len(by_model) - 1) / 2) for index in range(len(names))]
+        entries = [
+            {"value": max(entry["value"], least), "ci95": [max(end, least) for end in entry["ci95"]]}
+            for entry in numbers.values()
+        ]
+        draw_estimates(axes, at, entries, across=True, color=OTHER_COLORS[1 + number % 7], label=model)
+    axes.set_yticks(range(len(names)), [fill(name, 26) for name in names], fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xscale(scale)
-    finish_axes(axes, title, x, "", legend=False)
+    if scale == "linear":
+        axes.locator_params(axis="x", nbins=4)
+    finish_axes(axes, title, x, "", legend=len(by_model) > 1, columns=2)
     return figure
 
 

@@ -38,6 +38,8 @@ def _row(cells: Sequence[Any], kind: str) -> str:
     return f"<tr>{''.join(f'<{kind}>{escape(str(cell))}</{kind}>' for cell in cells)}</tr>"
 
 
-def html_figure(png: bytes, text: str) -> str:
-    """Return a figure inside of a page; ``text`` says what it shows."""
-    return f'<img alt="{escape(text)}" src="data:image/png;base64,{b64encode(png).decode()}">'
+def html_figure(png: bytes, text: str, caption: str = "") -> str:
+    """Return a figure inside of a page; ``text`` names it, ``caption`` is under it."""
+    image = f'<img alt="{escape(text)}" src="data:image/png;base64,{b64encode(png).decode()}">'
+    under = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{image}{under}</figure>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SHOWN_SENTENCES = 8
 COUNTERS = {"sentences": "sentence end", "paragraphs": "paragraph end"}
 """What a head may count, and the kind of word with open gates."""
+CAPTION = (
+    "How far each head's gates open more on ends than on other words, and the attention of the best counters; do not "
+    "conclude that a head counts whose difference is near that of an untrained decoder."
+)
 
 
 class RecordingCope(Positions):
@@ -84,14 +88,22 @@ def gates_by_kind(decoder: Decoder, texts: int, words: int, seed: int = 0, peopl
     Shapes:
         returns: (L, H, len(KINDS), len(KINDS)) float64.
     """
-    n_kinds = len(KINDS)
     kind_of = {word: index for index, kind in enumerate(KINDS.values()) for word in kind}
     kinds = torch.tensor([kind_of[word] for word in WORDS])
+    read = (torch.tensor(_text(random.Random(seed + number), words, people)) for number in range(texts))
+    return mean_gates(decoder, read, kinds, len(KINDS))
+
+
+def mean_gates(decoder: Decoder, texts: Iterable[Tensor], kinds: Tensor, n_kinds: int) -> Tensor:
+    """Return the mean gate by kind of query and kind of key; see ``gates_by_kind``.
+
+    Shapes:
+        texts: (T,) each. kinds: (vocabulary,), of each token. returns: (L, H, n_kinds, n_kinds) float64.
+    """
     sums = torch.zeros(decoder.shape.layers, decoder.shape.heads, n_kinds, n_kinds, dtype=torch.float64)
     counts = torch.zeros(n_kinds, n_kinds, dtype=torch.float64)
-    seen = torch.ones(words, words, dtype=torch.float64).tril()
-    for number in range(texts):
-        ids = torch.tensor(_text(random.Random(seed + number), words, people))
+    for ids in texts:
+        seen = torch.ones(len(ids), len(ids), dtype=torch.float64).tril()
         is_kind = (kinds[ids][:, None] == torch.arange(n_kinds)).double()  # (T, K)
         counts += is_kind.T @ seen @ is_kind
         for layer, gates in record_cope(decoder, ids[None]).gates.items():
@@ -140,16 +152,16 @@ def map_contextual_positions(
         "settings": {"texts": texts, "words": words, "seed": seed, "people": people},
         "summary": summary,
     }
-    return with_figure(ExperimentRecord(head).write(out), draw_maps)
+    return with_figure(ExperimentRecord(head).write(out), draw_maps, CAPTION)
 
 
-def above_others(gates: Tensor, kind: str) -> Tensor:
+def above_others(gates: Tensor, kind: str, kinds: Sequence[str] = tuple(KINDS)) -> Tensor:
     """Return how far the mean gate on a kind of key is above the largest one on another kind.
 
     Shapes:
-        gates: (..., len(KINDS)). returns: (...).
+        gates: (..., len(kinds)). returns: (...).
     """
-    index = list(KINDS).index(kind)
+    index = kinds.index(kind)
     other_gates = gates.clone()
     other_gates[..., index] = -1
     return gates[..., index] - other_gates.amax(dim=-1)

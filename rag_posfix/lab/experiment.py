@@ -409,7 +409,7 @@ def _train_step(
     if step >= config.final_step:
         decoder.positions.finalize()
     generator = generator_for("training", config.task.label, config.seed, step)
-    batch = config.task.batch(TRAINED, config.settings.batch, generator).to(device)
+    batch = config.task.training_batch(config.settings.batch, generator).to(device)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"):
         if config.settings.dropout:
             torch.manual_seed(generator.initial_seed())
@@ -556,7 +556,7 @@ def run_laboratory(
         "summary": _summary(task, encodings, seeds, finished),
     }
     rows = [row for config, run in finished for row in _rows(config, run)]
-    return with_figure(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory)
+    return with_figure(_with_table(ExperimentRecord(head, rows).write(out)), draw_laboratory, task.caption)
 
 
 def _check(

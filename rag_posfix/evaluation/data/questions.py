@@ -123,7 +123,7 @@ def checked_positions(gold_positions: Sequence[GoldPosition]) -> Sequence[GoldPo
 def load_examples(
     path: Path, limit: int | None = None, skip: int = 0, *, every_gold: bool = False
 ) -> list[PositionExample]:
-    """Read Lost-in-the-Middle rows, HotpotQA rows or SQuAD articles (XQuAD is one such file); the content tells which.
+    """Read rows of Lost in the Middle, HotpotQA or VaL, or articles of SQuAD (as XQuAD); the content tells which.
 
     Lost in the Middle is one JSON object per line with ``question``, ``answers`` and ``ctxs``, of which one has
     ``isgold``; the other contexts are the distractors, in the order of the file. Rows of these two may have a
@@ -131,7 +131,8 @@ def load_examples(
     object per line with ``question``, ``answer``, ``supporting_facts`` and ``context``; two paragraphs are gold. SQuAD
     is one JSON object whose ``data`` lists articles: the paragraph of a question is gold; its distractors are the
     other paragraphs of the article, then one paragraph of each following article in turn. SQuAD's questions come one
-    per paragraph and article in turn, so that the first few cover many articles.
+    per paragraph and article in turn, so that the first few cover many articles. VaL is one JSON object per line, a
+    sentence, a function or an entity: see ``_val_examples``.
 
     Args:
         path: The file; compressed if its name ends in ``.gz``.
@@ -145,7 +146,9 @@ def load_examples(
     text = read_text(path)
     articles = squad_articles(text, path)
     stop = None if limit is None else skip + limit
-    if articles is None:
+    if articles is None and any(key in text[: text.find("\n")] for key in _VAL_KEYS):
+        examples = with_own_ids(itertools.islice(_val_examples(text, path), skip, stop))
+    elif articles is None:
         examples = with_own_ids(_rows(text, path, skip, stop, every_gold))
     else:
         examples = with_own_ids(itertools.islice(_squad_examples(articles, path), skip, stop))
@@ -282,6 +285,57 @@ def example_of_row(row: Mapping[str, Any], number: int, every_gold: bool = False
     if "supporting_facts" in row:
         return _hotpotqa_example(row, number)
     return _lost_in_the_middle_example(row, number, every_gold)
+
+
+_VAL_KEYS = ('"sentence": ', '"function_define": ', '"dcpt": ')
+_VAL_OTHERS = 99
+"""Pieces around one that is asked for."""
+
+
+def _val_examples(text: str, path: Path) -> Iterator[tuple[str, PositionExample]]:
+    """Yield a question about each piece of a VaL file, among the pieces after it.
+
+    Source: An et al. (2024), Make Your LLM Fully Utilize the Context, section 4 (VaL probing: a sentence by words of
+        it, a function by a line of it, an entity by its id), https://arxiv.org/abs/2404.16811
+    Differs from the paper: a question and pieces of our own words; of an entity the label alone is asked for. Pieces
+        that have what the question names or its answer are left out, as the paper does.
+    """
+    numbered = [(number, line) for number, line in enumerate(text.split("\n")) if line.strip()]
+    pieces = []
+    for number, line in numbered:
+        try:
+            question, key, answer, piece = _val_piece(json.loads(line))
+            question_and_answers(question, [answer])
+        except ROW_ERRORS as error:
+            raise EvaluationError(
+                f"{path}:{number + 1} is not a row of VaL ({malformed(error)}); it needs sentence and piece; or "
+                "function_name, function_define and piece; or id, label and dcpt"
+            ) from error
+        pieces.append((question, key, answer, Document(page_content=piece, id=str(number))))
+    for index, (question, key, answer, gold) in enumerate(pieces):
+        others = (
+            other
+            for *_, other in (*pieces[index + 1 :], *pieces[:index])
+            if key not in other.page_content and answer not in other.page_content
+        )
+        distractors = tuple(itertools.islice(others, _VAL_OTHERS))
+        yield (
+            f"{path}:{numbered[index][0] + 1}",
+            PositionExample(str(gold.id), question, (answer,), (gold,), distractors),
+        )
+
+
+def _val_piece(row: Mapping[str, str]) -> tuple[str, str, str, str]:
+    """Return the question of a piece, what it names, its answer, and the piece."""
+    if "sentence" in row:
+        asked = f"Which sentence has the words '{row['piece']}'?"
+        return asked, row["piece"], row["sentence"], row["sentence"]
+    if "function_define" in row:
+        asked = f"What is the name of the function with the line '{row['piece']}'?"
+        name = row["function_name"]
+        return asked, row["piece"], name, f"def {name}():\n{row['function_define']}"
+    asked = f"What is the label of the entity with the id {row['id']}?"
+    return asked, row["id"], row["label"], f"<id: {row['id']}, label: {row['label']}, description: {row['dcpt']}>"
 
 
 def _history(row: Mapping[str, Any]) -> tuple[ChatMessage, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
-from rag_posfix.evaluation.figures import png_of
+from rag_posfix.evaluation.figures import draw_by_model, draw_curves, png_of
 from rag_posfix.evaluation.pages import html_figure, html_page, html_table
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, environment, silent, write_record, write_whole
 from rag_posfix.lab.encodings import Decoder, load_decoder
@@ -39,6 +39,9 @@ NO_MODEL = "small decoders"
 
 Numbers = Mapping[str, Mapping[str, Any]]
 """Estimates by name: ``value``, ``ci95`` and ``n``; ``n`` is 1 for what is exact."""
+
+Panels = Mapping[str, tuple[Mapping[str, Sequence[float]], str, str]]
+"""Curves by title: each by its label, over 0, 1 and so on, and the labels of x and y."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +69,15 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """What a claim's measurement found: its numbers, and how its figure is drawn."""
+    """What a claim's measurement found: its numbers, and how its figure is drawn.
+
+    Attributes:
+        panels: Curves, one a title and the same titles for each model, that are drawn with those of other models.
+    """
 
     numbers: Numbers
     draw: Callable[[], Figure]
+    panels: Panels = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +149,7 @@ class Outcome:
         model: Its name, or ``NO_MODEL``.
         reason: Why there are no numbers, or the conditions that do not hold.
         figure: PNG, None without one.
+        panels: See ``Evidence``.
     """
 
     claim: Claim
@@ -149,6 +158,7 @@ class Outcome:
     reason: str = ""
     numbers: Numbers = field(default_factory=dict)
     figure: bytes | None = None
+    panels: Panels = field(default_factory=dict)
 
 
 def by_probe(
@@ -200,7 +210,7 @@ def judge(claim: Claim, subject: Subject | None, model: str, full: bool, progres
         _log.warning("no figure was drawn: %s", error)
         figure = None
     verdict, reason = (NOT_SEEN, f"does not hold: {'; '.join(broken)}") if broken else (SEEN, "")
-    return Outcome(claim, model, verdict, reason, evidence.numbers, figure)
+    return Outcome(claim, model, verdict, reason, evidence.numbers, figure, evidence.panels)
 
 
 def reproduce(
@@ -290,6 +300,9 @@ def _section(claim: Claim, outcomes: Sequence[Outcome], full: bool) -> list[str]
         html += [html_table(rows)] if outcome.numbers else []
         reason = f": {outcome.reason}" if outcome.reason else ""
         html.append(f"<p><b>{escape(outcome.model)}: {escape(outcome.verdict)}</b>{escape(reason)}</p>")
+    drawn = [outcome for outcome in outcomes if outcome.figure]
+    if len(drawn) > 1:
+        html += [html_figure(png_of(figure), f"{claim.name}, models side by side") for figure in _side_by_side(drawn)]
     if claim.measure is not None:
         sizes = ", ".join(f"{name}={value}" for name, value in {**claim.small, **(claim.full if full else {})}.items())
         rule = "; ".join(map(str, claim.conditions))
@@ -297,3 +310,24 @@ def _section(claim: Claim, outcomes: Sequence[Outcome], full: bool) -> list[str]
         html += [f"<p>{key}: {escape(line)}</p>" for key, line in lines.items()]
         html.append(f'<p class="source">Sizes: {escape(sizes)}</p><pre>{escape(claim.command(full))}</pre>')
     return html
+
+
+def _side_by_side(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
+    """Yield the figure of the measured numbers that all models have, and that of their panels."""
+    names = [
+        name
+        for name, entry in outcomes[0].numbers.items()
+        if entry["n"] > 1 and all(name in outcome.numbers for outcome in outcomes)
+    ]
+    if names:
+        by_model = {outcome.model: {name: outcome.numbers[name] for name in names} for outcome in outcomes}
+        values = [abs(entry["value"]) for numbers in by_model.values() for entry in numbers.values()]
+        yield draw_by_model(by_model, "models side by side", "value", "symlog" if max(values) > 100 else "linear")
+    if panels := outcomes[0].panels:
+        yield draw_curves(
+            {
+                title: ({outcome.model: outcome.panels[title][0][label] for outcome in outcomes}, x, y)
+                for title, (curves, x, y) in panels.items()
+                for label in curves
+            }
+        )

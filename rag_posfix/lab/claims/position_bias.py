@@ -31,9 +31,14 @@ from rag_posfix.lab.probing.attention_edit import scaled_score
 from rag_posfix.lab.probing.attention_mass import AttentionMass, slot_masses
 from rag_posfix.lab.probing.base import StateSums, estimate, intervals_by_group, sums_by_group
 from rag_posfix.lab.probing.bias_at_init import BiasAtInit
-from rag_posfix.lab.probing.hidden_geometry import FREQUENCIES, HiddenGeometry, decompose, rank_of
-from rag_posfix.lab.probing.positional_dimensions import find_channels, mean_hidden_states, rank_channels
-from rag_posfix.lab.probing.positional_vectors import PositionalVectors
+from rag_posfix.lab.probing.hidden_geometry import HiddenGeometry, chance_of, decompose
+from rag_posfix.lab.probing.positional_dimensions import (
+    PositionalDimensions,
+    find_channels,
+    mean_hidden_states,
+    rank_channels,
+)
+from rag_posfix.lab.probing.positional_vectors import PositionalVectors, estimate_of_layer
 from rag_posfix.lab.probing.rope_waveform import deepest_troughs, own_waveform
 from rag_posfix.lab.probing.scale_trials import scaled_attention
 from rag_posfix.lab.probing.subject import (
@@ -159,9 +164,9 @@ def factor_attention(subject: Subject, progress: Progress, *, strings: int, toke
         for ids in random_strings(model, strings, tokens, 1, report):
             scaled = [scaled_attention(model, ids, HiddenScale(channel, factor, layers))[1:] for factor in FACTORS]
             rows.append(torch.stack([row / row.sum() for row in scaled]))
-    curves = torch.stack(rows)  # (strings, factors, T - 1), without token 0
+    shares = torch.stack(rows)  # (strings, factors, T - 1), without token 0
     quarter = tokens // 4
-    first, last = curves[..., :quarter].sum(dim=-1), curves[..., -quarter:].sum(dim=-1)
+    first, last = shares[..., :quarter].sum(dim=-1), shares[..., -quarter:].sum(dim=-1)
     unchanged = FACTORS.index(1.0)
     numbers = {}
     for index, factor in enumerate(FACTORS):
@@ -170,13 +175,32 @@ def factor_attention(subject: Subject, progress: Progress, *, strings: int, toke
                 first[:, index] - first[:, unchanged]
             )
             numbers[f"last quarter, factor {factor:g}, less unchanged"] = estimate(last[:, index] - last[:, unchanged])
-    mean = curves.mean(dim=0)
-    smooth = (mean - mean[unchanged]).unfold(1, 4, 4).mean(dim=-1)
-    panel = (
-        {f"factor {factor:g}": smooth[index].tolist() for index, factor in enumerate(FACTORS) if factor != 1},
-        "position from 1, in steps of 4", "attention, less unchanged",
-    )  # fmt: skip
-    return Evidence(numbers, partial(draw_curves, {f"channel {channel}, {strings} strings, without token 0": panel}))
+    mean = shares.mean(dim=0)
+    smooth, x = mean.unfold(1, 4, 4).mean(dim=-1), "position from 1, in steps of 4"
+    curves = {f"factor {factor:g}": smooth[index].tolist() for index, factor in enumerate(FACTORS)}
+    less = {name: (row - smooth[unchanged]).tolist() for name, row in zip(curves, smooth, strict=True)}
+    drawn = {
+        f"channel {channel}, {strings} strings, without token 0": (curves, x, "share of attention"),
+        "less that of the unchanged model": (less, x, "share of attention"),
+    }
+    panels = {f"{name}, less unchanged": ({name: values}, x, "share of attention") for name, values in less.items()}
+    del panels["factor 1, less unchanged"]  # zeros
+    return Evidence(numbers, partial(draw_curves, drawn), panels)
+
+
+def factor_losses(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
+    """Return the loss on prompts that chose nothing by factor of the chosen channel, less that without a change."""
+    head = record.head
+    if "held_out" not in head:
+        raise UnsupportedModelError(f"hidden_scaling cannot run on this model: {head['refused']}")
+    held = head["held_out"]
+    changes = {dose["factor"]: dose["change"] for dose in held["doses"]}
+    return {
+        "chosen factor": exact(head["factor"]),
+        "loss, chosen factor, less unchanged": changes[head["factor"]],
+        "loss, chosen channel less random ones": held["causality"]["chosen_less_random"],
+        **{f"loss, factor {factor:g}, less unchanged": change for factor, change in changes.items()},
+    }
 
 
 def init_shares(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
@@ -225,16 +249,21 @@ def relative_positions(subject: Subject, progress: Progress, *, strings: int, to
     """Shift all position ids, and double all distances."""
     model = language_model(subject, "relative-positions")
     ids = torch.arange(tokens)
+    curves = torch.zeros(3, tokens)
     moved: dict[str, list[float]] = {"all positions shifted": [], "all distances doubled": []}
     with progress("reading random text, positions changed") as report:
         for string in random_strings(model, strings, tokens, 0, report):
             before = last_attention(model, string, Change(ids))
-            for values, positions in zip(moved.values(), (ids + shift, 2 * ids), strict=True):
-                distance = (last_attention(model, string, Change(positions)) - before).abs().sum(dim=-1) / 2
-                values.append(float(distance.mean()))
+            curves[0] += before.mean(dim=(0, 1)) / strings
+            for row, values, positions in zip((1, 2), moved.values(), (ids + shift, 2 * ids), strict=True):
+                after = last_attention(model, string, Change(positions))
+                curves[row] += after.mean(dim=(0, 1)) / strings
+                values.append(float((after - before).abs().sum(dim=-1).mean()) / 2)
     numbers = {name: estimate(torch.tensor(values)) for name, values in moved.items()}
-    title = f"{strings} strings, all layers and heads"
-    return Evidence(numbers, partial(draw_numbers, numbers, title, "share of attention that moves", "log"))
+    labels = ("as trained", f"all shifted by {shift}", "all distances doubled")
+    drawn = {label: row[1:].log().tolist() for label, row in zip(labels, curves, strict=True)}
+    panel = (drawn, "position, from 1", "log of the mean attention")
+    return Evidence(numbers, partial(draw_curves, {f"last token, {strings} strings, without token 0": panel}))
 
 
 def trough_attention(subject: Subject, progress: Progress, *, strings: int, tokens: int) -> Evidence:
@@ -384,8 +413,8 @@ def geometry_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
     summary, settings = record.summary, record.head["settings"]
     layer, n = summary["layers"][len(summary["layers"]) // 2], summary["contexts"]
     count, (low, high) = settings["tokens"] - settings["skip"], layer["ci95"]["rank"]
-    noise = rank_of(torch.randn(count, summary["width"], generator=torch.Generator().manual_seed(0)))
-    smooth, white = [layer["low_frequencies"], *layer["ci95"]["low_frequencies"]], FREQUENCIES / count
+    noise, white = chance_of(count, summary["width"])
+    smooth = [layer["low_frequencies"], *layer["ci95"]["low_frequencies"]]
     chance = layer["residual"] / (n - 1)
     left = max(layer["position"] - chance, 1e-12)
     net = [(layer["position"] * share - chance * white) / left for share in smooth]
@@ -397,11 +426,6 @@ def geometry_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
             "value": layer["rank"] / noise, "ci95": [low / noise, high / noise], "n": n,
         },
     }  # fmt: skip
-
-
-def without_chance(share: float, n: int) -> float:
-    """Return a position's share of variance less what the mean of n strings has by chance, (1 - share) / (n - 1)."""
-    return share - (1 - share) / (n - 1)
 
 
 def position_heads(subject: Subject, progress: Progress, *, strings: int, tokens: int, skip: int) -> Evidence:
@@ -457,10 +481,7 @@ def vector_numbers(record: ExperimentRecord) -> dict[str, dict[str, Any]]:
     numbers = {}
     for name, layer in (("second", min(1, middle)), ("middle", middle)):
         for key, text in (("similarity_to_next", "similarity to the next position"), ("share_of_variance", "share")):
-            value, ends = summary[key][layer], summary["ci95"][key][layer]
-            if key == "share_of_variance":
-                value, ends = without_chance(value, n), [without_chance(end, n) for end in ends]
-            numbers[f"{text}, {name} layer"] = {"value": value, "ci95": ends, "n": n}
+            numbers[f"{text}, {name} layer"] = {**estimate_of_layer(summary, key, layer), "n": n}
     return numbers
 
 
@@ -510,7 +531,7 @@ POSITION_BIAS = (
         1, "relative-positions", "With RoPE attention depends on the distance m - n alone.", relative_positions,
         (Condition("all positions shifted", below=0.01), Condition("all distances doubled", above=0.05)),
         {"strings": 4, "tokens": 64, "shift": 100}, {"strings": 24, "tokens": 512, "shift": 1000},
-        see="The share of attention that moves if all positions are shifted, and if all distances are doubled.",
+        see="The last token's attention by position: the same if all are shifted, another if distances are doubled.",
         beware="The model still knows absolute positions by the causal mask and by its first token.",
     ),
     Claim(
@@ -571,7 +592,7 @@ POSITION_BIAS = (
             Condition("share, middle layer", above=0),
         ),
         TEXTS_16, {"strings": 64, "tokens": 512},
-        see="The share of position by layer with the share of chance in it, and the cosine of positions.",
+        see="The share of position by layer without the share of chance, and the cosine of positions.",
         beware="Random tokens have no grammar; position vectors of texts may be larger.",
     ),
     Claim(
@@ -582,11 +603,21 @@ POSITION_BIAS = (
             Condition("last quarter, factor -1, less unchanged", above=0),
         ),
         {"strings": 12, "tokens": 192}, {"strings": 64, "tokens": 1000},
-        see="How the last token's attention by position changes with the factor of the channel.",
+        see="The last token's attention by position with each factor of the channel, and less that of factor 1.",
         beware="Attention to random tokens, in the scaled layers; the answer may not follow it.",
     ),
-    Claim(1, "splines", "Control points on a spline replace position encodings.",
-          missing="the encoding spline belongs to an auto-encoder, and no task trains one"),
+    Claim(
+        1, "model-factors", "Each model has a channel and a factor that make retrieval better.",
+        by_probe(PositionalDimensions, factor_losses),
+        (
+            Condition("loss, chosen factor, less unchanged", below=0),
+            Condition("loss, chosen channel less random ones", below=0),
+        ),
+        {"strings": 12, "tokens": 192, "pairs": 5, "prompts": 10, "top": 4},
+        {"strings": 64, "tokens": 1000, "pairs": 40, "prompts": 100, "top": 10},
+        see="The channels that follow the position, and the loss by factor on prompts that chose nothing.",
+        beware="A channel that lowers the loss no more than random ones of its size is no positional one.",
+    ),
     Claim(
         1, "stable-mask", "Pseudo-scores above the diagonal improve RoPE in contexts longer than those of training.",
         compare_encodings("language", stable_mask, "rope"), (Condition("stable_mask less rope, x5", below=0),),

@@ -127,7 +127,7 @@ def norms_and_directions(
     _: None, progress: Progress, *, seeds: int, strings: int, tokens: int, curve: bool = False
 ) -> Evidence:
     """Decode the position from norms of one head, a layer and all layers, and from the direction of one head."""
-    rows, curves = [], []
+    rows, curves, means = [], [], []
     for seed in range(seeds):
         with progress(f"untrained decoder without positions, {seed + 1} of {seeds}"):
             decoder = random_decoder("nope", {}, seed, PAPER_DEVIATION)
@@ -136,9 +136,11 @@ def norms_and_directions(
         head, norms = outputs[0, 0], outputs.norm(dim=-1)
         centred = head - values.mean(dim=(0, 1))
         curves.append(norms[0, 0].mean(dim=0))
+        unit = [vectors / vectors.norm(dim=-1, keepdim=True) for vectors in (head, centred)]
+        means.append(torch.stack([vectors.mean(dim=0).norm(dim=-1) for vectors in unit]))
         groups = norms[0, :1], norms[0], norms.flatten(0, 1)
         features = [group.log().permute(1, 2, 0) for group in groups]
-        features += [vectors / vectors.norm(dim=-1, keepdim=True) for vectors in (head, centred)]
+        features += unit
         rows.append(torch.tensor([decoding_share(each) for each in features]))
     shares = torch.stack(rows)
     numbers = {name: estimate(values) for name, values in zip(DECODED, shares.unbind(dim=1), strict=True)}
@@ -147,8 +149,12 @@ def norms_and_directions(
     mean = torch.stack(curves).mean(dim=0)
     law = (mean[0] / torch.arange(1, tokens + 1).sqrt()).tolist()
     panel = ({"one head": mean.tolist(), "1 / sqrt(n)": law}, "position, from 0", "norm of the output")
+    as_is, left = torch.stack(means).mean(dim=0).tolist()
+    lengths = {"as it is": as_is, "mean value removed": left, "chance": [strings**-0.5] * tokens}
     title = f"{seeds} untrained decoders, {strings} strings"
-    drawn = partial(draw_curves, {title: panel}) if curve else partial(draw_numbers, numbers, title, "R2")
+    directions = "mean of the directions of all strings"
+    panels = {title: panel, directions: (lengths, "position, from 0", "length, 1: all alike")}
+    drawn = partial(draw_curves, panels) if curve else partial(draw_numbers, numbers, title, "R2")
     return Evidence(numbers, drawn)
 
 
@@ -221,7 +227,7 @@ WITHOUT_POSITIONS = (
         "not.", partial(norms_and_directions, curve=True),
         (Condition(DECODED[0], above=0.5), Condition(DECODED[4], below=0.1)),
         {"seeds": 8, "strings": 24, "tokens": 128}, {"seeds": 16, "strings": 64, "tokens": 512}, reads_model=False,
-        see="The mean norm of one head's output by position, and the law 1 / sqrt(n).",
+        see="The norm of one head's output by position with the law 1 / sqrt(n), and how alike directions are.",
         beware="It holds for values with the mean 0: if the values have a mean, directions turn to it as n grows.",
     ),
     Claim(

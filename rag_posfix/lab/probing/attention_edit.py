@@ -130,6 +130,10 @@ class AttentionEdit(MeasuredProbe):
     """
 
     name: ClassVar[str] = "attention-edit"
+    caption: ClassVar[str] = (
+        "How far the answer moves to another value if the last token's score for it is multiplied, by layer, head and "
+        "factor; do not conclude that what moves nothing alone does nothing together."
+    )
     reads_text: ClassVar[bool] = True
 
     pairs: Annotated[int, Integer(3)] = 3

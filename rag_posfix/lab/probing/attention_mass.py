@@ -77,6 +77,10 @@ class AttentionMass(MeasuredProbe):
     """
 
     name: ClassVar[str] = "attention-mass"
+    caption: ClassVar[str] = (
+        "The last token's attention to the gold pair and to its key by layer and head, and to any pair by slot; do "
+        "not conclude that the answer follows the attention."
+    )
     reads_text: ClassVar[bool] = True
 
     pairs: Annotated[int, Integer(2)] = 16

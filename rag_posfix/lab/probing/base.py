@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rag_posfix.contracts.method_spec import Parametrised
 from rag_posfix.errors import ConfigError, EvaluationError, UnsupportedModelError
-from rag_posfix.evaluation.figures import with_figure
+from rag_posfix.evaluation.figures import png_of, with_figure
 from rag_posfix.evaluation.pages import html_figure, html_page, html_table
 from rag_posfix.evaluation.record import (
     ExperimentRecord,
@@ -79,10 +79,12 @@ class Probe(Parametrised, ABC):
     Attributes:
         name: Registry name; with underscores, the name of the file.
         paper: Authors, year, title, URL: the section ``Source`` of the docstring.
+        caption: One sentence: what one sees in the figure; do not conclude what.
         reads_text: Whether it needs a tokenizer, so a language model and not a small decoder.
         small: Parameters of ``probe all`` that differ from the defaults: shorter texts, as many of them.
     """
 
+    caption: ClassVar[str] = ""
     reads_text: ClassVar[bool] = False
     small: ClassVar[Mapping[str, int]] = {}
 
@@ -133,7 +135,7 @@ class MeasuredProbe(Probe):
             "summary": result.summary,
             "environment": environment(),
         }
-        return with_figure(ExperimentRecord(head, result.rows).write(out), self.draw)
+        return with_figure(ExperimentRecord(head, result.rows).write(out), self.draw, self.caption)
 
 
 PROBES: Registry[type[Probe]] = Registry("probe")
@@ -334,7 +336,7 @@ def _section(probe: Probe, record: ExperimentRecord) -> list[str]:
     if formula.strip():
         html.append(f"<pre>{escape(inspect.cleandoc(formula))}</pre>")
     if "png" in record.files:
-        html.append(html_figure(record.files["png"].read_bytes(), probe.name))
+        html.append(html_figure(png_of(probe.draw(record.head)), probe.name, probe.caption))
     rows = probe.table(record.head)
     if rows:
         html.append(html_table(rows))

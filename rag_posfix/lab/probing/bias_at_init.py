@@ -113,6 +113,10 @@ class BiasAtInit(MeasuredProbe):
     """
 
     name: ClassVar[str] = "bias-at-init"
+    caption: ClassVar[str] = (
+        "How much the last token depends on each token, before and after training; do not conclude that the mask "
+        "alone bends the untrained curve, as the residual stream and the encoding act too."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 48}
 
     strings: Annotated[int, Integer(1)] = 24

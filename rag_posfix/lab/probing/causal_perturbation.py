@@ -88,6 +88,10 @@ class CausalPerturbation(MeasuredProbe):
     """
 
     name: ClassVar[str] = "causal-perturbation"
+    caption: ClassVar[str] = (
+        "How far a hidden channel and the loss of the answer move if position ids are shifted or tokens are hidden; "
+        "do not conclude that other channels get their positions from the same source."
+    )
     reads_text: ClassVar[bool] = True
     small: ClassVar[Mapping[str, int]] = {"first": 100, "last": 150, "shift": 50, "tokens": 160, "pairs": 10}
 

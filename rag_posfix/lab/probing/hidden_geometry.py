@@ -111,6 +111,11 @@ def low_frequency_share(vectors: Tensor, frequencies: int = FREQUENCIES) -> floa
     return float(energy[:frequencies].sum() / energy.sum().clamp(min=1e-300))
 
 
+def chance_of(count: int, width: int) -> tuple[int, float]:
+    """Return the rank of random vectors of so many positions, and their share in the lowest frequencies."""
+    return rank_of(torch.randn(count, width, generator=torch.Generator().manual_seed(0))), FREQUENCIES / count
+
+
 def mean_cosine(left: Tensor, right: Tensor) -> float:
     """Return the mean absolute cosine of every vector of one set with every vector of the other.
 
@@ -145,6 +150,10 @@ class HiddenGeometry(MeasuredProbe):
     """
 
     name: ClassVar[str] = "hidden-geometry"
+    caption: ClassVar[str] = (
+        "Shares, rank, smoothness and angles of the position part of hidden states by layer, and its main directions; "
+        "do not conclude that texts have these shares, as the tokens are random."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     contexts: Annotated[int, Integer(2)] = 32
@@ -205,9 +214,13 @@ class HiddenGeometry(MeasuredProbe):
             axes.fill_between(layers, low, high, color=OTHER_COLORS[number], alpha=0.25, linewidth=0)
         top.axhline(summary["cosine_of_random_vectors"], color="#999999", linestyle=":", label="|cos| at random")
         top.set_ylim(0, 1.02)
-        n = summary["contexts"]
+        n, places = summary["contexts"], head["settings"]["tokens"] - head["settings"]["skip"]
+        width = 2 / (math.pi * summary["cosine_of_random_vectors"] ** 2)  # older records do not tell it
+        rank, smooth = chance_of(places, round(width))
+        top.axhline(smooth, color=OTHER_COLORS[4], linestyle="--", label="low frequencies, random")
+        middle.axhline(rank, color=OTHER_COLORS[3], linestyle=":")
         finish_axes(top, f"{n} strings, band: 95 % interval", "layer", "share or |cos|", columns=2)
-        title = f"rank of pos (95 % of its energy), {n} strings"
+        title = f"rank of pos (95 % of its energy), {n} strings\ndotted: random vectors"
         finish_axes(middle, title, "layer", "directions", legend=False)
         middle.set_ylim(bottom=0)
         spiral = summary["spiral"]

@@ -149,6 +149,10 @@ class NormByPosition(MeasuredProbe):
     """
 
     name: ClassVar[str] = "norm-by-position"
+    caption: ClassVar[str] = (
+        "Variance and entropy of the first layer's attention by position, and how many positions its norm tells "
+        "apart; do not conclude that a model uses what its norm tells."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     strings: Annotated[int, Integer(3)] = 24

@@ -205,6 +205,10 @@ class PositionalDimensions(Probe):
     """
 
     name: ClassVar[str] = "positional-dimensions"
+    caption: ClassVar[str] = (
+        "Hidden channels that follow the position, and the retrieval loss if one is scaled; do not conclude that a "
+        "channel causes the bias unless it does more than the random channels."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 256, "pairs": 5}
 
     strings: Annotated[int, Integer(1)] = 24
@@ -253,7 +257,7 @@ class PositionalDimensions(Probe):
                 "tried": tried}  # fmt: skip
         printed = {name: name for name in ("channel", "factor", "layers", "candidates")}
         record = ProfileRecord({**head, **controlled, "curves": curves}, printed=printed)
-        return with_figure(record.write_profile(out, self.name), self.draw)
+        return with_figure(record.write_profile(out, self.name), self.draw, self.caption)
 
     def _curve(self, means: Tensor, candidate: PositionalChannel) -> dict[str, Any]:
         """Return a channel's curve in the middle one of its layers, thinned out, and its broken line."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEASURES = {
-    "share_of_variance": "share of variance",
+    "share_of_variance": "share, less chance",
     "similarity_to_next": "cosine, next position",
     "similarity_at_half_the_length": "cosine, half the length away",
 }
@@ -46,6 +46,11 @@ def similarities(vectors: Tensor) -> Tensor:
     unit = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     alike: Tensor = unit @ unit.transpose(-1, -2)
     return alike
+
+
+def without_chance(share: float, n: int) -> float:
+    """Return a position's share of variance less what the mean of n strings has by chance, (1 - share) / (n - 1)."""
+    return share - (1 - share) / (n - 1)
 
 
 def by_layer(sums: StateSums) -> Tensor:
@@ -65,7 +70,8 @@ class PositionalVectors(MeasuredProbe):
         section 3, https://arxiv.org/abs/2405.18009
     Formula: h_lt = p_lt + c_lt s, p_lt the mean over texts of the state that enters layer l at position t, s the text.
         Similarity of positions: cosine of p_lt less its mean over positions. Share: what of the variance of h is that
-        of p. Intervals: jackknife over eight groups of strings.
+        of p; figure and table have it without the share of chance, (1 - share) / (n - 1) of n strings. Intervals:
+        jackknife over eight groups of strings.
     Differs from the paper: random tokens in place of texts; the first positions are left out, as the norm of
         attention sinks would hide all others.
 
@@ -77,6 +83,10 @@ class PositionalVectors(MeasuredProbe):
     """
 
     name: ClassVar[str] = "positional-vectors"
+    caption: ClassVar[str] = (
+        "The share of hidden states that belongs to the position by layer, and how alike the positions are; do not "
+        "conclude that texts have these shares, as the tokens are random."
+    )
     small: ClassVar[Mapping[str, int]] = {"tokens": 128}
 
     strings: Annotated[int, Integer(2)] = 32
@@ -114,8 +124,9 @@ class PositionalVectors(MeasuredProbe):
         figure, (first, *map_axes) = new_column(1 + len(maps))
         layers = range(len(summary["share_of_variance"]))
         for number, (name, text) in enumerate(MEASURES.items()):
-            first.plot(layers, summary[name], color=OTHER_COLORS[number], label=text)
-            low, high = zip(*summary["ci95"][name], strict=True)
+            measured = [estimate_of_layer(summary, name, layer) for layer in layers]
+            first.plot(layers, [entry["value"] for entry in measured], color=OTHER_COLORS[number], label=text)
+            low, high = zip(*(entry["ci95"] for entry in measured), strict=True)
             first.fill_between(layers, low, high, color=OTHER_COLORS[number], alpha=0.25, linewidth=0)
         title = f"{summary['strings']} strings, band: 95 % interval"
         finish_axes(first, title, "layer", "share or cosine")
@@ -132,8 +143,16 @@ class PositionalVectors(MeasuredProbe):
         rows = [
             (
                 str(layer),
-                *(shown({"value": summary[name][layer], "ci95": summary["ci95"][name][layer]}) for name in MEASURES),
+                *(shown(estimate_of_layer(summary, name, layer)) for name in MEASURES),
             )
             for layer in range(len(summary["share_of_variance"]))
         ]
         return [(f"layer, n = {summary['strings']}", *MEASURES.values()), *rows]
+
+
+def estimate_of_layer(summary: Mapping[str, Any], name: str, layer: int) -> dict[str, Any]:
+    """Return a measure of a layer with its interval, the share without that of chance."""
+    value, ends = summary[name][layer], summary["ci95"][name][layer]
+    if name == "share_of_variance":
+        value, *ends = (without_chance(share, summary["strings"]) for share in (value, *ends))
+    return {"value": value, "ci95": ends}

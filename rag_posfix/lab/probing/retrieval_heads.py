@@ -109,6 +109,10 @@ class RetrievalHeads(Probe):
     """
 
     name: ClassVar[str] = "retrieval-heads"
+    caption: ClassVar[str] = (
+        "How well the question's attention in each of the best heads ranks the gold passage; do not conclude that "
+        "they are as good on other questions, which only the held-out recall tells."
+    )
     reads_text: ClassVar[bool] = True
 
     data: Path
@@ -129,7 +133,7 @@ class RetrievalHeads(Probe):
             engine, self.data, documents=self.documents, limit=self.limit, skip=self.skip, keep=self.heads,
             seed=self.seed, out=out, progress=progress,
         )  # fmt: skip
-        return with_figure(profile, self.draw)
+        return with_figure(profile, self.draw, self.caption)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per head."""

@@ -104,6 +104,10 @@ class RopeWaveform(MeasuredProbe):
     """
 
     name: ClassVar[str] = "rope-waveform"
+    caption: ClassVar[str] = (
+        "What the rotary encoding alone makes of two equal vectors by distance, with one base and with several; do "
+        "not conclude that a head attends least at a trough, as its vectors are not equal."
+    )
 
     context: Annotated[int, Integer(8)] = 2048
     bases: Annotated[int, Integer(1)] = 7

@@ -164,6 +164,10 @@ class ScoreAdvantage(MeasuredProbe):
     """
 
     name: ClassVar[str] = "score-advantage"
+    caption: ClassVar[str] = (
+        "Attention scores of a repeated word and of other words by distance, and where each head loses the word; do "
+        "not conclude from the bound at which distance that happens."
+    )
     small: ClassVar[Mapping[str, int]] = {"farthest": 32}
 
     strings: Annotated[int, Integer(1)] = 24

@@ -86,6 +86,10 @@ class SlotAttention(Probe):
     """
 
     name: ClassVar[str] = "slot-attention"
+    caption: ClassVar[str] = (
+        "The attention per token to a dummy passage in each slot; do not conclude that the answers have the same "
+        "curve."
+    )
     reads_text: ClassVar[bool] = True
 
     data: Path
@@ -104,7 +108,7 @@ class SlotAttention(Probe):
         record = probe_slot_attention(
             engine, self.data, documents=self.documents, limit=self.limit, skip=self.skip, out=out, progress=progress,
         )  # fmt: skip
-        return with_figure(record, self.draw)
+        return with_figure(record, self.draw, self.caption)
 
     def draw(self, head: Mapping[str, Any]) -> Figure:
         """Return a bar per slot."""

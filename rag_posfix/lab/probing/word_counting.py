@@ -102,6 +102,10 @@ class WordCounting(MeasuredProbe):
     """
 
     name: ClassVar[str] = "word-counting"
+    caption: ClassVar[str] = (
+        "Which count the answers equal; do not conclude that wrong answers come from attention alone, as a model may "
+        "fail to follow the question."
+    )
     reads_text: ClassVar[bool] = True
     small: ClassVar[Mapping[str, int]] = {"limit": 40}
 

@@ -7,6 +7,7 @@ from rag_posfix.lab.tasks import (  # noqa: F401
     language,
     last_sentence,
     selective_copy,
+    text,
 )
 from rag_posfix.lab.tasks.base import IGNORED, TASKS, TRAINED, Batch, Task
 

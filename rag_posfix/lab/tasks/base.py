@@ -51,10 +51,12 @@ class Task(Parametrised, ABC):
     Attributes:
         name: Registry name, equal to the name of the file.
         paper: Where the task comes from: the section ``Source`` of the docstring.
+        caption: One sentence: what one sees in the figure of ``lab run``; do not conclude what.
         metric: "error": share of examples with a wrong scored token, in percent. "perplexity" of the scored tokens.
         measured_by_place: Whether the measure is also given by ``Batch.places``.
     """
 
+    caption: ClassVar[str] = ""
     metric: ClassVar[Literal["error", "perplexity"]] = "error"
     measured_by_place: ClassVar[bool] = False
 
@@ -75,6 +77,10 @@ class Task(Parametrised, ABC):
         Args:
             split: One of ``splits``.
         """
+
+    def training_batch(self, size: int, generator: torch.Generator) -> Batch:
+        """Return examples to train on: those of ``TRAINED``, unless a task holds a part of its text out."""
+        return self.batch(TRAINED, size, generator)
 
 
 TASKS: Registry[type[Task]] = Registry("task")

@@ -41,6 +41,10 @@ class Counting(Task):
     """
 
     name: ClassVar[str] = "counting"
+    caption: ClassVar[str] = (
+        "The share of sequences whose count is wrong by encoding and split, a mark per seed; do not conclude that an "
+        "encoding cannot count which did not learn to in the distribution."
+    )
 
     steps: Annotated[int, Integer(6)] = 64
     variables: Annotated[int, Integer(1)] = 1

@@ -34,6 +34,10 @@ class FlipFlop(Task):
     """
 
     name: ClassVar[str] = "flip_flop"
+    caption: ClassVar[str] = (
+        "The share of sequences whose last bit is wrong by encoding and split, a mark per seed; do not conclude an "
+        "order of encodings whose seeds overlap, or from one that errs in the distribution."
+    )
 
     pairs: Annotated[int, Integer(2)] = 64
     ignored: Annotated[float, Number(0, 1)] = 0.8

@@ -41,6 +41,10 @@ class KeyValue(Task):
     """
 
     name: ClassVar[str] = "key_value"
+    caption: ClassVar[str] = (
+        "The share of wrong answers by the place of the pair, a line per seed; do not conclude a U-curve of trained "
+        "models from one after few steps, or from a single seed."
+    )
     measured_by_place: ClassVar[bool] = True
 
     pairs: Annotated[int, Integer(2)] = 8

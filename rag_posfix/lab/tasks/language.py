@@ -84,6 +84,10 @@ class Language(Task):
     """
 
     name: ClassVar[str] = "language"
+    caption: ClassVar[str] = (
+        "The perplexity by length of the context, a line per seed; do not conclude that natural text gives this "
+        "order, as the text is generated from few words."
+    )
     metric: ClassVar[Literal["error", "perplexity"]] = "perplexity"
 
     length: Annotated[int, Integer(8)] = 128

@@ -37,6 +37,10 @@ class LastSentence(Task):
     """
 
     name: ClassVar[str] = "last_sentence"
+    caption: ClassVar[str] = (
+        "The share of texts whose count is wrong by encoding and split, a mark per seed; do not conclude from random "
+        "words that a language model counts or fails on sentences."
+    )
 
     length: Annotated[int, Integer(3)] = 16
     words: Annotated[int, Integer(2)] = 6

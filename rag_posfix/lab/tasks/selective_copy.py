@@ -36,6 +36,10 @@ class SelectiveCopy(Task):
     """
 
     name: ClassVar[str] = "selective_copy"
+    caption: ClassVar[str] = (
+        "The share of sequences that are not copied without an error by encoding and split, a mark per seed; do not "
+        "conclude that one which errs in the distribution fails for its positions."
+    )
 
     tokens: Annotated[int, Integer(1)] = 16
     blanks: Annotated[int, Integer(2)] = 16

@@ -149,7 +149,7 @@ def test_lab_list_names_every_task_and_encoding(capsysbinary):
     _, printed, _ = call("lab", "list", "--json")
     found = json.loads(printed)
     assert [one["name"] for one in found["tasks"]] == [
-        "counting", "flip_flop", "key_value", "language", "last_sentence", "selective_copy",
+        "counting", "flip_flop", "key_value", "language", "last_sentence", "selective_copy", "text",
     ]  # fmt: skip
     assert [one["name"] for one in found["encodings"] if not one["causal"]] == ["spline"]
     assert {one["name"]: one["memory"] for one in found["encodings"]}["cope"] == "per sequence"

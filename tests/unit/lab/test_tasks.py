@@ -16,6 +16,7 @@ from rag_posfix.lab.tasks.key_value import KeyValue
 from rag_posfix.lab.tasks.language import NAMES, WORDS, Language, sentences
 from rag_posfix.lab.tasks.last_sentence import LastSentence
 from rag_posfix.lab.tasks.selective_copy import SelectiveCopy
+from rag_posfix.lab.tasks.text import OTHER, PARAGRAPH, Text, tokens_of, vocabulary_of
 
 
 def drawn(task, split=TRAINED, size=64, seed=0):
@@ -214,3 +215,39 @@ def test_the_answer_of_last_sentence_is_the_count_after_the_last_sentence_end_bu
         assert len(answers) > 3
     longest = [len(row[: row.index(1)]) for row in drawn(task, "longer", 200).ids.tolist()]
     assert max(longest) == 32
+
+
+def test_the_held_out_tenth_of_a_text_is_never_trained_on(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(f"Word{n}." for n in range(200)))  # 200 words, 200 stops and 199 paragraph ends
+    task = Text(str(file), length=8, words=1000)
+    tokens = tokens_of(str(file))
+    assert tokens[:4] == ("Word0", ".", PARAGRAPH, "Word1")
+    first = len(tokens) - len(tokens) // 10
+    vocabulary = vocabulary_of(str(file), 1000)
+    assert vocabulary[:2] == (OTHER, ".")  # the most frequent one; PARAGRAPH is once less
+    assert set(vocabulary[1:]) == set(tokens[:first])
+    trained = task.training_batch(256, torch.Generator().manual_seed(0)).ids
+    assert {vocabulary[index] for index in trained.unique()} <= set(tokens[:first])
+    held_out = drawn(task, size=256).ids  # its words were not seen: stops and paragraph ends alone are known
+    assert {vocabulary[index] for index in held_out.unique()} == {OTHER, ".", PARAGRAPH}
+    for split, length in (("in", 8), ("x2", 16), ("x5", 40)):
+        batch = drawn(task, split, 2)
+        assert batch.ids.shape == (2, length)
+        assert batch.scored.sum(dim=1).tolist() == [2, 2]
+
+
+def test_words_are_counted_whole_and_lines_of_code_end():
+    assert {"re", "(", PARAGRAPH, "<line>"} <= set(vocabulary_of("code", 200))
+    prose = tokens_of("prose")
+    assert "<line>" not in prose
+    assert any("." in token[1:-1] for token in prose)  # dotted names
+
+
+@pytest.mark.parametrize(("source", "length", "reason"), [
+    ("prose", 4000, "needs a held-out tenth of more than 20000 words, that of 'prose' has "),
+    ("/nowhere/at/all", 8, r"cannot be read \(FileNotFoundError"),
+])  # fmt: skip
+def test_a_text_that_is_too_short_or_absent_is_told(source, length, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Text(source, length)

@@ -12,20 +12,23 @@ import torch
 from rag_posfix.errors import ConfigError, UnsupportedModelError
 from rag_posfix.evaluation.figures import draw_numbers
 from rag_posfix.evaluation.record import read_head, silent
-from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, reproduce, with_sizes
+from rag_posfix.lab.claims import CLAIMS, Claim, Condition, Evidence, base, reproduce, with_sizes
 from rag_posfix.lab.claims.base import FAILED, NO_MODEL, NOT_SEEN, NOT_TESTABLE, SEEN, exact, judge
 from rag_posfix.lab.claims.position_bias import (
     answer_accuracy,
     doubled_score,
     relative_positions,
     variance_shares,
-    without_chance,
 )
+from rag_posfix.lab.claims.real_text import KINDS, kinds_of
+from rag_posfix.lab.claims.without_model import mask_and_distance, rollout, splines
 from rag_posfix.lab.claims.without_positions import FREE, MASKED, MASKED_ONE, decoding_share, permutation
 from rag_posfix.lab.experiment import TrainingSettings
 from rag_posfix.lab.probing.base import estimate
+from rag_posfix.lab.probing.positional_vectors import without_chance
 from rag_posfix.lab.probing.subject import LanguageModel
 from rag_posfix.lab.tasks import TASKS
+from rag_posfix.lab.tasks.text import PARAGRAPH
 from tests.support.command_line import command_line
 from tests.unit.lab.probing.probed import small_decoder, tiny_model
 
@@ -46,17 +49,31 @@ TINY = {
     "position-vectors": {"strings": 4, "tokens": 24},
     "causes": {"questions": 1, "pairs": 2, "positions": 2, "strings": 2, "tokens": 64},
     "channel-factors": {"strings": 2, "tokens": 64},
+    "model-factors": {"strings": 2, "tokens": 64, "pairs": 2, "prompts": 2, "top": 1},
     "key-value-accuracy": {"pairs": 3, "more": 4, "positions": 3, "sets": 1},
     "cost": {"tokens": 8, "batch": 1, "width": 8, "repeats": 2},
     "sigmoid-gates": {**TRAINED, "tokens": 2, "blanks": 2},
     "stable-mask": {**TRAINED, "length": 8},
     "stable-mask-pairs": {**TRAINED, "pairs": 2, "questions": 1},
+    "mask-and-distance": {"tokens": 16, "layers": 3, "decay": 0.9},
+    "splines": {
+        "seeds": 1,
+        "steps": 1,
+        "length": 4,
+        "symbols": 5,
+        "width": 8,
+        "control_points": 4,
+        "examples": 2,
+    },
     "word-counting": {"limit": 2},
     "bound": {"strings": 2, "farthest": 4},
     "flip-flop": {**TRAINED, "pairs": 2, "ignored": 0.4},
     "selective-copy": {**TRAINED, "tokens": 2, "blanks": 2},
     "language": {**TRAINED, "length": 8},
     "gates": {"steps": 1, "p_max": 4, "length": 32, "texts": 2},
+    "real-text": {**TRAINED, "length": 8, "source": "prose", "words": 16},
+    "code": {**TRAINED, "length": 8, "source": "prose", "words": 16},  # to read all code takes a second
+    "real-maps": {"steps": 1, "p_max": 4, "length": 32, "words": 64, "texts": 2, "width": 8, "layers": 1},
     "permutation": {"strings": 2, "tokens": 8},
     "norm-and-direction": {"seeds": 2, "strings": 4, "tokens": 16},
     "neighbours": {"words": 8, "steps": 1, "batch": 1, "width": 8},
@@ -295,3 +312,51 @@ def test_the_command_writes_the_page_of_a_text_and_prints_its_verdicts(tmp_path,
     record = json.loads(printed)["2"]
     assert [(row["claim"], row["model"]) for row in record["claims"]] == [("dispersion", NO_MODEL)]
     assert record["page"] == str(tmp_path / "text-2.html")
+
+
+def panels_of(values):
+    return {"curve": ({"value": values}, "x", "y")}
+
+
+def test_what_models_share_is_drawn_side_by_side(tmp_path, monkeypatch):
+    drawn = []
+    for name in ("draw_by_model", "draw_curves"):
+        real = getattr(base, name)
+        monkeypatch.setattr(base, name, lambda *args, real=real: drawn.append(args[0]) or real(*args))
+
+    def measure(subject, progress):
+        numbers = {name: {"value": 1.0, "ci95": [0.5, 1.5], "n": 9} for name in ("shared", subject)}
+        numbers["exact"] = exact(3)
+        return Evidence(numbers, lambda: draw_numbers(numbers, "title", "x"), panels_of([1.0, 2.0]))
+
+    claim = Claim(2, "of-model", "Of a model.", measure, (Condition("shared", above=0),))
+    records = reproduce([claim], ["one", "two"], lambda name: name, out=tmp_path)
+    page = records[2].files["page"].read_text("utf-8")
+    assert page.count('alt="of-model, models side by side"') == 2
+    by_model, curves = drawn[-2:]
+    assert {model: list(numbers) for model, numbers in by_model.items()} == {"one": ["shared"], "two": ["shared"]}
+    assert curves == {"curve": ({"one": [1.0, 2.0], "two": [1.0, 2.0]}, "x", "y")}
+    drawn.clear()
+    reproduce([claim], ["one"], lambda name: name, out=tmp_path / "alone")
+    assert [list(argument) for argument in drawn] == [[""]]  # its own figure alone
+
+
+def test_the_mask_draws_attention_to_the_first_token_and_a_decay_to_the_last():
+    # Two layers of ((I + A) / 2)^2 over two tokens, rows (1, 0) and (1/2, 1/2): the last row of the half sum is
+    # (1/4, 3/4), and its square (1/4 + 3/16, 9/16).
+    assert rollout(torch.ones(2, 2).double().tril(), 2).tolist() == pytest.approx([7 / 16, 9 / 16])
+    numbers = mask_and_distance(None, silent, tokens=40, layers=6, decay=0.9).numbers
+    assert numbers["causal mask, first over middle"]["value"] > 1 > numbers["causal mask, last over middle"]["value"]
+    assert numbers["distance, first over middle"]["value"] < 1 < numbers["distance, last over middle"]["value"]
+
+
+@pytest.mark.slow
+def test_a_spline_reconstructs_rising_sequences_and_not_those_in_random_order():
+    sizes = {"seeds": 1, "steps": 60, "length": 6, "symbols": 6, "width": 16, "control_points": 5, "examples": 32}
+    numbers = splines(None, silent, **sizes).numbers
+    assert numbers["rising less random order"]["ci95"][0] > 0
+
+
+def test_ends_of_sentences_and_paragraphs_are_kinds_of_their_own():
+    tokens = ("<other>", "_name", "word", "collections.abc", ",", ".", "?", PARAGRAPH)
+    assert [KINDS[kind] for kind in kinds_of(tokens)] == [*["word"] * 4, "other sign", *["sentence end"] * 2, KINDS[3]]

@@ -1,0 +1,81 @@
+"""Every figure of a probe and a task has a sentence: what one sees, and what one must not conclude."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rag_posfix.evaluation.figures import PANEL, captioned, new_column, svg_of
+from rag_posfix.lab import contextual_maps
+from rag_posfix.lab.encodings import create_encoding
+from rag_posfix.lab.experiment import TrainingSettings, run_laboratory
+from rag_posfix.lab.probing import PROBES
+from rag_posfix.lab.probing.base import run_probes
+from rag_posfix.lab.probing.rope_waveform import RopeWaveform
+from rag_posfix.lab.tasks import TASKS
+from rag_posfix.lab.tasks.flip_flop import FlipFlop
+from tests.support.command_line import command_line
+from tests.unit.lab.probing.probed import small_decoder
+
+CAPTIONS = {"maps": contextual_maps.CAPTION} | {
+    name: cls.caption for registry in (PROBES, TASKS) for name, cls in registry.items()
+}
+
+
+@pytest.mark.parametrize("name", CAPTIONS)
+def test_one_sentence_says_what_one_sees_and_what_one_must_not_conclude(name):
+    assert re.fullmatch(r"[A-Z][^.!?]*; do not conclude [^.!?]*\.", CAPTIONS[name])
+
+
+@pytest.mark.parametrize("name", CAPTIONS)
+def test_a_caption_is_under_the_figure_and_inside_of_it(name):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure, (axes,) = new_column(1)
+    axes.set_xlabel("x")
+    canvas = FigureCanvasAgg(captioned(figure, CAPTIONS[name]))
+    canvas.draw()
+    (sentence,) = [text for text in figure.texts if text.get_text()]
+    box, label = (text.get_window_extent(canvas.get_renderer()) for text in (sentence, axes.xaxis.label))
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert 0 <= box.y0 < box.y1 <= label.y0
+    assert figure.get_figwidth() == PANEL
+
+
+def test_a_figure_without_a_caption_stays_as_it_is():
+    figure, _ = new_column(1)
+    before = svg_of(figure)
+    assert svg_of(captioned(figure, "")) == before
+
+
+@pytest.mark.slow
+def test_the_files_the_page_and_the_terminal_have_the_caption(tmp_path, capsysbinary):
+    probe = RopeWaveform(context=32, bases=2, candidates=3)
+    found, page = run_probes(small_decoder("rope"), [probe], tmp_path / "page")
+    assert f"<figcaption>{RopeWaveform.caption}</figcaption></figure>" in page.read_text("utf-8")
+    assert _first_words(RopeWaveform.caption) in found.records[probe.name].files["svg"].read_text("utf-8")
+    small_decoder("rope").decoder.save(tmp_path / "model")
+    call = command_line(capsysbinary)
+    _, printed, _ = call(
+        "probe", "rope-waveform", "--context", "32", "--bases", "2", "--candidates", "3", "--model",
+        tmp_path / "model", "--device", "cpu", "--out", tmp_path / "probe",
+    )  # fmt: skip
+    assert f"figure: {RopeWaveform.caption}" in printed
+    _, printed, _ = call(
+        "lab", "run", "flip-flop:pairs=2", "--encoding", "nope", "--seeds", "1", "--steps", "1", "--examples", "2",
+        "--width", "8", "--layers", "1", "--out", tmp_path / "lab",
+    )  # fmt: skip
+    assert f"figure: {FlipFlop.caption}" in printed
+
+
+def _first_words(caption: str) -> str:
+    """Return the first words of a caption, which stand in the comment of its glyphs."""
+    return caption[:40]
+
+
+@pytest.mark.slow
+def test_the_figure_of_a_run_has_the_caption_of_its_task(tmp_path):
+    settings = TrainingSettings(1, evaluate_every=1, examples=2, layers=1, width=8)
+    record = run_laboratory(FlipFlop(pairs=2), [create_encoding("nope")], seeds=1, settings=settings, out=tmp_path)
+    assert _first_words(FlipFlop.caption) in record.files["svg"].read_text("utf-8")
