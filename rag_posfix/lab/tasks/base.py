@@ -68,6 +68,11 @@ class Task(Parametrised, ABC):
     def splits(self) -> Mapping[str, str]:
         """What each split holds, by name: ``TRAINED`` first, then those out of the training distribution."""
 
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Name and digest of the file that the examples are of; empty if they are generated."""
+        return {}
+
     @abstractmethod
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
         """Return examples of a split; equal generators give equal examples.
@@ -75,6 +80,10 @@ class Task(Parametrised, ABC):
         Args:
             split: One of ``splits``.
         """
+
+    def training_batch(self, size: int, generator: torch.Generator) -> Batch:
+        """Return examples to train on; a task on a file keeps them apart from those that measure."""
+        return self.batch(TRAINED, size, generator)
 
 
 TASKS: Registry[type[Task]] = Registry("task")

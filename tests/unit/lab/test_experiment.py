@@ -8,13 +8,13 @@ import json
 import pytest
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.evaluation.record import read_record
+from rag_posfix.evaluation.record import file_digest, read_record
 from rag_posfix.lab.encodings import create_encoding
 from rag_posfix.lab.experiment import TrainingSettings, draw_laboratory, run_laboratory
 from rag_posfix.lab.tasks.counting import Counting
 from rag_posfix.lab.tasks.flip_flop import FlipFlop
 from rag_posfix.lab.tasks.key_value import KeyValue
-from rag_posfix.lab.tasks.language import Language
+from rag_posfix.lab.tasks.language import Language, read_text
 from tests.support.command_line import command_line
 
 TINY = TrainingSettings(steps=4, batch=4, evaluate_every=2, examples=16, layers=1, heads=2, width=16, warmup=1)
@@ -101,6 +101,17 @@ def test_an_encoding_that_ends_before_the_longest_split_is_refused_before_traini
     with pytest.raises(ConfigError, match="no position vector after 20"):
         run_laboratory(Language(length=16), short, settings=TINY, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_names_its_text_file_and_a_changed_file_is_trained_on_again(tmp_path):
+    text = tmp_path / "text.txt"
+    for content in ("a word, and ", "other words "):
+        text.write_text(content * 200, "utf-8")
+        read_text.cache_clear()
+        task = Language(length=8, text=str(text))
+        record = run_laboratory(task, encodings("rope"), seeds=1, settings=TINY, out=tmp_path / "out")
+        assert record.head["data"] == {"name": "text.txt", "sha256": file_digest(text)}
+    assert len(list((tmp_path / "out/language").iterdir())) == 2
 
 
 @pytest.mark.slow

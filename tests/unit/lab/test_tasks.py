@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError
+from rag_posfix.evaluation.record import file_digest
 from rag_posfix.lab.tasks import IGNORED, TASKS, TRAINED
 from rag_posfix.lab.tasks.counting import Counting
 from rag_posfix.lab.tasks.flip_flop import FlipFlop
 from rag_posfix.lab.tasks.key_value import KeyValue
-from rag_posfix.lab.tasks.language import NAMES, WORDS, Language, sentences
+from rag_posfix.lab.tasks.language import NAMES, WORDS, Language, read_text, sentences
 from rag_posfix.lab.tasks.last_sentence import LastSentence
 from rag_posfix.lab.tasks.selective_copy import SelectiveCopy
 
@@ -214,3 +215,38 @@ def test_the_answer_of_last_sentence_is_the_count_after_the_last_sentence_end_bu
         assert len(answers) > 3
     longest = [len(row[: row.index(1)]) for row in drawn(task, "longer", 200).ids.tolist()]
     assert max(longest) == 32
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"w{index // 9} is here,\n  again.\n" for index in range(500)), "utf-8")
+    return path
+
+
+def test_a_text_file_is_measured_on_its_last_tenth_and_trained_on_the_rest(text_file):
+    task = Language(length=8, text=str(text_file), words=20)
+    file = read_text(str(text_file), 20)
+    assert (len(file.trained), len(file.held_out), task.vocabulary) == (3600, 400, 20)
+    again = torch.Generator().manual_seed(0)
+    trained = task.training_batch(4, torch.Generator().manual_seed(0))
+    assert torch.equal(trained.ids, task.training_batch(4, again).ids)
+    assert all(row.tolist() in file.trained.unfold(0, 8, 1).tolist() for row in trained.ids)
+    for split, length in (("in", 8), ("x5", 40)):
+        batch = drawn(task, split, 4)
+        assert all(row.tolist() in file.held_out.unfold(0, length, 1).tolist() for row in batch.ids)
+        assert batch.scored.sum(dim=1).tolist() == [2] * 4
+    assert task.data == {"name": "text.txt", "sha256": file_digest(text_file)}
+
+
+def test_words_of_a_text_file_are_letters_marks_and_line_ends_and_rare_ones_are_unknown(text_file):
+    lines = read_text(str(text_file), 8).held_out.view(-1, 8)  # a rare word, is, here, a comma, a line end, ...
+    assert not lines[:, 0].any()
+    assert all(sorted(line[1:].tolist()) == list(range(1, 8)) for line in lines)
+
+
+def test_a_text_file_that_cannot_be_read_or_is_too_short_is_refused(text_file, tmp_path):
+    with pytest.raises(ConfigError, match=r"text=.*none\.txt cannot be read"):
+        Language(text=str(tmp_path / "none.txt"))
+    with pytest.raises(ConfigError, match="has 400 words and length=128 needs 640"):
+        Language(text=str(text_file))
