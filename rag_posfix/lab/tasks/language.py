@@ -108,6 +108,8 @@ class Language(Task):
         super().__post_init__()
         if self.people > len(NAMES):
             raise ConfigError(f"language: people={self.people} must be at most {len(NAMES)}; there are so many names")
+        if not isinstance(self.text, str):
+            raise ConfigError(f"language: text={self.text!r} must be the path of a text file")
         if self.text and len(self._file.held_out) < (needed := max(FACTORS) * self.length):
             raise ConfigError(
                 f"language: the last tenth of text={self.text} has {len(self._file.held_out)} words and "

@@ -248,5 +248,7 @@ def test_words_of_a_text_file_are_letters_marks_and_line_ends_and_rare_ones_are_
 def test_a_text_file_that_cannot_be_read_or_is_too_short_is_refused(text_file, tmp_path):
     with pytest.raises(ConfigError, match=r"text=.*none\.txt cannot be read"):
         Language(text=str(tmp_path / "none.txt"))
+    with pytest.raises(ConfigError, match="text=5 must be the path"):
+        Language(text=5)
     with pytest.raises(ConfigError, match="has 400 words and length=128 needs 640"):
         Language(text=str(text_file))

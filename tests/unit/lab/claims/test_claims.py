@@ -55,6 +55,7 @@ TINY = {
     "flip-flop": {**TRAINED, "pairs": 2, "ignored": 0.4},
     "selective-copy": {**TRAINED, "tokens": 2, "blanks": 2},
     "language": {**TRAINED, "length": 8},
+    "real-text": {**TRAINED, "length": 8, "words": 50, "text": __file__},
     "gates": {"steps": 1, "p_max": 4, "length": 32, "texts": 2},
     "permutation": {"strings": 2, "tokens": 8},
     "norm-and-direction": {"seeds": 2, "strings": 4, "tokens": 16},
