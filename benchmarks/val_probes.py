@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.fine_tuning import command, compute_gains, last_record, position_curves, training
 from rag_posfix.evaluation.record import environment, file_digest, write_record
 
+BATCH, HELD_OUT = 4, 4
 Piece = tuple[str, str, str]
 """The text, the question, the answer."""
 
@@ -71,12 +72,12 @@ def train(chosen: argparse.Namespace) -> Path:
     samples = chosen.out / "samples"
     command(
         "train", "data", "--pairs", "demo", "--templates", "key_value", "--multi", 0, "--min-tokens", 150,
-        "--max-tokens", 300, "--segment-words", 60, "--samples", 4 * chosen.steps + 8, "--model", chosen.model,
+        "--max-tokens", 300, "--segment-words", 60, "--samples", BATCH * chosen.steps + HELD_OUT, "--model", chosen.model,
         "--out", samples,
     )  # fmt: skip
     command(
-        "-v", "train", "in2", "--data", samples / "samples.jsonl", "--steps", chosen.steps, "--batch", 4,
-        "--held-out", 8, "--evaluate-every", max(1, chosen.steps // 2), "--learning-rate", 5e-4,
+        "-v", "train", "in2", "--data", samples / "samples.jsonl", "--steps", chosen.steps,
+        "--batch", BATCH, "--held-out", HELD_OUT, "--evaluate-every", chosen.steps, "--learning-rate", 5e-4,
         "--model", chosen.model, "--out", chosen.out / "in2",
     )  # fmt: skip
     return Path(chosen.out, "in2", "adapter")
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=16, help="of each probe")
     parser.add_argument("--pieces", type=int, default=16, help="in a prompt")
-    parser.add_argument("--steps", type=int, default=24, help="of the training, four samples each")
+    parser.add_argument("--steps", type=int, default=24, help="of the training")
     parser.add_argument("--model", default="smollm2")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
