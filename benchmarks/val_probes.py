@@ -72,8 +72,8 @@ def train(chosen: argparse.Namespace) -> Path:
     samples = chosen.out / "samples"
     command(
         "train", "data", "--pairs", "demo", "--templates", "key_value", "--multi", 0, "--min-tokens", 150,
-        "--max-tokens", 300, "--segment-words", 60, "--samples", BATCH * chosen.steps + HELD_OUT, "--model", chosen.model,
-        "--out", samples,
+        "--max-tokens", 300, "--segment-words", 60, "--samples", BATCH * chosen.steps + HELD_OUT,
+        "--model", chosen.model, "--out", samples,
     )  # fmt: skip
     command(
         "-v", "train", "in2", "--data", samples / "samples.jsonl", "--steps", chosen.steps,
