@@ -7,7 +7,8 @@ are questions about the demo's passages and key-value retrieval, neither of the 
 the curves of both models is written; the model's log-probability of the answer is the finest number.
 
 Source: An et al. (2024), Make Your LLM Fully Utilize the Context, section 3, https://arxiv.org/abs/2404.16811
-Differs from the paper: a small model, contexts of a few hundred tokens, our questions, the answer as a substring.
+Differs from the paper: a small model, contexts of a few hundred tokens, our questions; the answer is right if its first 16 tokens
+have the gold answer, which sentences exceed: read their log-probability.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def evaluate(chosen: argparse.Namespace, name: str, adapter: Path | None) -> dic
         folder = chosen.out / f"{probe}-{name}"
         command(
             "eval", "positions", "--data", chosen.out / f"{probe}.jsonl", "--documents", chosen.pieces,
-            "--gold-positions", positions, "--mitigation", "none", "--max-tokens", 40, "--reuse",
+            "--gold-positions", positions, "--mitigation", "none", "--max-tokens", 16, "--reuse",
             "--model", chosen.model, "--out", folder, *(() if adapter is None else ("--adapter", adapter)),
         )  # fmt: skip
         records[probe] = last_record(folder, "positions")
