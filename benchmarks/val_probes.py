@@ -7,8 +7,7 @@ are questions about the demo's passages and key-value retrieval, neither of the 
 the curves of both models is written; the model's log-probability of the answer is the finest number.
 
 Source: An et al. (2024), Make Your LLM Fully Utilize the Context, section 3, https://arxiv.org/abs/2404.16811
-Differs from the paper: a small model, contexts of a few hundred tokens, our questions; the answer is right if its first 16 tokens
-have the gold answer, which sentences exceed: read their log-probability.
+Differs from the paper: a small model, contexts of a few hundred tokens, our questions.
 """
 
 from __future__ import annotations
