@@ -77,7 +77,8 @@ class Language(Task):
 
     The generated text has sentences and paragraphs (``sentences``); the person of a sentence follows from the same
     sentence of the paragraph before. A file's words are runs of letters, marks, and line ends with the indentation
-    that follows; rare ones are one unknown word. The last tenth of the file measures, the rest trains.
+    that follows; rare ones are one unknown word. The last tenth of the file measures, with the same counted words at
+    every length; the rest trains.
 
     The perplexity is that of the last quarter of the trained length, so at every length each counted word has much
     context. Out of the distribution the context is two and five times as long as in training.
@@ -138,10 +139,12 @@ class Language(Task):
         }
 
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
-        """Return sequences that begin somewhere in a text."""
+        """Return sequences that begin somewhere in a text; of a file, those that end at evenly spaced words."""
         length = self.length * (1 if split == TRAINED else int(split[1:]))
         if self.text:
-            return self._scored(_excerpts(self._file.held_out, size, length, generator))
+            text = self._file.held_out
+            ends = torch.linspace(max(FACTORS) * self.length, len(text), size).long()[:, None]
+            return self._scored(text[ends - length + torch.arange(length)])
         seeds = torch.randint(0, 2**62, (size,), generator=generator).tolist()
         ids = torch.tensor([token_ids_of(_excerpt(random.Random(seed), length, self.people)) for seed in seeds])
         return self._scored(ids)
@@ -150,7 +153,9 @@ class Language(Task):
         """Return sequences to train on; those of a file are from its beginning."""
         if not self.text:
             return self.batch(TRAINED, size, generator)
-        return self._scored(_excerpts(self._file.trained, size, self.length, generator))
+        text = self._file.trained
+        starts = torch.randint(0, len(text) - self.length + 1, (size, 1), generator=generator)
+        return self._scored(text[starts + torch.arange(self.length)])
 
     def _scored(self, ids: Tensor) -> Batch:
         """Return the batch with the last quarter of the trained length scored."""
@@ -196,12 +201,6 @@ def read_text(path: str, words: int) -> TextFile:
     number = {word: index + 1 for index, (word, _) in enumerate(Counter(pieces[:first]).most_common(words - 1))}
     ids = torch.tensor([number.get(word, 0) for word in pieces])
     return TextFile(ids[:first], ids[first:], len(number) + 1, hashlib.sha256(content).hexdigest())
-
-
-def _excerpts(text: Tensor, size: int, length: int, generator: torch.Generator) -> Tensor:
-    """Return sequences of a text that begin anywhere."""
-    starts = torch.randint(0, len(text) - length + 1, (size, 1), generator=generator)
-    return text[starts + torch.arange(length)]
 
 
 def token_ids_of(words: Iterable[str]) -> list[int]:
