@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fine_tuning import command, compute_gains, last_record, position_curves, training
-from rag_posfix.evaluation.record import environment, file_digest, write_record
+from benchmarks.fine_tuning import command, gains, last_record, scores, training
+from benchmarks.keep_record import position_row
+from rag_posfix.evaluation.answers.experiment import summarize_positions
+from rag_posfix.evaluation.record import environment, file_digest, read_record, write_record
 
 BATCH, HELD_OUT = 4, 4
 Piece = tuple[str, str, str]
@@ -83,19 +85,24 @@ def train(chosen: argparse.Namespace) -> Path:
     return Path(chosen.out, "in2", "adapter")
 
 
-def evaluate(chosen: argparse.Namespace, name: str, adapter: Path | None) -> dict[str, Path]:
-    """Return the record of each probe with a model."""
+def evaluate(chosen: argparse.Namespace, name: str, adapter: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each probe with a model."""
     positions = ",".join(map(str, (0, chosen.pieces // 2, chosen.pieces - 1)))
-    records = {}
-    for probe in PROBES:
-        folder = chosen.out / f"{probe}-{name}"
-        command(
-            "eval", "positions", "--data", chosen.out / f"{probe}.jsonl", "--documents", chosen.pieces,
-            "--gold-positions", positions, "--mitigation", "none", "--max-tokens", 16, "--reuse",
-            "--model", chosen.model, "--out", folder, *(() if adapter is None else ("--adapter", adapter)),
-        )  # fmt: skip
-        records[probe] = last_record(folder, "positions")
-    return records
+    command(
+        "eval", "positions", "--data", chosen.out / "probes.jsonl", "--documents", chosen.pieces,
+        "--gold-positions", positions, "--mitigation", "none", "--max-tokens", 16, "--reuse",
+        "--model", chosen.model, "--out", chosen.out / name, *(() if adapter is None else ("--adapter", adapter)),
+    )  # fmt: skip
+    rows: dict[str, list[dict[str, Any]]] = {probe: [] for probe in PROBES}
+    for row in read_record(last_record(chosen.out / name, "positions")).rows:
+        rows[list(PROBES)[int(row["question"]) // chosen.questions]].append(dict(row))
+    return rows
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the measures by position, and those with the gold piece alone."""
+    summary = summarize_positions([position_row(row) for row in rows])
+    return {"gold_only": summary["gold_only"], "none": summary["mitigations"]["none"]["positions"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,20 +115,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    for probe in PROBES:
-        rows = questions(chosen.pieces_of, probe, chosen.questions, chosen.pieces)
-        (chosen.out / f"{probe}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    rows = [row for probe in PROBES for row in questions(chosen.pieces_of, probe, chosen.questions, chosen.pieces)]
+    (chosen.out / "probes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     before = evaluate(chosen, "before", None)
-    after = evaluate(chosen, "in2", train(chosen))
+    after = evaluate(chosen, "after", train(chosen))
     files = [chosen.pieces_of / f"{name}.jsonl.gz" for name, _, _ in PROBES.values()]
-    sizes = {name: getattr(chosen, name) for name in ("questions", "pieces", "steps")}
     head = {
         "kind": "val-probes", **environment(), "model": chosen.model,
         "data": {file.name: file_digest(file) for file in files},
-        "settings": {**sizes, "commands": "benchmarks/val_probes.py"},
+        "settings": {
+            **{name: getattr(chosen, name) for name in ("questions", "pieces", "steps")},
+            "commands": "benchmarks/val_probes.py",
+        },
         "summary": {
-            "models": {"before": position_curves(before), "in2": position_curves(after)},
-            "gains": {"in2": compute_gains(before, after)},
+            "models": {
+                name: {probe: curves(found) for probe, found in model.items()}
+                for name, model in (("before", before), ("in2", after))
+            },
+            "gains": {probe: gains(scores(before[probe]), scores(after[probe]))["none"] for probe in PROBES},
             "training": training(chosen.out / "in2"),
         },
     }  # fmt: skip
