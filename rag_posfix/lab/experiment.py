@@ -549,6 +549,7 @@ def run_laboratory(
         "device": str(torch_device),
         "threads": torch.get_num_threads(),
         "task": {"name": task.name, "parameters": task.parameters},
+        **({"data": dict(task.data)} if task.data else {}),
         "encodings": {
             encoding.label: {"name": encoding.name, "parameters": encoding.parameters} for encoding in encodings
         },
@@ -592,8 +593,9 @@ def _folder(out: Path | None, config: RunConfig) -> Path | None:
         return None
     settings = {name: getattr(config.settings, name) for name in parameters_of(TrainingSettings)}
     digest = digest_of(
-        FORMAT, config.task.name, config.task.parameters, config.encoding.name, config.encoding.parameters, settings
-    )
+        FORMAT, config.task.name, config.task.parameters, config.encoding.name, config.encoding.parameters, settings,
+        *config.task.data.values(),
+    )  # fmt: skip
     readable = re.sub(r"[^\w.=-]+", "-", config.encoding.label)[:60]
     return out / config.task.name / f"{readable}-{digest}" / f"seed-{config.seed}"
 

@@ -71,7 +71,7 @@ def real_maps(
 
 
 def _counters(decoder: Decoder, task: Text, kinds: Tensor, texts: int) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return for each counter its differences on excerpts that did not choose it, and layer, head and kind of query."""
+    """Return for each counter its differences on excerpts that did not choose it, and layer, head and query."""
 
     def gates(first: int, count: int) -> Tensor:
         read = (
@@ -100,7 +100,7 @@ def _draw_maps(maps: dict[str, Any], tokens: Sequence[str], kinds: Sequence[int]
     """Return an attention map per counter, the ends of what it counts as lines."""
     figure, column = new_column(len(maps), 6.2)
     for axes, (title, values), kind in zip(column, maps.items(), (2, 3), strict=True):
-        image = axes.imshow(values, aspect="auto", cmap="viridis", vmax=0.3)
+        image = axes.imshow(values, aspect="auto", cmap="viridis", vmax=0.3)  # queries downwards, as text is read
         figure.colorbar(image, ax=axes, shrink=0.6, label="attention, up to .3")
         for place in (place for place, of in enumerate(kinds) if of == kind):
             axes.axvline(place, color=OTHER_COLORS[2], linewidth=0.6)

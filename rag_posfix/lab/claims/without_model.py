@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from rag_posfix.evaluation.figures import OTHER_COLORS, finish_axes, new_column
+from rag_posfix.evaluation.figures import OTHER_COLORS, draw_map, finish_axes, new_column
 from rag_posfix.evaluation.record import Progress, counted
 from rag_posfix.lab.claims.base import Claim, Condition, Evidence, exact
 from rag_posfix.lab.encodings import DecoderShape
 from rag_posfix.lab.encodings.spline import Spline, SplineAutoencoder
-from rag_posfix.lab.probing.base import draw_map, estimate
+from rag_posfix.lab.probing.base import estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

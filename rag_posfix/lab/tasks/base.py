@@ -70,6 +70,11 @@ class Task(Parametrised, ABC):
     def splits(self) -> Mapping[str, str]:
         """What each split holds, by name: ``TRAINED`` first, then those out of the training distribution."""
 
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Name and digest of the file that the examples are of; empty if they are generated."""
+        return {}
+
     @abstractmethod
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
         """Return examples of a split; equal generators give equal examples.

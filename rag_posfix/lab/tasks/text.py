@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sysconfig
 from collections import Counter
@@ -80,6 +81,12 @@ class Text(Task):
         return {TRAINED: f"{self.length} words"} | {
             f"x{factor}": f"{factor * self.length} words" for factor in FACTORS
         }
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Name and digest of the text: that of a Python differs by its version."""
+        words = "\0".join(tokens_of(self.source))
+        return {"name": Path(self.source).name, "sha256": hashlib.sha256(words.encode()).hexdigest()}
 
     def training_batch(self, size: int, generator: torch.Generator) -> Batch:
         """Return sequences of the text that is not held out; see ``Task.training_batch``."""

@@ -15,6 +15,7 @@ from rag_posfix.lab.tasks.counting import Counting
 from rag_posfix.lab.tasks.flip_flop import FlipFlop
 from rag_posfix.lab.tasks.key_value import KeyValue
 from rag_posfix.lab.tasks.language import Language
+from rag_posfix.lab.tasks.text import Text, _ids, tokens_of, vocabulary_of
 from tests.support.command_line import command_line
 
 TINY = TrainingSettings(steps=4, batch=4, evaluate_every=2, examples=16, layers=1, heads=2, width=16, warmup=1)
@@ -101,6 +102,21 @@ def test_an_encoding_that_ends_before_the_longest_split_is_refused_before_traini
     with pytest.raises(ConfigError, match="no position vector after 20"):
         run_laboratory(Language(length=16), short, settings=TINY, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_has_the_digest_of_its_text_and_a_changed_file_is_trained_on_again(tmp_path):
+    text = tmp_path / "text.txt"
+    digests = set()
+    for content in ("a word, and ", "other words "):
+        text.write_text(content * 200, "utf-8")
+        for cached in (tokens_of, vocabulary_of, _ids):
+            cached.cache_clear()
+        record = run_laboratory(
+            Text(str(text), 8, 16), encodings("rope"), seeds=1, settings=TINY, out=tmp_path / "out"
+        )
+        assert record.head["data"]["name"] == "text.txt"
+        digests.add(record.head["data"]["sha256"])
+    assert len(digests) == len(list((tmp_path / "out/text").iterdir())) == 2
 
 
 @pytest.mark.slow
