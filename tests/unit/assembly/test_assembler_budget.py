@@ -93,13 +93,6 @@ def test_a_question_that_is_far_too_long_is_not_tokenised_whole():
         Assembler(ToyEncoder(), 16).assemble("w" * (2 * (16 + 32) + 1))
 
 
-def test_by_default_nothing_is_limited():
-    documents = scored("a" * 300, "b" * 50)
-    plain = Assembler(ToyEncoder(), 4096).assemble("Who?", documents)
-    assert words(plain) == ["a" * 300, "b" * 50]
-    assert Assembler(ToyEncoder(), 4096, budget=PassageBudget()).assemble("Who?", documents) == plain
-
-
 @given(
     st.lists(st.integers(1, 120), min_size=1, max_size=12),
     st.integers(12, 80),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-from langchain_core.documents import Document
 
 from rag_posfix.assembly import PromptTemplate, tokenize_passage, tokenize_prompt
 from rag_posfix.errors import ConfigError
@@ -21,31 +20,13 @@ def loop(content):
     return f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{content}<|im_end|>\n{{% endfor %}}"
 
 
-KEPT = "{{ m.content.split('</think>')[-1].lstrip('\\n') }}"
 TEMPLATES = {
-    "deepseek-r1": loop(f"{{% if m.role == 'assistant' and '</think>' in m.content %}}{KEPT}"
-                        "{% else %}{{ m.content }}{% endif %}") + OPEN,
-    "qwen3": loop("{% if m.role == 'assistant' and '</think>' in m.content %}"
-                  "{% if loop.last %}{{ m.content }}{% else %}" + KEPT + "{% endif %}"
-                  "{% else %}{{ m.content }}{% endif %}") + OPEN,
-    "smollm3": "{% set ns = namespace(mode='/think') %}{% for m in messages %}{% if '/no_think' in m.content %}"
-               "{% set ns.mode = '/no_think' %}{% endif %}{% endfor %}"
-               "<|im_start|>system\nMode: {{ ns.mode }}<|im_end|>\n" + loop("{{ m.content }}") + OPEN,
-    "nemotron": "{% set ns = namespace(think=true) %}{% for m in messages %}{% if '/no_think' in m.content %}"
-                "{% set ns.think = false %}{% endif %}{% endfor %}"
-                + loop("{{ m.content.replace('/no_think', '').strip() }}")
-                + OPEN + "{% if ns.think %}Think.\n{% else %}Be quick.\n{% endif %}",
     "last sign": loop("{{ m.content | trim }}{% if not m.content.endswith('?') %}.{% endif %}") + OPEN,
     "length": loop("{% if m.content | length > 10 %}[long] {% endif %}{{ m.content }}") + OPEN,
 }  # fmt: skip
 
-THOUGHTS = [
-    {"role": "user", "content": "When was it lit?"},
-    {"role": "assistant", "content": '<think>\nThe text says "1883".\n</think>\n\nIn 1883.'},
-]
 SWITCH = [{"role": "user", "content": "Hi /no_think"}, {"role": "assistant", "content": 'Hello, "you".'}]
 CHATS = {
-    "thoughts": (THOUGHTS, "who built it?"),
     "switch before": (SWITCH, "who built it?"),
     "switch now": ([], "who built it? /no_think"),
 }
@@ -66,25 +47,15 @@ def test_templates_that_look_into_messages_write_what_they_write_for_the_stock_t
     assert not caplog.records
 
 
-def test_a_template_whose_text_cannot_be_followed_warns_once(caplog):
+@pytest.mark.parametrize("content", ["{{ m.content | tojson }}", "{{ m.content.split() | length }} words"])
+def test_a_template_whose_text_cannot_be_followed_warns_once(content, caplog):
     tokenizer = stock_tokenizer("llama-3", "qwen2.5")
-    tokenizer.chat_template = loop("{{ m.content | tojson }}") + OPEN
+    tokenizer.chat_template = loop("{{ m.content }}" + content) + OPEN
     encoder = Tokenizer(tokenizer)
-    passages = [tokenize_passage(encoder, LAST, Document("Ann.").page_content)]
     with caplog.at_level(logging.WARNING):
-        texts = [encoder.decode(tokenize_prompt(encoder, LAST, "who?").with_passages(passages).token_ids)] * 2
+        texts = [encoder.decode(tokenize_prompt(encoder, LAST, "who?").with_passages([]).token_ids) for _ in range(2)]
     assert [record.getMessage()[:34] for record in caplog.records] == ["the chat template writes other tex"]
     assert "u001f" not in texts[1]
-
-
-def test_a_template_that_counts_the_words_of_passages_warns_once(caplog):
-    tokenizer = stock_tokenizer("llama-3", "qwen2.5")
-    tokenizer.chat_template = loop("{{ m.content }} ({{ m.content.split() | length }} words)") + OPEN
-    encoder = Tokenizer(tokenizer)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            tokenize_prompt(encoder, LAST, "who?")
-    assert [record.getMessage()[:34] for record in caplog.records] == ["the chat template writes other tex"]
 
 
 def test_a_content_that_the_template_refuses_is_an_error_with_its_reason():

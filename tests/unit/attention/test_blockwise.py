@@ -13,7 +13,6 @@ from rag_posfix.attention.masks import (
     attend_segments,
     attend_whole,
     attend_with_lse,
-    last_row,
     merge,
 )
 from rag_posfix.attention.rope import rotate_half_split
@@ -149,28 +148,12 @@ def test_a_stretch_without_mass_counts_for_nothing():
     assert float(merge([nothing, part])[0]) == 8.0
 
 
-@pytest.mark.parametrize("from_", [1, 99])
-def test_folding_the_heads_of_a_group_changes_nothing(from_, monkeypatch):
-    monkeypatch.setattr(masks, "FOLD_FROM", from_)
-    query, key, value = random_states(9)
-    out, lse = attend_with_lse(query[:, :, 2:7], key, value, 1.0)
-    scores = spelled_out(query[:, :, 2:7], key, causal=False)
-    assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
-    assert torch.allclose(out, scores.softmax(-1) @ value.repeat_interleave(HEADS // KV_HEADS, 1), atol=1e-5)
-
-
 @pytest.mark.parametrize("cut", [0, 1, 4])
 def test_stretches_and_the_own_block_are_causal_attention(cut):
     query, key, value = random_states(9)
     out, _ = attend_segments(query[:, :, 5:], key, value, 1.0, 5, [(0, cut), (cut, 5)])
     whole, _ = attend_with_lse(query, key, value, 1.0, causal=True)
     assert torch.allclose(out, whole[:, :, 5:], atol=1e-5)
-
-
-def test_the_last_row_reads_the_key_head_of_its_group():
-    query, key, _ = random_states(5)
-    row = last_row(query, key, 0.5)
-    assert float(row[0, 4, 0, 2]) == pytest.approx(float(query[0, 4, 4] @ key[0, 4 // 3, 2]) * 0.5, abs=1e-5)
 
 
 def test_reference_scores_are_those_of_rotated_queries_and_keys():

@@ -6,16 +6,13 @@ from contextlib import closing
 import pytest
 
 from rag_posfix.caching.tier import AdaptiveDeadline, DeadlineRunner
+from tests.support.threads import in_threads
 
 
 @pytest.fixture
 def runner():
     with closing(DeadlineRunner("test", max_threads=2)) as runner:
         yield runner
-
-
-def test_it_returns_the_result(runner):
-    assert runner.run(lambda: 42, 60) == 42
 
 
 @pytest.mark.parametrize("seconds", [1e10, math.inf])
@@ -56,17 +53,8 @@ def test_threads_are_bounded_and_reused(runner):
 
 
 def test_many_callers_get_their_own_results(runner):
-    results = {}
-
-    def call(number):
-        results[number] = runner.run(lambda: number * 2, 60)
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(50)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: number * 2 for number in range(50)}
+    results = in_threads(lambda number: runner.run(lambda: number * 2, 60), range(50))
+    assert results == [number * 2 for number in range(50)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import multiprocessing
 import os
@@ -10,14 +9,13 @@ import threading
 import time
 
 import pytest
-import torch
 
 from rag_posfix.caching.answers.tiered import BlobCodec
 from rag_posfix.caching.disk import DiskTier, SqliteFile
 from rag_posfix.caching.kv.store import KVCodec
 from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
-from tests.support.passages import SHAPE, entry, same
+from tests.support.passages import entry, same
 from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
 from tests.unit.caching.disk_tier import LARGE, MIB, get, open_tier, put, raw, values
@@ -38,35 +36,12 @@ def test_a_value_comes_back(tier, value):
     assert (stats.hits, stats.misses, stats.entries, stats.errors) == (1, 1, 1, 0)
 
 
-@pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_keys_and_values_come_back_bit_by_bit_with_their_tags(tmp_path, dtype):
-    shape = dataclasses.replace(SHAPE, dtype=dtype)
-    entries = {f"key{number}": entry(number, shape, tags=("a", "b")) for number in range(30)}
-    with open_tier(tmp_path, KVCodec()) as tier:
-        tier.put_many(entries)
-        hits = tier.get_many(dict.fromkeys([*entries, "unknown"], shape))
-        assert list(hits) == list(entries)
-        assert all(same(hits[key], entries[key]) for key in entries)
-        assert (tier.stats().hits, tier.stats().misses, tier.stats().corrupt) == (30, 1, 0)
-        assert tier.get_many({"key0": dataclasses.replace(shape, layers=3)}) == {}
-        assert tier.stats().corrupt == 1
-
-
 def test_a_large_value_has_a_file_and_is_counted(tier, tmp_path):
     put(tier, "key", b"x" * MIB)
     assert [file.stat().st_size for file in values(tmp_path)] == [MIB + 20]
     assert tier.stats().bytes > MIB
     put(tier, "key", b"small")
     assert values(tmp_path) == []
-
-
-@pytest.mark.usefixtures("anywhere")
-def test_a_value_survives_the_process(tmp_path):
-    for expected in (None, b"answer"):
-        with open_tier(tmp_path) as tier:
-            assert get(tier, "key") == expected
-            put(tier, "key")
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import sqlite3
-import time
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from rag_posfix.caching.tier import CircuitBreaker
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, same
 from tests.support.subprocesses import run_python
-from tests.unit.caching.disk_tier import MIB, get, open_tier, put, raw, values
+from tests.unit.caching.disk_tier import get, open_tier, put, raw, values
 
 
 @pytest.mark.parametrize(
@@ -146,46 +145,24 @@ def test_an_index_that_is_damaged_while_open_is_never_an_error(tier, tmp_path, d
     assert get(tier, "key") == b"answer"
 
 
-def test_lost_tables_are_made_again(tier, tmp_path):
-    put(tier, "key")
-    with raw(tmp_path) as connection:
+def drop_table(folder):
+    with raw(folder) as connection:
         connection.execute("DROP TABLE entries")
-    assert get(tier, "key") is None
-    put(tier, "key")
-    assert get(tier, "key") == b"answer"
 
 
-def test_a_folder_that_is_removed_under_it_is_made_again(tier, tmp_path):
-    put(tier, "key")
-    for file in tmp_path.iterdir():
+def remove_files(folder):
+    for file in folder.iterdir():
         file.unlink()
+
+
+@pytest.mark.parametrize("lose", [drop_table, remove_files])
+def test_lost_tables_and_files_are_made_again(tier, tmp_path, lose):
+    put(tier, "key")
+    lose(tmp_path)
     assert get(tier, "key") is None
     put(tier, "key")
     assert get(tier, "key") == b"answer"
     assert (tmp_path / "answers-v1.sqlite3").exists()
-
-
-def test_answers_of_earlier_versions_are_found(tmp_path):
-    with raw(tmp_path) as connection:  # the tables of version 1, which had no files
-        connection.executescript("""
-            CREATE TABLE entries (
-                key TEXT PRIMARY KEY, value BLOB NOT NULL, expires_at REAL NOT NULL, used_at REAL NOT NULL
-            );
-            CREATE TABLE tags (
-                tag TEXT NOT NULL, key TEXT NOT NULL REFERENCES entries (key) ON DELETE CASCADE, PRIMARY KEY (tag, key)
-            ) WITHOUT ROWID;
-            CREATE INDEX entries_by_use ON entries (used_at);
-            CREATE INDEX entries_by_expiry ON entries (expires_at);
-            CREATE INDEX tags_by_key ON tags (key);
-            INSERT INTO tags VALUES ('tag', 'key');
-        """)
-        row = ("key", seal("key", b"answer"), time.time() + 60, time.time())
-        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", row)
-    with open_tier(tmp_path) as tier:
-        assert get(tier, "key") == b"answer"
-        put(tier, "large", b"x" * MIB)
-        assert get(tier, "large") is not None
-        assert tier.delete_tags(["tag"]) == 1
 
 
 def test_files_of_keys_and_values_of_earlier_versions_are_removed_and_the_log_says_so(tmp_path, caplog):
@@ -233,17 +210,6 @@ def test_a_folder_that_cannot_be_made_is_a_miss_and_one_line_in_the_log(tmp_path
         assert not tier.stats().available
     assert sum("is failing" in record.message for record in caplog.records) <= 2
     assert "could not drop entries" in caplog.text
-
-
-def test_it_recovers_when_the_folder_can_be_made(tmp_path):
-    clock = Clock()
-    (tmp_path / "folder").write_text("in the way")
-    with open_tier(tmp_path / "folder", breaker=CircuitBreaker(clock=clock)) as tier:
-        put(tier, "key")
-        (tmp_path / "folder").unlink()
-        clock.advance(5)
-        put(tier, "key")
-        assert get(tier, "key") == b"answer"
 
 
 def full(*_):

@@ -16,15 +16,6 @@ def get(tier, *keys, shape=SHAPE):
     return tier.get_many(dict.fromkeys(keys, shape))
 
 
-@pytest.mark.parametrize("value", [b"", b"answer"])
-def test_bytes_come_back(value):
-    tier = MemoryTier()
-    assert get(tier, "key") == {}
-    tier.put_many({"key": Blob(value)})
-    assert get(tier, "key")["key"].data == value
-    assert (tier.stats().hits, tier.stats().misses, tier.stats().entries) == (1, 1, 1)
-
-
 def test_entries_come_back_as_the_same_tensors():
     tier = MemoryTier()
     stored = entry(1)

@@ -19,17 +19,6 @@ def loaded():
     return loaded_model()
 
 
-@pytest.fixture
-def forwards(loaded):
-    """The number of tokens of each forward pass."""
-    seen = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, keywords: seen.append(keywords["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield seen
-    handle.remove()
-
-
 def engine_of(loaded, **options):
     return Engine(loaded, NumberEncoder(**options), "tiny", "print")
 
@@ -130,20 +119,20 @@ def test_a_prompt_without_passages_is_answered(loaded, mitigation):
     assert generation.attention == ()
 
 
-def test_no_step_runs_before_its_text_is_asked_for(loaded, forwards):
+def test_no_step_runs_before_its_text_is_asked_for(loaded, passes):
     stream = engine_of(loaded).stream(request(max_tokens=6))
-    assert forwards == []
+    assert passes == []
     next(stream)
-    assert forwards == [39]
+    assert passes == [39]
     next(stream)
-    assert forwards == [39, 1]
+    assert passes == [39, 1]
     stream.close()
-    assert forwards == [39, 1]
+    assert passes == [39, 1]
 
 
-def test_the_last_token_is_not_read(loaded, forwards):
+def test_the_last_token_is_not_read(loaded, passes):
     engine_of(loaded).generate(request(max_tokens=3))
-    assert forwards == [39, 1, 1]
+    assert passes == [39, 1, 1]
 
 
 def test_seeded_sampling_repeats_and_differs_from_other_seeds(loaded):
@@ -159,7 +148,7 @@ def test_seeded_sampling_repeats_and_differs_from_other_seeds(loaded):
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "fits"), [((7, 4, 9, 6), 473, True), ((7, 4, 9, 6), 474, False), ((600,), 1, False)]
 )
-def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, forwards, lengths, max_tokens, fits):
+def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, passes, lengths, max_tokens, fits):
     engine = engine_of(loaded)
     asked = request(layout=toy_layout(lengths), max_tokens=max_tokens)
     if fits:
@@ -168,15 +157,15 @@ def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, f
         for entry in (engine.generate, engine.stream):
             with pytest.raises(PromptTooLongError, match=rf"max_tokens={max_tokens} more, but .* window is 512"):
                 entry(asked)
-    assert forwards == []
+    assert passes == []
 
 
-def test_short_answers_need_room_in_the_context_window_too(loaded, forwards):
+def test_short_answers_need_room_in_the_context_window_too(loaded, passes):
     # 5 + 480 + 8 tokens leave 19: enough for an answer of 3, too few for short answers of 24.
     asked = request("passage_answers", toy_layout((480,)), max_tokens=3)
     with pytest.raises(PromptTooLongError, match="max_tokens=24 more"):
         engine_of(loaded).generate(asked)
-    assert forwards == []
+    assert passes == []
     assert engine_of(loaded).stream(request("passage_answers", toy_layout((480,)), {"answer_tokens": 3}, max_tokens=3))
 
 
@@ -213,7 +202,7 @@ def test_experts_read_alone_may_be_longer_together_than_the_window(loaded):
     assert len(engine_of(loaded).generate(request("context_experts", layout, max_tokens=2)).token_ids) == 2
 
 
-def test_bad_requests_raise_when_a_stream_is_opened(loaded, forwards):
+def test_bad_requests_raise_when_a_stream_is_opened(loaded, passes):
     engine = engine_of(loaded)
     unscored = toy_layout()
     for error, message, asked in (
@@ -229,18 +218,18 @@ def test_bad_requests_raise_when_a_stream_is_opened(loaded, forwards):
         with pytest.raises(error) as caught:
             engine.stream(asked)
         assert message in str(caught.value)
-    assert forwards == []
+    assert passes == []
 
 
-def test_a_model_that_lacks_what_a_method_needs_is_refused_before_any_work(loaded, forwards, monkeypatch):
+def test_a_model_that_lacks_what_a_method_needs_is_refused_before_any_work(loaded, passes, monkeypatch):
     method = MITIGATIONS.get("context_experts")
     monkeypatch.setattr(method, "requires", frozenset({"a miracle"}))
     with pytest.raises(UnsupportedModelError, match="context_experts needs a miracle"):
         engine_of(loaded).stream(request("context_experts"))
-    assert forwards == []
+    assert passes == []
 
 
-def test_describe_checks_a_mitigation_without_running_it(loaded, forwards):
+def test_describe_checks_a_mitigation_without_running_it(loaded, passes):
     engine = engine_of(loaded)
     info = engine.describe(MitigationChoice("context_experts", {"answer_weight": 0.5}))
     assert (info.name, info.order_invariant) == ("context_experts", True)
@@ -248,7 +237,7 @@ def test_describe_checks_a_mitigation_without_running_it(loaded, forwards):
     assert engine.describe(MitigationChoice()).order_invariant is False
     with pytest.raises(ConfigError, match="answer_weight=2 must be a number between 0 and 1"):
         engine.describe(MitigationChoice("context_experts", {"answer_weight": 2}))
-    assert forwards == []
+    assert passes == []
 
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS.names())

@@ -21,7 +21,6 @@ from rag_posfix.patching.install import install
 from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
-from tests.unit.generation.together import generate_together
 
 WINDOW = 48
 CONTEXT = 512
@@ -134,13 +133,6 @@ def test_a_passage_kept_by_a_short_prompt_is_not_joined_into_a_long_one(unslid, 
     assert_as_stock(engine, stock, BELOW, 4)
     assert_as_stock(engine, stock, BEYOND, 4)  # begins with the same prefix and passages
     assert_as_stock(engine, stock, BELOW, 4)
-
-
-def test_a_short_answer_beside_a_long_one_is_that_of_the_stock_model(loaded, stock):
-    engine = engine_of(loaded)
-    asked = [request(BELOW, 10), request(BEYOND, 10), request(toy_layout((3,)), 10)]
-    for one, generation in zip(asked, generate_together(engine, asked), strict=True):
-        assert generation.token_ids == stock_answer(stock, one.layout, 10)
 
 
 @pytest.mark.parametrize("least_rows", [1, 5])

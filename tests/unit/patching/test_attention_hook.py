@@ -15,7 +15,6 @@ from rag_posfix.generation.model.sequence_batch import LoadedModel
 from rag_posfix.mitigations import create
 from rag_posfix.patching.attention_hook import LayerRotation
 from rag_posfix.patching.install import ATTENTION_NAME, install, stock_copy, verify
-from rag_posfix.patching.structure import keeps_all_keys
 from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.attention_hook import attention_of, count_hooks
 from tests.support.tiny import COMMON, FAMILIES, loaded_model, stock_model, toy_layout
@@ -42,14 +41,6 @@ def test_idle_generation_is_token_identical(family):
     stock, loaded = stock_model(family), loaded_model(family)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(loaded.model.generate(IDS, **options), stock.generate(IDS, **options))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_verify_finds_no_difference_with_the_rotation_done_in_the_hook(family):
-    loaded = loaded_model(family)
-    found = verify(loaded.model, loaded.spec)
-    assert found.idle_difference == 0.0
-    assert found.rotation_difference == 0.0
 
 
 def test_verify_refuses_a_model_whose_rotation_is_not_what_the_table_says():
@@ -220,23 +211,3 @@ def test_a_stock_copy_shares_the_weights_and_has_neither_hooks_nor_attention_hoo
     assert {parameter.data_ptr() for parameter in twin.parameters()} == own
     with torch.inference_mode():
         assert torch.equal(twin(IDS).logits, stock_model(family)(IDS).logits)
-
-
-def test_a_sliding_window_model_offers_row_level_methods_only():
-    config = transformers.MistralConfig(**{**COMMON, "sliding_window": 8})
-    assert not keeps_all_keys(config)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    spec = install(model)
-    verify(model, spec)
-    layout = toy_layout(relevance=(0.9, 0.2, 0.4, 0.3))
-    assert create("parallel_windows").refusal(spec.shape) is not None
-    plan = create("context_experts").checked_plan(layout, spec.shape)
-    loaded = LoadedModel(model, spec)
-    found = Session(loaded, layout, plan)
-    scored = found.score([5, 9, 11])
-    stepwise = []
-    for token in (5, 9, 11):
-        stepwise.append(float(found.next_log_probs()[token]))
-        found.advance(token)
-    assert scored == pytest.approx(stepwise, abs=1e-5)

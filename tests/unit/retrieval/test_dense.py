@@ -27,17 +27,6 @@ async def test_a_filter_goes_to_the_store_with_every_question(embeddings):
         PassageRetriever(store=store, filter="year=2").retrieve("aaa", 3)
 
 
-@pytest.mark.parametrize("texts", [[], ["abc"]])
-def test_a_store_of_none_or_one_returns_what_there_is(embeddings, texts):
-    store = FaissVectorStore.from_texts(texts, embeddings)
-    assert len(PassageRetriever(store=store).retrieve("abc", 5)) == len(texts)
-
-
-def test_ties_are_ordered_by_id(embeddings):
-    store = FaissVectorStore.from_texts(["abc"] * 3, embeddings, ids=["c", "a", "b"])
-    assert [document.id for document in PassageRetriever(store=store).retrieve("\ud800abc", 3)] == ["a", "b", "c"]
-
-
 def test_stores_of_others_are_served_with_scores_kept_in_range_and_ids_filled(embeddings):
     class Careless(InMemoryVectorStore):
         def similarity_search_with_relevance_scores(self, query, k=4, **kwargs):

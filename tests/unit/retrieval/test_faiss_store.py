@@ -27,10 +27,6 @@ def test_a_negative_cosine_is_relevance_zero(embeddings):
     assert [score for _, score in store.similarity_search_with_relevance_scores("yes")] == [1.0, 0.0]
 
 
-def test_more_results_than_documents_returns_all(store):
-    assert len(store.similarity_search("a", k=1000)) == 3
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -107,13 +103,6 @@ def test_delete_without_ids_empties_the_store(store):
 def test_a_zero_vector_is_similar_to_nothing(embeddings):
     store = FaissVectorStore.from_texts(["", "123"], embeddings, ids=["a", "b"])
     assert [score for _, score in store.similarity_search_with_score("abc")] == [0.0, 0.0]
-
-
-def test_damaged_text_is_cleaned_and_unusual_text_kept(embeddings):
-    texts = ["a\x00\ud800", "<|im_end|>", "数据 😀 \u202e"]
-    store = FaissVectorStore.from_texts(texts, embeddings, ids=["x", "y", "z"])
-    assert [d.page_content for d in store.get_by_ids(["x", "y", "z"])] == ["a\ufffd\ufffd", "<|im_end|>", texts[2]]
-    assert len(store.similarity_search("\ud800", k=3)) == 3
 
 
 @pytest.mark.parametrize(

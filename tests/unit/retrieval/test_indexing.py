@@ -41,14 +41,6 @@ def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_read(embeddi
         build_index([tmp_path / "missing.txt"], tmp_path, embeddings)
 
 
-def test_an_index_stays_when_the_new_corpus_is_empty(store, embeddings, tmp_path):
-    store.save(tmp_path / "index")
-    (tmp_path / "empty.md").write_text("")
-    with pytest.raises(RetrievalError, match="no documents"):
-        build_index([tmp_path / "empty.md"], tmp_path / "index", embeddings)
-    assert len(FaissVectorStore.load(tmp_path / "index", embeddings)) == 3
-
-
 @pytest.fixture
 def corpus(tmp_path):
     folder = tmp_path / "corpus"
@@ -185,12 +177,6 @@ def test_the_last_document_does_not_go(corpus, embeddings, tmp_path):
     with pytest.raises(RetrievalError, match="no documents in"):
         update_index([corpus / "a.txt"], tmp_path / "index", embeddings)
     assert read_manifest(tmp_path / "index").count == 1
-
-
-def test_a_folder_that_was_emptied_takes_its_passages_with_it(corpus, embeddings, tmp_path):
-    update_index([corpus], tmp_path / "index", embeddings)
-    (corpus / "more" / "c.jsonl").unlink()
-    assert update_index([corpus / "more"], tmp_path / "index", embeddings).removed == 2
 
 
 def test_another_model_is_refused_and_a_rebuild_takes_it(corpus, embeddings, tmp_path):

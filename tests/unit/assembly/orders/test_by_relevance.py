@@ -60,8 +60,3 @@ def test_random_depends_on_the_seed_alone_and_not_on_the_process():
 def test_every_position_is_equally_likely_under_random():
     firsts = [permute("random", [None] * 4, seed)[0] for seed in range(400)]
     assert all(70 < firsts.count(i) < 130 for i in range(4))
-
-
-@pytest.mark.parametrize("n", range(1, 21))
-def test_ends_first_puts_the_best_document_first_for_odd_and_even_numbers(n):
-    assert permute("ends_first", [None] * n)[0] == 0

@@ -37,15 +37,6 @@ def test_a_profile_is_interpolated_linearly_to_fewer_slots():
     assert stretched((5.0, 1.0), 0) == ()
 
 
-@given(values, st.integers(2, 30))
-def test_interpolation_keeps_the_ends_and_the_range_and_mirrors(profile, count):
-    wide = stretched(profile, count)
-    assert len(wide) == count
-    assert (wide[0], wide[-1]) == pytest.approx((profile[0], profile[-1]))
-    assert min(profile) - 1e-9 <= min(wide) <= max(wide) <= max(profile) + 1e-9
-    assert stretched(profile[::-1], count) == pytest.approx(wide[::-1])
-
-
 @given(values, st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_no_other_order_gives_more_relevance_to_well_read_slots(profile, relevance):
     """By the rearrangement inequality the sum of value times relevance is the largest when both are sorted alike."""

@@ -53,11 +53,6 @@ def test_different_keys_do_not_wait_for_each_other(flight):
         assert hold(flight, "two")
 
 
-def test_a_released_key_can_be_held_again(flight):
-    for _ in range(3):
-        assert hold(flight, "key")
-
-
 def test_nothing_is_kept_of_finished_keys(flight):
     def work(_):
         for index in range(50):

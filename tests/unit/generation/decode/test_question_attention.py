@@ -58,17 +58,6 @@ def loaded():
     return loaded_model()
 
 
-@pytest.fixture
-def passes(loaded):
-    """Tokens of each forward pass, as they come."""
-    seen = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, given: seen.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    yield seen
-    handle.remove()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_what_the_stock_models_attention_matrices_say(family):
     for layout, found in zip([LAYOUT, OTHER], question_attention(loaded_model(family), [LAYOUT, OTHER]), strict=True):

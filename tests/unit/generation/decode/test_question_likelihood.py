@@ -16,6 +16,7 @@ from rag_posfix.generation.prefill import per_passage
 from rag_posfix.plan.layout import Span
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
+from tests.support.tiny_evaluation import CountedForwards
 
 LAYOUT = toy_layout()
 
@@ -108,13 +109,9 @@ def test_passages_are_shared_with_answers_whose_methods_read_them_apart():
     loaded = loaded_model()
     engine = Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()]))
     cold = engine.question_likelihood(LAYOUT)
-    seen = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, given: seen.append(tuple(given["input_ids"].shape)), with_kwargs=True
-    )
-    assert engine.question_likelihood(LAYOUT) == cold
-    assert seen == [(4, len(LAYOUT.suffix))], "the suffix in four rows and nothing else"
-    handle.remove()
+    with CountedForwards(engine) as forwards:
+        assert engine.question_likelihood(LAYOUT) == cold
+    assert forwards.shapes == [(4, len(LAYOUT.suffix))], "the suffix in four rows and nothing else"
     request = GenerationRequest(LAYOUT, MitigationChoice("context_experts"), Sampling(max_tokens=1))
     assert engine.generate(request).usage.cached_tokens == LAYOUT.suffix.start
 

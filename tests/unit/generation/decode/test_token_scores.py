@@ -143,17 +143,6 @@ def test_a_stream_brings_each_token_once_with_its_piece(engine):
         written += len(chunk.text)
 
 
-def test_what_is_held_back_for_a_stop_string_brings_its_tokens_later(engine):
-    ids = engine.generate(plain(max_tokens=4)).token_ids
-    stop = f",{ids[2]},x"  # never found: everything after the second token waits for the end
-    request = GenerationRequest(
-        Layout.plain(PROMPT), MitigationChoice("none"), Sampling(max_tokens=3, stop=(stop,), top_logprobs=0)
-    )
-    chunks = list(engine.stream(request))
-    assert sum(len(chunk.log_probs) for chunk in chunks) == 3
-    assert chunks[-1].log_probs[-1].token.data == f"{ids[2]},".encode()
-
-
 @pytest.mark.parametrize("held_back", ["{1},x", ",{1},x", "{1},{2},x"])
 def test_a_token_is_sent_with_the_piece_in_which_its_text_begins_and_neither_before_nor_later(engine, held_back):
     ids = engine.generate(plain(max_tokens=4)).token_ids

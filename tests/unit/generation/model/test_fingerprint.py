@@ -2,7 +2,6 @@ import json
 import os
 import stat
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from rag_posfix.errors import ConfigError
 from rag_posfix.generation.model import checkpoint
 from rag_posfix.generation.model.checkpoint import FileDigests, model_fingerprint
+from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
@@ -84,14 +84,6 @@ class TestModelFingerprint:
         flip_last_byte(model / file)
         assert fingerprint(model) != before
 
-    def test_the_last_byte_of_the_last_shard_changes_it(self, tmp_path, model):
-        (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-        last = model / "model-00002-of-00002.safetensors"
-        last.write_bytes(WEIGHTS)
-        before = fingerprint(model)
-        flip_last_byte(last)
-        assert fingerprint(model) != before
-
     def test_shards_that_swap_their_content_change_it(self, model):
         (model / "a.safetensors").write_bytes(b"1")
         (model / "b.safetensors").write_bytes(b"2")
@@ -126,19 +118,14 @@ class TestModelFingerprint:
         assert fingerprint(model, dtype="bfloat16") != fingerprint(model, dtype="float32")
 
     @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
-    def test_a_changed_adapter_beside_the_model_changes_it(self, model, file):
+    @pytest.mark.parametrize("own", [False, True])
+    def test_a_changed_adapter_changes_it_beside_the_model_and_in_its_own_folder(self, model, tmp_path, file, own):
+        folder, adapters = (tmp_path / "adapter", [tmp_path / "adapter"]) if own else (model, [])
         plain = fingerprint(model)
-        save_adapter(model)
-        adapted = fingerprint(model)
-        flip_last_byte(model / file)
-        assert len({plain, adapted, fingerprint(model)}) == 3
-
-    @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
-    def test_a_changed_adapter_in_its_own_folder_changes_it(self, model, tmp_path, file):
-        adapter = save_adapter(tmp_path / "adapter")
-        adapted = fingerprint(model, [adapter])
-        flip_last_byte(adapter / file)
-        assert len({fingerprint(model), adapted, fingerprint(model, [adapter])}) == 3
+        save_adapter(folder)
+        adapted = fingerprint(model, adapters)
+        flip_last_byte(folder / file)
+        assert len({plain, adapted, fingerprint(model, adapters)}) == 3
 
     def test_the_order_of_adapters_counts_and_their_paths_do_not(self, model, tmp_path):
         one, two, copy = (save_adapter(tmp_path / name, name[:3].encode()) for name in ("one", "two", "one-again"))
@@ -323,18 +310,8 @@ class TestFileDigests:
     def test_several_at_once_agree_and_leave_a_sound_file(self, tmp_path, remembered, reads):
         files = [save_model(tmp_path / str(number), bytes([number])) / "model.safetensors" for number in range(8)]
         right = FileDigests(None).of(files)
-        found = []
-
-        def start():
-            for _ in range(5):
-                found.append(FileDigests(remembered, minutes_later).of(files))
-
-        threads = [threading.Thread(target=start) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [right] * 30
+        found = in_threads(lambda _: [FileDigests(remembered, minutes_later).of(files) for _ in range(5)], range(6))
+        assert found == [[right] * 5] * 6
         reads.clear()
         assert FileDigests(remembered).of(files) == right
         assert reads == []

@@ -10,15 +10,6 @@ from rag_posfix.generation.load import generation_config_of, load_engine, read_m
 from rag_posfix.generation.model.checkpoint import read_generation_config
 from tests.support.tiny import save_tiny, toy_layout
 
-# generation_config.json as they are published with these models.
-LLAMA_3 = {
-    "bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6,
-    "top_p": 0.9, "transformers_version": "4.42.3",
-}  # fmt: skip
-GEMMA_3 = {
-    "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106],
-    "pad_token_id": 0, "top_k": 64, "top_p": 0.95, "transformers_version": "4.50.0.dev0",
-}  # fmt: skip
 GLM_4 = {
     "_from_model_config": True, "do_sample": True, "eos_token_id": [151329, 151336, 151338], "max_length": 128000,
     "pad_token_id": 151329, "temperature": 0.8, "top_p": 0.8, "transformers_version": "4.51.3",
@@ -51,8 +42,6 @@ def load(folder):
 @pytest.mark.parametrize(
     ("published", "eos_ids", "ignored"),
     [
-        (LLAMA_3, {128001, 128008, 128009}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}),
-        (GEMMA_3, {1, 106}, {"top_p": 0.95, "top_k": 64, "do_sample": True}),
         (
             GLM_4,
             {151329, 151336, 151338},
@@ -65,7 +54,7 @@ def load(folder):
         ),
         (SMOLLM2, {2}, {}),
     ],
-    ids=["llama 3", "gemma 3", "glm 4", "qwen 2.5", "smollm2"],
+    ids=["glm 4", "qwen 2.5", "smollm2"],
 )
 def test_published_files_give_every_end_and_name_what_is_not_applied(tmp_path, published, eos_ids, ignored):
     found = read_generation_config(state(tmp_path, **published))

@@ -68,11 +68,14 @@ class TestHowAnAnswerEnded:
             ("insufficient_system_resource", "gave up"),
             ("repetition_truncation", "gave up"),
             ("USER_CANCEL", "gave up"),
+            ("abort", "gave up"),
+            ("error", "gave up"),
             ("malformed_model_output", "gave up"),
             ("not_finished", "gave up"),
             ("sensitive", "withheld the answer"),
             ("IMAGE_SAFETY", "withheld the answer"),
             ("SAFETY", "withheld the answer"),
+            ("content_filter", "withheld the answer"),
         ],
     )
     def test_half_an_answer_is_an_error(self, reason: str, said: str):

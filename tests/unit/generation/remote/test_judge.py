@@ -55,11 +55,6 @@ def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[Remote
             generator.close()
 
 
-def test_it_reads_odds_and_likelihoods_and_no_attention():
-    with asking(judge) as (generator, _):
-        assert generator.capabilities == {"likelihood", "odds"}
-
-
 def test_the_odds_sum_the_spellings_of_the_first_token():
     with asking(judge) as (generator, server):
         first, second, bare = generator.log_odds(layout_of("passage 1", "passage 2"), YES, NO)

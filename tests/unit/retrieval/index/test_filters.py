@@ -18,32 +18,6 @@ def table_of(*metadata):
     return table
 
 
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        ({}, [0, 1, 2, 3, 4]),
-        ({"year": 1.0}, [0, 3]),
-        ({"year": True}, [1]),
-        ({"year": "1"}, [2]),
-        ({"year": (None, True)}, [1, 4]),
-        ({"year": []}, []),
-        ({"year": 1, "kind": "book"}, [3]),
-        ({"author": "nobody"}, []),
-        ({"tags": "a"}, [0]),
-        ({"year": {"$ne": 1}}, [1, 2, 4]),
-        ({"$or": [{"kind": "map"}, {"year": None}]}, [2, 4]),
-        ({"$not": {"kind": ["book", "map"]}}, [0, 1, 4]),
-        (lambda metadata: "a" in metadata.get("tags", []), [0]),
-    ],
-)
-def test_a_filter_lets_through_what_it_says(chosen, expected):
-    table = table_of(
-        {"year": 1, "tags": ["a"]}, {"year": True}, {"year": "1", "kind": "map"}, {"year": 1, "kind": "book"},
-        {"year": None},
-    )  # fmt: skip
-    assert table.matching(chosen).tolist() == expected
-
-
 def test_a_filter_follows_changes_of_the_documents():
     table = table_of({"a": 1}, {"a": 2})
     assert table.matching({"a": 1}).tolist() == [0]

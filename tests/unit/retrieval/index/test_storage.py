@@ -3,7 +3,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 from pathlib import Path
 
 import faiss
@@ -78,11 +77,6 @@ def test_a_loaded_store_can_be_changed_and_saved_again(folder, embeddings):
     assert [document.id for document in again.similarity_search("ccc", k=3)] == ["four", "three", "two"]
     assert again.similarity_search("bba", k=1)[0].page_content == "bab"
     assert len(list(folder.iterdir())) == 4
-
-
-def test_an_index_can_be_moved(folder, embeddings, tmp_path):
-    shutil.move(folder, tmp_path / "elsewhere")
-    assert len(FaissVectorStore.load(tmp_path / "elsewhere", embeddings)) == 3
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -86,11 +86,6 @@ def test_lone_surrogates_nul_and_line_separators_are_survived(tmp_path):
     assert second.page_content == "one\u2028line"
 
 
-def test_control_tokens_in_text_are_kept_as_they_are(tmp_path):
-    path = write_lines(tmp_path / "c.jsonl", {"text": "<|im_end|>\n<|im_start|>system"})
-    assert read_documents([path])[0].page_content == "<|im_end|>\n<|im_start|>system"
-
-
 @pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
 def test_latin_1_keeps_its_accents_and_the_guess_is_said(tmp_path, caplog, name):
     path = tmp_path / name
@@ -132,11 +127,6 @@ def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
     (tmp_path / "a.dwg").write_bytes(b"")
     with pytest.raises(RetrievalError, match=r"'\.dwg' is not one of \.adoc, \.csv, .*\.xhtml, \.xlsm, \.xlsx"):
         read_documents([tmp_path / "a.dwg"])
-
-
-def test_a_missing_path_is_an_error(tmp_path):
-    with pytest.raises(RetrievalError, match="no such file or folder"):
-        read_documents([tmp_path / "nothing"])
 
 
 def test_an_empty_corpus_is_an_error(tmp_path):

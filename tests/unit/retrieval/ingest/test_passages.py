@@ -341,11 +341,6 @@ def test_encodings_are_found(tmp_path, text, encoding):
     assert "a guess" in str(read_text(tmp_path / "a.txt").encoding_note)
 
 
-def test_a_folder_may_be_given_as_a_string(tmp_path):
-    write(tmp_path / "a.txt", "one")
-    assert titled(read_documents(str(tmp_path))) == [(None, "one")]
-
-
 def test_a_langchain_splitter_splits_what_is_between_headings(tmp_path):
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 

@@ -98,12 +98,6 @@ def test_an_html_file_becomes_passages_of_its_text_with_its_title(tmp_path, capl
     assert "a.html: not UTF-8, read as cp1252" in caplog.text
 
 
-def test_one_text_under_two_titles_is_two_passages(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.htm").write_text(f"<title>{name}</title>same")
-    assert len({document.id for document in read_documents([tmp_path])}) == 2
-
-
 prose = st.lists(
     st.sampled_from(["word", "Ünï", "数据。", "end.", "\n", "\n\n", "\r\n", " ", "&amp;", "<p>", "<b>", "\ufeff"]),
     max_size=40,
@@ -137,12 +131,6 @@ def test_text_above_a_divider_is_no_heading(tmp_path, name, divider):
     found = titles_and_texts(tmp_path, name, f"\n{divider}\n".join(entries) + "\n")
     assert {title for title, _ in found} == {"faq"}
     assert all(entry in found[0][1] for entry in entries)
-
-
-def test_a_line_above_a_divider_is_a_heading(tmp_path):
-    assert titles_and_texts(tmp_path, "a.txt", "Leave\n=====\n\nSix months.\n\nPay\n===\nEuros.\n") == [
-        ("Leave", "Six months."), ("Pay", "Euros."),
-    ]  # fmt: skip
 
 
 def test_comments_of_a_shell_are_no_headings(tmp_path):
@@ -259,14 +247,3 @@ def test_headings_of_other_markups_are_sections_and_code_has_none(tmp_path, name
 def test_code_that_is_never_closed_and_thousands_of_headings_take_no_time(suffix, text):
     """Reading each again for each other one took a minute for 500 kB."""
     assert read_markup(text, f".{suffix}").text == text
-
-
-def test_features_of_geojson_and_lines_of_ndjson_are_documents(tmp_path):
-    (tmp_path / "a.geojson").write_text(
-        '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": {"type": "Point", '
-        '"coordinates": [10.5, 59.1]}, "properties": {"name": "Torvane", "keeper": "Ilse Korvanth"}}]}'
-    )
-    (tmp_path / "b.ndjson").write_text('{"text": "The crane is broken."}\n{"text": "The pier is closed."}\n')
-    tower, crane, pier = read_documents([tmp_path])
-    assert all(name in str(tower) for name in ("Torvane", "Ilse Korvanth"))
-    assert (crane.page_content, pier.page_content) == ("The crane is broken.", "The pier is closed.")

@@ -167,7 +167,7 @@ def test_nested_text_is_text(tmp_path, value, expected):
     assert rows_of(tmp_path, json.dumps(value), "a.json") == expected
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.ndjson"])
 @pytest.mark.parametrize(
     "text", ['{"a": "x"}{"a": "y"}', '{\n "a": "x"\n}\n\n{\n "a": "y"\n}\n', '[{"a": "x"}, {"a": "y"}]']
 )

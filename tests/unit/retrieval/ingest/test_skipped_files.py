@@ -80,11 +80,6 @@ def test_an_unreadable_file_keeps_what_the_index_holds_of_it(folder, embeddings,
     assert update_index([folder], tmp_path / "index", embeddings, strict=False).removed == 1
 
 
-def test_utf16_with_its_mark_is_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes("Grüße".encode("utf-16"))
-    assert read_documents([tmp_path])[0].page_content == "Grüße"
-
-
 def test_rows_of_a_table_become_documents(tmp_path):
     (tmp_path / "a.csv").write_text('id,title,text,year\n7,Rivers,"The Tiber,\nin Rome",1999\n,,second,\n\n')
     first, second = read_documents([tmp_path / "a.csv"])
@@ -96,13 +91,6 @@ def test_rows_of_a_table_become_documents(tmp_path):
         "row": 3,
     }
     assert (second.page_content, "year" in second.metadata) == ("second", False)
-
-
-@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_a_table_without_a_column_of_texts_has_named_values(tmp_path, delimiter):
-    (tmp_path / "a.csv").write_text(f"city{delimiter}river\nRome{delimiter}Tiber\nParis{delimiter}\n")
-    contents = [document.page_content for document in read_documents([tmp_path])]
-    assert contents == ["city: Rome\nriver: Tiber", "city: Paris"]
 
 
 @pytest.mark.parametrize(
@@ -188,13 +176,6 @@ def test_an_object_with_text_and_a_list_of_objects_is_one_record(tmp_path):
 def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):
     (tmp_path / "a.csv").write_text("question,answer,product\nDogs?,Yes.,A1\nDogs?,Yes.,B2\nDogs?,Yes.,B2\n")
     assert [d.metadata["product"] for d in read_documents([tmp_path])] == ["A1", "B2"]
-
-
-def test_an_object_with_a_text_is_a_document_whatever_lists_it_has(tmp_path):
-    (tmp_path / "a.json").write_text('{"title": "Leave", "text": "Six months.", "authors": [{"name": "Ann"}]}')
-    (only,) = read_documents([tmp_path])
-    assert (only.page_content, only.metadata["title"]) == ("Six months.\n\nauthors.name: Ann", "Leave")
-    assert only.metadata["authors"] == [{"name": "Ann"}]
 
 
 @pytest.mark.parametrize(

@@ -122,14 +122,6 @@ class TestLeaving:
         assert [event for event in engine.events[4:] if "a" in event] == []
         assert set(range(4)) <= set(checked)
 
-    def test_an_answer_that_is_closed_is_released(self, make):
-        _, generator = make()
-        released = threading.Event()
-        stream = generator.stream_watched(ask(max_tokens=80), lambda: None, released.set)
-        next(stream)
-        stream.close()
-        assert released.wait(60)
-
     def test_an_answer_is_released_when_it_is_computed_and_not_when_it_is_read(self, make):
         _, generator = make()
         released = threading.Event()
