@@ -9,9 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rag_posfix.contracts.request import Sampling
+from rag_posfix.contracts.request import MitigationChoice, Sampling
 from rag_posfix.errors import GenerationError
-from rag_posfix.generation.decode.answer_writer import Sampler, StopMatcher, TextStream, choose_together
+from rag_posfix.generation.decode.answer_writer import FirstSentence, Sampler, StopMatcher, TextStream, choose_together
+from rag_posfix.generation.engine import Engine
+from tests.support.number_encoder import NumberEncoder
+from tests.support.tiny import VOCABULARY, loaded_model, toy_layout
 from tests.support.vocabularies import VOCABULARIES, base
 
 HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
@@ -319,3 +322,49 @@ def test_samplers_together_choose_the_likeliest_tokens_of_large_vocabularies():
     scores = torch.full((300_001,), -20.0)
     scores[299_999] = -0.1
     assert choose_together([Sampler(Sampling())] * 2, [scores, scores]) == [299_999, 299_999]
+
+
+# The end of an answer's first sentence, token by token.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "over"),
+    [
+        (["Rome"], False),
+        (["Rome", "."], False),  # "Rome.org" is one word
+        (["Rome", ".", " It"], True),
+        (["It cost 3", ".", "5", " m"], False),
+        (["\n", "\n", "Rome"], False),
+        (["Rome", "\n"], True),
+        (["\u516d\u4e2a\u6708", "\u3002"], True),
+        (["Rome", ".", " It", *[" is"] * 20], True),
+    ],
+)
+def test_the_first_sentence_ends_with_a_stop_and_a_space_or_with_a_line(tokens, over):
+    state = FirstSentence(lambda ids: "".join(tokens[i] for i in ids))
+    for token in range(len(tokens)):
+        state = state.add(token)
+    assert state.has_ended == over
+
+
+def test_without_text_no_sentence_ends():
+    assert not FirstSentence().add(1).add(2).has_ended
+
+
+# Scores of allowed tokens alone: those of the combined distribution, pooled rows included.
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Engine(loaded_model(), NumberEncoder(eos_ids={2}), "tiny", "print")
+
+
+@pytest.mark.parametrize("method", ["none", "context_experts", "committee"])
+def test_allowed_tokens_keep_the_combined_score_and_all_others_have_none(tiny, method):
+    session = tiny.open(toy_layout(), MitigationChoice(method))
+    free = session.next_log_probs()
+    allowed = torch.zeros(VOCABULARY - 5, dtype=torch.bool)  # shorter than the scores, as masks of tokenizers may be
+    allowed[[7, 50, 99]] = True
+    masked = session.next_log_probs(allowed)
+    assert masked.isfinite().nonzero().flatten().tolist() == [7, 50, 99]
+    torch.testing.assert_close(masked[[7, 50, 99]], free[[7, 50, 99]], rtol=0, atol=0)

@@ -1,6 +1,7 @@
 """Passages that can be read alone: each is of one section, and says in its title which."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from langchain_core.documents import Document
 from benchmarks.end_to_end.files import pdf_of as printed_pdf
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
-from rag_posfix.retrieval.ingest.passages import PassageSize, split_blocks, split_document
+from rag_posfix.retrieval.ingest.passages import CharSpan, PassageSize, split_blocks, split_document, split_passages
 from rag_posfix.retrieval.ingest.readers import read_text
 from rag_posfix.retrieval.ingest.structure import read_markdown
 from tests.support.pdf_files import pdf_of
@@ -410,3 +411,60 @@ def test_a_sentence_that_is_longer_than_a_passage_is_said(tmp_path):
     assert [(note.kind, note.message) for note in read.notes] == [
         ("cut", "1 times a sentence, row or line was cut: it is longer than a passage of 10 words")
     ]
+
+
+prose = st.lists(
+    st.sampled_from(
+        ["word", "ein", "Ünïcödé", "数据。", "end.", "so?", "\n", "\n\n", "\r\n\r\n", " ", "\t", "\u2028", "x" * 30]
+    )
+).map(" ".join)
+sizes = st.builds(PassageSize, words=st.integers(1, 12), characters=st.integers(1, 60))
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.one_of(prose, st.text()), size=sizes)
+def test_only_whitespace_lies_outside_of_the_passages_and_each_keeps_its_bounds(text, size):
+    end = 0
+    for span in split_passages(text, size):
+        assert span.start >= end
+        assert text[end : span.start].strip() == ""
+        passage = text[span.start : span.end]
+        assert passage == passage.strip() != ""
+        assert len(passage) <= size.characters
+        assert len(passage.split()) <= size.words
+        end = span.end
+    assert text[end:].strip() == ""
+
+
+def test_paragraphs_are_joined_while_they_fit_and_never_broken_when_they_fit():
+    text = "one two\n\nthree four\n\nfive six seven"
+    passages = [text[span.start : span.end] for span in split_passages(text, PassageSize(words=4))]
+    assert passages == ["one two\n\nthree four", "five six seven"]
+
+
+def test_a_long_paragraph_is_broken_at_sentences():
+    text = "The first one ends. The second one ends! Is there a third?"
+    passages = [text[span.start : span.end] for span in split_passages(text, PassageSize(words=4))]
+    assert passages == ["The first one ends.", "The second one ends!", "Is there a third?"]
+
+
+def test_a_word_longer_than_a_passage_is_cut():
+    assert split_passages("abcdefg", PassageSize(characters=3)) == [CharSpan(0, 3), CharSpan(3, 6), CharSpan(6, 7)]
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\n "])
+def test_text_without_visible_characters_has_no_passages(text):
+    assert split_passages(text) == []
+
+
+@pytest.mark.parametrize("text", ["\n " * 200_000, "." * 400_000, '."' * 200_000, "word " * 80_000])
+def test_time_grows_with_the_length_and_not_faster(text):
+    started = time.process_time()
+    split_passages(text + "end")
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize("field", ["words", "characters"])
+def test_a_size_below_one_is_refused(field):
+    with pytest.raises(ConfigError, match=rf"{field}=0 must be >= 1"):
+        PassageSize(**{field: 0})
