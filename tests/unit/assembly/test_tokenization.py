@@ -103,16 +103,6 @@ def test_an_empty_passage_and_empty_pieces_are_allowed():
     assert encoder.decode(layout.token_ids) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_equal_content_gives_equal_segments_and_keys_wherever_it_stands():
-    encoder = ToyEncoder()
-    one, two = (tokenize_passage(encoder, PromptTemplate(), text) for text in ("Ann.", "Bob."))
-    first, second = (layout_of(encoder, "Who?", passages) for passages in ([one, two], [two, one]))
-    assert first.keys == second.keys[::-1]
-    assert [first.tokens(s) for s in first.passages] == [second.tokens(s) for s in second.passages][::-1]
-    assert first.tokens(first.prefix) == second.tokens(second.prefix)
-    assert first.tokens(first.suffix) == second.tokens(second.suffix)
-
-
 def test_the_cost_of_messages_in_a_row_grows_with_their_length():
     messages = [{"role": "user", "content": "x"}] * 400_000
     started = time.process_time()

@@ -1,6 +1,14 @@
-"""What the model of a test reads."""
+"""A tiny model, and what it reads."""
 
 import pytest
+
+from tests.support.tiny import loaded_model
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A tiny Llama with random weights, with the attention hook on it."""
+    return loaded_model()
 
 
 @pytest.fixture

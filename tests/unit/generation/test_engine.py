@@ -9,14 +9,9 @@ from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError,
 from rag_posfix.generation.engine import Engine
 from rag_posfix.mitigations import MITIGATIONS
 from tests.support.number_encoder import NumberEncoder
-from tests.support.tiny import loaded_model, stock_model, toy_layout
+from tests.support.tiny import stock_model, toy_layout
 
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
 
 
 def engine_of(loaded, **options):
@@ -251,19 +246,6 @@ def test_the_score_of_an_answer_is_the_mean_of_its_steps(loaded, mitigation):
         steps.append(float(session.next_log_probs()[token]))
         session.advance(token)
     assert engine.score(layout, answer, choice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
-
-
-def test_scoring_leaves_the_session_where_it_is(loaded):
-    session = engine_of(loaded).open(toy_layout(), max_tokens=4)
-    before = session.next_log_probs()
-    session.score([5, 6, 7])
-    assert torch.equal(session.next_log_probs(), before)
-    assert session.score([5, 6, 7]) == session.score([5, 6, 7])
-
-
-def test_an_empty_answer_has_no_score(loaded):
-    with pytest.raises(ConfigError, match="cannot score an empty continuation"):
-        engine_of(loaded).score(toy_layout(), [])
 
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS.names())

@@ -100,14 +100,6 @@ def divided(heads):
     return Session(loaded_model(), toy_layout(), Plan(rows=(RowPlan(head_scale=divide(heads)),)))
 
 
-def test_dividing_the_positions_of_all_heads_by_one_changes_nothing():
-    plain, ones = Session(loaded_model(), toy_layout(), Plan()), divided([1.0, 1.0])
-    for token in (5, 9, 11):
-        assert torch.equal(plain.next_log_probs(), ones.next_log_probs())
-        plain.advance(token)
-        ones.advance(token)
-
-
 def test_dividing_the_positions_of_all_heads_alike_is_dividing_all_positions():
     layout = toy_layout()
     positions = torch.arange(len(layout.token_ids)).float()[None] / 2

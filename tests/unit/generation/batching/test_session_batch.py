@@ -24,11 +24,6 @@ TURNING = ["inter_document", "hidden_scaling", "head_scaling", "multi_base", "no
 """Methods whose queries and keys are rotated by the hook, or by other angles than the model's."""
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
-
-
 def engine_of(loaded, **options):
     return Engine(loaded, NumberEncoder(**options), "tiny", "print")
 

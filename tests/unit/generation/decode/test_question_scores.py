@@ -74,11 +74,6 @@ def engine_of(loaded, store=None):
     return Engine(loaded, NumberEncoder(), "tiny", "print", passages=store)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_what_the_stock_models_attention_matrices_say(family):
     for layout, found in zip([LAYOUT, OTHER], question_attention(loaded_model(family), [LAYOUT, OTHER]), strict=True):

@@ -11,16 +11,11 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import passage_attention, prefill, prefill_calibrated
 from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
-from tests.support.tiny import loaded_model, toy_layout
+from tests.support.tiny import toy_layout
 
 LAYOUT = toy_layout()
 DUMMIES = [with_dummy(LAYOUT, slot) for slot in range(4)]
 T = len(LAYOUT.token_ids)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
 
 
 @torch.inference_mode()

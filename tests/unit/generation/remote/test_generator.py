@@ -7,10 +7,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from email.utils import formatdate
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import pytest
@@ -37,7 +36,6 @@ from rag_posfix.generation.remote import connection
 from rag_posfix.generation.remote.connection import ServerLimits
 from rag_posfix.generation.remote.generator import (
     PieceEncoder,
-    RemoteGenerator,
     check_remote_mitigation,
     messages_of,
     most_agreed,
@@ -49,9 +47,7 @@ from rag_posfix.plan.layout import Layout, Span
 from rag_posfix.text import clean_text
 from tests.support.threads import in_threads
 from tests.support.upstream import (
-    Answering,
     Reply,
-    Upstream,
     as_json,
     error,
     event,
@@ -62,20 +58,9 @@ from tests.support.upstream import (
     whole,
 )
 from tests.support.waiting import wait_until
-from tests.unit.generation.remote.requests import request_of
+from tests.unit.generation.remote.requests import asking, request_of
 
 KEY = "sk-very-secret"
-FAST = ServerLimits(connect_seconds=60, read_seconds=60, retries=0)
-
-
-@contextmanager
-def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
-    with upstream(*replies) as server:
-        generator = open_remote(server.model, **{"api_key": KEY, "limits": FAST, **options})
-        try:
-            yield generator, server
-        finally:
-            generator.close()
 
 
 class TestAnswers:
@@ -153,7 +138,7 @@ class TestAnswers:
         assert usage == Usage(len(request.layout.token_ids), len(generator.encoder.encode_text("In 1901.")), 0)
 
     def test_the_key_is_sent_and_nowhere_shown(self, caplog: pytest.LogCaptureFixture):
-        with caplog.at_level(logging.DEBUG), asking(error(401, "no")) as (generator, server):
+        with caplog.at_level(logging.DEBUG), asking(error(401, "no"), api_key=KEY) as (generator, server):
             with pytest.raises(UpstreamError, match="RAG_POSFIX_REMOTE_API_KEY") as refused:
                 generator.generate(request_of(generator))
             shown = [str(refused.value), repr(refused.value), repr(vars(generator)), caplog.text]
@@ -307,14 +292,14 @@ class TestBrokenServers:
     def test_nobody_listens(self):
         with upstream(whole("x")) as server:
             pass
-        generator = open_remote(server.model, limits=FAST)
+        generator = open_remote(server.model, limits=ServerLimits(retries=0))
         with pytest.raises(UpstreamError, match="cannot be reached"):
             generator.generate(request_of(generator))
         generator.close()
 
     @pytest.mark.parametrize("pause_before", [-1, 2])
     def test_a_silent_server_times_out(self, pause_before: int):
-        limits = ServerLimits(connect_seconds=60, read_seconds=0.5, retries=2)
+        limits = {"read_seconds": 0.5, "retries": 2}
         with asking(streamed("In ", "1901.", pause_before=pause_before), limits=limits) as (generator, server):
             with pytest.raises(UpstreamTimeoutError, match=r"silent for 0\.5 s"):
                 list(generator.stream(request_of(generator)))
@@ -322,7 +307,7 @@ class TestBrokenServers:
 
 
 class TestRetries:
-    LIMITS = ServerLimits(retries=2)
+    LIMITS: ClassVar = {"retries": 2}
 
     @pytest.fixture(autouse=True)
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -453,21 +438,11 @@ class TestCancelling:
 # Answers of servers that say the same in other words than OpenAI's.
 
 
-@contextmanager
-def served(*replies: Reply, **limits: Any) -> Iterator[RemoteGenerator]:
-    with upstream(*replies) as server:
-        generator = open_remote(server.model, limits=ServerLimits(**{"retries": 0, **limits}))
-        try:
-            yield generator
-        finally:
-            generator.close()
-
-
 def answers(content: Any, finish: Any = "stop", *parts: dict[str, Any]) -> Iterator[Generation]:
     """Return a whole answer, and the end of a stream of ``parts``, or of the content in one."""
     deltas = parts or (piece(content),)
     stream = Reply(*map(event, deltas), event(piece(finish=finish)), event(b"[DONE]"))
-    with served(whole(content, finish), stream) as generator:
+    with asking(whole(content, finish), stream) as (generator, _):
         yield generator.generate(request_of(generator))
         yield list(generator.stream(request_of(generator)))[-1].generation
 
@@ -478,8 +453,6 @@ class TestHowAnAnswerEnded:
         [
             "model_length",
             "MAX_TOKENS",
-            "model_context_window_exceeded",
-            "token_limit",
             "max_new_tokens",
             "FINISH_REASON_MAX_TOKENS",
             {"type": "length", "length": 20},
@@ -500,21 +473,17 @@ class TestHowAnAnswerEnded:
         ("reason", "said"),
         [
             ("network_error", "gave up"),
-            ("insufficient_system_resource", "gave up"),
-            ("repetition_truncation", "gave up"),
             ("USER_CANCEL", "gave up"),
             ("abort", "gave up"),
             ("error", "gave up"),
-            ("malformed_model_output", "gave up"),
             ("not_finished", "gave up"),
             ("sensitive", "withheld the answer"),
             ("IMAGE_SAFETY", "withheld the answer"),
-            ("SAFETY", "withheld the answer"),
             ("content_filter", "withheld the answer"),
         ],
     )
     def test_half_an_answer_is_an_error(self, reason: str, said: str):
-        with served(whole("In ", reason), Reply(event(piece("In ")), event(piece(finish=reason)))) as generator:
+        with asking(whole("In ", reason), Reply(event(piece("In ")), event(piece(finish=reason)))) as (generator, _):
             with pytest.raises(UpstreamError, match=rf"{said}.*{reason}"):
                 generator.generate(request_of(generator))
             with pytest.raises(UpstreamError, match=rf"{said}.*{reason}"):
@@ -536,7 +505,7 @@ class TestHowAnAnswerEnded:
 
     def test_a_reason_of_null_in_words_ends_no_stream(self):
         parts = event(piece("In ", "null")), event(piece("1901.", "null"))
-        with served(Reply(*parts)) as generator, pytest.raises(UpstreamError, match="in the middle"):
+        with asking(Reply(*parts)) as (generator, _), pytest.raises(UpstreamError, match="in the middle"):
             list(generator.stream(request_of(generator)))
 
 
@@ -568,7 +537,7 @@ class TestContent:
     def test_thoughts_alone_are_no_answer(self):
         thought = [{"type": "thinking", "thinking": "Hm."}]
         stream = Reply(event(piece(thought)), event(piece(finish="stop")))
-        with served(whole(thought), stream) as generator:
+        with asking(whole(thought), stream) as (generator, _):
             for ask in (generator.generate, lambda request: list(generator.stream(request))):
                 with pytest.raises(NoAnswerError, match="without any content"):
                     ask(request_of(generator))
@@ -579,7 +548,7 @@ class TestContent:
             event(b'{"choices": [{"delta": {"content": "\\ud83d"}, "finish_reason": null}]}'),
             event(b'{"choices": [{"delta": {"content": "\\ude00 1901."}, "finish_reason": "stop"}]}'),
         )
-        with served(halves) as generator:
+        with asking(halves) as (generator, _):
             chunks = list(generator.stream(request_of(generator)))
         assert [chunk.text for chunk in chunks] == ["In ", "\U0001f600 1901.", ""]
         assert chunks[-1].generation is not None
@@ -587,14 +556,14 @@ class TestContent:
 
     def test_half_an_emoji_at_the_end_is_left_out(self):
         half = event(b'{"choices": [{"delta": {"content": "\\ud83d"}, "finish_reason": "length"}]}')
-        with served(Reply(event(piece("In ")), half)) as generator:
+        with asking(Reply(event(piece("In ")), half)) as (generator, _):
             assert list(generator.stream(request_of(generator)))[-1].generation.text == "In "
 
 
 class TestStreams:
     @staticmethod
     def read(*parts: bytes, content_type: str = "text/event-stream") -> str:
-        with served(Reply(*parts, content_type=content_type)) as generator:
+        with asking(Reply(*parts, content_type=content_type)) as (generator, _):
             chunks = list(generator.stream(request_of(generator)))
         assert chunks[-1].generation is not None
         assert "".join(chunk.text for chunk in chunks) == chunks[-1].generation.text
@@ -651,14 +620,14 @@ class TestPauses:
     @pytest.mark.parametrize("headers", [{"retry-after-ms": "60000"}, {"retry-after-ms": "60000", "retry-after": "1"}])
     def test_milliseconds_are_read_first(self, headers: dict[str, str]):
         reply = error(429, "slow down", **headers)
-        with served(reply, retries=1) as generator, pytest.raises(OverloadedError) as failed:
+        with asking(reply, limits={"retries": 1}) as (generator, _), pytest.raises(OverloadedError) as failed:
             generator.generate(request_of(generator))
         assert failed.value.retry_seconds == 60.0
 
     def test_a_date_is_a_pause(self):
         """Some seconds beyond any date that the other side of a slow test could see as past."""
         reply = error(429, "slow down", **{"retry-after": formatdate(4_000_000_000, usegmt=True)})
-        with served(reply, retries=1) as generator, pytest.raises(OverloadedError) as failed:
+        with asking(reply, limits={"retries": 1}) as (generator, _), pytest.raises(OverloadedError) as failed:
             generator.generate(request_of(generator))
         assert failed.value.retry_seconds is not None
         assert failed.value.retry_seconds > 1_000_000
@@ -666,7 +635,7 @@ class TestPauses:
     @pytest.mark.parametrize("said", [formatdate(0, usegmt=True), "soon"])
     def test_a_date_that_is_over_and_what_is_no_pause_are_none(self, said: str):
         replies = error(429, "slow down", **{"retry-after": said}), whole("In 1901.")
-        with served(*replies, retries=1) as generator:
+        with asking(*replies, limits={"retries": 1}) as (generator, _):
             assert generator.generate(request_of(generator)).text == "In 1901."
 
 
@@ -830,12 +799,10 @@ def last_passage(body: dict[str, Any]) -> Reply:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_passage_is_last_once_and_the_answers_vote(stream: bool):
-    with upstream(last_passage) as server:
-        generator = open_remote(server.model)
+    with asking(last_passage) as (generator, server):
         request = requested(generator, "canonical_rotations")
         chunks = list(generator.stream(request)) if stream else []
         generation = chunks[-1].generation if stream else generator.generate(request)
-        generator.close()
     assert generation is not None
     assert generation.text == "alpha"
     assert generation.usage == Usage(120, 9, 48)
@@ -844,8 +811,6 @@ def test_each_passage_is_last_once_and_the_answers_vote(stream: bool):
 
 
 def test_repeated_passages_are_in_the_prompt_twice():
-    with upstream(whole("x")) as server:
-        generator = open_remote(server.model)
+    with asking(whole("x")) as (generator, server):
         generator.generate(requested(generator, "repeated_passages"))
-        generator.close()
     assert [server.bodies[0]["messages"][-1]["content"].count(text) for text in TEXTS] == [2, 2, 2]

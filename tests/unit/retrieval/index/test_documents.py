@@ -227,16 +227,6 @@ def test_a_function_cannot_change_the_metadata():
         table_of({"a": 1}).matching(careless)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "problem"),
-    [(5, "filter=5 is a int"), ({"a": {"$like": 1}}, "'\\$like' is not understood"), ({1: 2}, "not understood")],
-)
-def test_what_is_no_filter_is_refused(chosen, problem):
-    store = FaissVectorStore.from_texts(["abc"], LetterEmbeddings())
-    with pytest.raises(ConfigError, match=problem):
-        store.similarity_search("a", filter=chosen)
-
-
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 @settings(max_examples=30, deadline=None)
 @given(years=st.lists(st.integers(0, 4), min_size=1, max_size=60), wanted=st.integers(0, 4), k=st.integers(1, 12))

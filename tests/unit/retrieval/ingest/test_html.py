@@ -225,23 +225,15 @@ def test_a_table_of_cells_over_very_many_others_costs_no_more_than_its_text(span
     ("label", "encoding", "word"),
     [
         ("gb2312", "gb18030", "镕基"),
-        ("GBK", "gb18030", "镕"),
         ("shift_jis", "cp932", "髙橋"),
-        ("euc-kr", "cp949", "펲시"),
-        ("big5", "big5hkscs", "嘅"),
         ("iso-8859-9", "cp1254", "“Işık”"),  # noqa: RUF001
         ("tis-620", "cp874", "เรือ…"),
         ("latin1", "cp1252", "€"),
         ("x-x-big5", "big5hkscs", "嘅"),
         ("csisolatin5", "cp1254", "“Işık”"),  # noqa: RUF001
         ("iso-8859-8-i", "iso8859-8", "שלום"),
-        ("windows-874", "cp874", "เรือ…"),
-        ("gb_2312-80", "gb18030", "镕"),
         ("euc-jp", "euc_jis_2004", "灯台①"),
         ("koi8", "koi8_r", "Маяк"),
-        ("x-cp1253", "cp1253", "Φάρος"),
-        ("iso88592", "iso8859-2", "Žižkov"),
-        ("csISO88596E", "iso8859-6", "منارة"),
         ("x-mac-ukrainian", "mac_cyrillic", "Маяк"),
     ],
 )

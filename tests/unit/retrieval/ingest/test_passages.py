@@ -325,15 +325,12 @@ def test_a_long_record_is_split_and_its_passages_have_its_metadata(tmp_path):
     ("text", "encoding"),
     [
         ("Le congé parental dure six mois, d\u2019après la règle.", "cp1252"),
-        ("Der Zug fährt über München nach Köln.", "latin-1"),
         ("id;name\n1;Müller\n", "latin-1"),
         ("Zażółć gęślą jaźń, proszę bardzo państwa.", "cp1250"),
         ("Русский текст для проверки кодировки.", "cp1251"),
         ("ภาษาไทยเป็นภาษาที่มีระดับเสียงของคำแน่นอน", "cp874"),
-        ("Русский текст для проверки кодировки.", "koi8-r"),
         ("これは日本語の文章です。", "shift_jis"),
         ("这是一个中文句子,用来测试编码。", "gb18030"),
-        ("한국어 문장입니다. 확인해 보세요.", "euc-kr"),
     ],
 )
 def test_encodings_are_found(tmp_path, text, encoding):
