@@ -106,17 +106,6 @@ def test_the_two_sets_of_frequencies_differ_by_more_than_rounding(stock):
     assert float((short - long).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("sliding_window", SLIDING)
-def test_a_sliding_window_as_long_as_the_context_costs_no_method(sliding_window):
-    shape = long_rope(sliding_window).spec.shape
-    assert shape.capabilities == frozenset(Capability)
-    assert shape.context_window == CONTEXT
-
-
-def test_a_sliding_window_one_token_shorter_than_the_context_keeps_not_all_keys():
-    assert Capability.FULL_CACHE not in long_rope(CONTEXT - 1).spec.shape.capabilities
-
-
 @pytest.mark.parametrize(("used", "allowed"), [(39, 10), (48, 1)])
 def test_an_answer_that_may_cross_the_window_is_refused_with_the_largest_max_tokens(loaded, used, allowed):
     # 39 + 10 = 49, of which the last is not read: 48 positions.

@@ -75,11 +75,6 @@ async def test_an_empty_question_and_a_k_below_one_are_refused(retriever, questi
             await search(question, k)
 
 
-def test_a_default_k_below_one_is_refused(store):
-    with pytest.raises(ValueError, match="k"):
-        PassageRetriever(store=store, k=0)
-
-
 def test_passages_carry_id_and_relevance_best_first(store):
     retriever = PassageRetriever(store=store)
     assert isinstance(retriever, Retriever)

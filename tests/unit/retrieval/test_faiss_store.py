@@ -126,12 +126,6 @@ def test_a_model_of_another_dimension_is_refused(store, embeddings):
     assert len(store) == 3
 
 
-def test_it_works_as_a_langchain_retriever(store):
-    found = store.as_retriever(search_kwargs={"k": 2}).invoke("aaa")
-    assert [document.id for document in found] == ["one", "two"]
-    assert [document.id for document in store.similarity_search_by_vector([2.0] + [0.0] * 25, k=1)] == ["one"]
-
-
 def test_threads_may_add_search_and_delete_at_once(embeddings):
     store = FaissVectorStore.from_texts(["abc"], embeddings, ids=["stays"])
 

@@ -331,31 +331,23 @@ def tier_names(store):
     return [tier["name"] for tier in store.stats()["tiers"]]
 
 
-def test_memory_alone_is_built_by_default(tmp_path):
-    with closing(build_passage_store(PassageStoreSettings(), tmp_path, "cpu")) as store:
-        store.put_many({"key": entry(1)})
-        assert tier_names(store) == ["memory"]
-        assert same(get(store, "key")["key"], entry(1))
-    assert not list(tmp_path.iterdir())
+REDIS = {"memory_bytes": 5000, "disk_bytes": 10**6, "redis_url": "redis://:hush@127.0.0.1:1"}
 
 
-def test_a_disk_tier_is_built_when_it_has_bytes(tmp_path):
-    settings = PassageStoreSettings(disk_bytes=10**6)
-    with closing(build_passage_store(settings, tmp_path)) as store:
-        store.put_many({"key": entry(1)})
-        assert tier_names(store) == ["memory", "disk"]
-    assert [path.name for path in tmp_path.iterdir()] == ["passages"]
-    with closing(build_passage_store(settings, tmp_path)) as store:
-        assert same(get(store, "key")["key"], entry(1))
-
-
-def test_redis_is_built_when_it_has_a_url(tmp_path):
-    settings = PassageStoreSettings(memory_bytes=5000, disk_bytes=10**6, redis_url="redis://:hush@127.0.0.1:1")
-    with closing(build_passage_store(settings, tmp_path)) as store:
-        assert tier_names(store) == ["memory", "disk", "redis"]
-        store.put_many({"key": entry(1)})
-        assert get(store, "key")
-        assert "hush" not in repr(store)
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [({}, ["memory"]), ({"disk_bytes": 10**6}, ["memory", "disk"]), (REDIS, ["memory", "disk", "redis"])],
+)
+def test_a_tier_is_built_when_it_has_bytes_or_a_url(tmp_path, settings, names):
+    for is_stored in (False, "disk" in names):
+        with closing(build_passage_store(PassageStoreSettings(**settings), tmp_path, "cpu")) as store:
+            assert ("key" in get(store, "key")) is is_stored
+            store.put_many({"key": entry(1)})
+            assert tier_names(store) == names
+            assert same(get(store, "key")["key"], entry(1))
+            assert "hush" not in repr(store)
+            assert store.flush(SECONDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["passages"] * ("disk" in names)
 
 
 @pytest.mark.parametrize("settings", [{"enabled": False}, {"memory_bytes": 0}])

@@ -114,17 +114,6 @@ def test_every_method_shares_a_step_with_every_other(loaded):
         assert score == pytest.approx(theirs.score([6, 7, 8]), abs=1e-5)
 
 
-def test_sessions_join_pause_and_leave_between_any_two_steps(loaded):
-    together, alone = (open_all(engine_of(loaded), requests(["context_experts"] * 5)) for _ in range(2))
-    plan = [[9, 9, None, 9, None], [8, None, 8, 8, 8], [7, 4, 7, None, 7], [None, None, None, None, 6]]
-    for tokens in plan:
-        advance(together, tokens)
-        for ours, theirs, token in zip(together, alone, tokens, strict=True):
-            if token is not None:
-                theirs.advance(token)
-                assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
-
-
 def test_rows_whose_heads_see_positions_of_their_own_share_steps(loaded):
     def sessions():
         others = open_all(engine_of(loaded), requests()[:3])

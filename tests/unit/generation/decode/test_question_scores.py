@@ -81,15 +81,6 @@ def test_it_is_what_the_stock_models_attention_matrices_say(family):
             assert one == pytest.approx(expected, abs=2e-6)
 
 
-def test_layers_that_are_named_count_alone():
-    loaded = loaded_model()
-    for layer in range(loaded.spec.shape.n_layers):
-        found = question_attention(loaded, [LAYOUT, OTHER], layers=(layer,))
-        for layout, passages in zip([LAYOUT, OTHER], found, strict=True):
-            for one, expected in zip(passages, eager("llama", layout, slice(layer, layer + 1)), strict=True):
-                assert one == pytest.approx(expected, abs=2e-6)
-
-
 def test_layers_and_heads_that_are_named_are_summed(loaded):
     (found,) = question_attention(loaded, [LAYOUT], layers=(2, 0))
     for one, expected in zip(found, eager("llama", LAYOUT, [0, 2]), strict=True):
@@ -127,12 +118,6 @@ def test_layers_that_forget_keys_are_read_whole_and_say_the_same():
 def test_passages_are_read_once_and_each_question_in_one_short_pass(loaded, passes):
     engine_of(loaded).question_attention([LAYOUT, OTHER, LAYOUT])
     assert passes == [AT, T - AT, 3, T - AT]
-
-
-def test_the_first_question_leaves_nothing_behind_for_the_second(loaded):
-    engine = engine_of(loaded)
-    alone = engine.question_attention([OTHER])
-    assert engine.question_attention([LAYOUT, OTHER])[1:] == alone
 
 
 def test_what_the_store_holds_is_not_read_again_and_says_the_same(loaded, passes):
@@ -621,14 +606,6 @@ def test_writing_candidates_leaves_the_rows_where_they_were(loaded):
         weighed.advance(token)
         plain.advance(token)
     assert len(seen) == 1, "the choice is made once"
-
-
-def test_the_chosen_weights_reach_the_combination(loaded):
-    one_hot = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    chosen = Session(loaded, THREE, plan(lambda answers: one_hot))
-    alone = Session(loaded, THREE.select((1,)), Plan())
-    assert float((chosen.next_log_probs() - alone.next_log_probs()).abs().max()) < 1e-5
-    assert chosen.attention() == pytest.approx((0.0, 1.0, 0.0))
 
 
 def test_a_candidate_without_use_or_without_tokens_is_refused():

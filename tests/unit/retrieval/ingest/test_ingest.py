@@ -1,6 +1,5 @@
 import gzip
 import json
-import logging
 import os
 from pathlib import Path
 
@@ -90,16 +89,6 @@ def test_lone_surrogates_nul_and_line_separators_are_survived(tmp_path):
     assert (first.id, first.page_content) == ("a\ufffd", "x\ufffd\ufffdy")
     assert first.metadata["\ufffd"] == ["😀"]
     assert second.page_content == "one\u2028line"
-
-
-@pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
-def test_latin_1_keeps_its_accents_and_the_guess_is_said(tmp_path, caplog, name):
-    path = tmp_path / name
-    path.write_bytes(b'{"text": "caf\xe9"}')
-    with caplog.at_level(logging.WARNING):
-        assert "caf\xe9" in read_documents([path])[0].page_content
-    assert name in caplog.text
-    assert "not UTF-8, read as cp1252: a guess" in caplog.text
 
 
 def test_documents_without_text_are_left_out_with_a_warning(tmp_path, caplog):

@@ -4,8 +4,6 @@ import sys
 import zipfile
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.ingest import read_documents
@@ -96,27 +94,6 @@ def test_an_html_file_becomes_passages_of_its_text_with_its_title(tmp_path, capl
     assert first.metadata == {"source": str(path), "start": 0, "end": 13, "title": "On rivers"}
     assert read_text(path).text[slice(second.metadata["start"], second.metadata["end"])] == "The Seine."
     assert "a.html: not UTF-8, read as cp1252" in caplog.text
-
-
-prose = st.lists(
-    st.sampled_from(["word", "Ünï", "数据。", "end.", "\n", "\n\n", "\r\n", " ", "&amp;", "<p>", "<b>", "\ufeff"]),
-    max_size=40,
-).map("".join)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=prose, suffix=st.sampled_from([".txt", ".md", ".html"]), words=st.integers(1, 6))
-def test_start_and_end_of_a_passage_are_its_place_in_the_text_of_the_file(tmp_path, text, suffix, words):
-    path = tmp_path / f"file{suffix}"
-    path.write_bytes(("word " + text).encode("utf-8", "surrogatepass"))
-    read = read_text(path)
-    found = read_documents([path], size=PassageSize(words=words))
-    for document in found:
-        assert read.text[document.metadata["start"] : document.metadata["end"]] == document.page_content
-    kept = "".join("".join(document.page_content.split()) for document in found)
-    distinct = {document.page_content for document in found}
-    assert len(distinct) == len(found)
-    assert len(kept) <= len("".join(read.text.split()))
 
 
 def titles_and_texts(tmp_path, name, text):
