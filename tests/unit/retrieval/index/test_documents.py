@@ -13,7 +13,6 @@ from rag_posfix.retrieval.index.documents import (
     DocumentFile,
     DocumentTable,
     IndexEntry,
-    deep_copy,
     stored_copy,
     stored_id,
 )
@@ -39,14 +38,6 @@ def test_a_stored_copy_is_clean_and_shares_nothing_with_the_document():
     assert given.metadata == {"tags": ["\ud800"]}
     assert stored_copy(given, "b").id == "b"
     assert stored_copy(Document("x")).id == stored_id(Document("x"))
-
-
-def test_a_deep_copy_shares_nothing_with_the_document():
-    given = Document(id="a", page_content="x", metadata={"tags": ["t"]})
-    copy = deep_copy(given)
-    assert copy == given
-    copy.metadata["tags"].append("new")
-    assert given.metadata == {"tags": ["t"]}
 
 
 def test_keys_ascend_and_are_never_used_again():

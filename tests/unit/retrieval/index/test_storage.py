@@ -394,11 +394,6 @@ def test_a_summary_has_some_values_of_a_field_and_the_number_of_all(tmp_path):
     assert (field.distinct, field.examples) == (EXAMPLES + 3, tuple(range(EXAMPLES)))
 
 
-def test_a_folder_without_an_index_has_no_summary(tmp_path):
-    with pytest.raises(RetrievalError, match="no index"):
-        summarize_index(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("metadata_filter", "unknown"),
     [

@@ -118,12 +118,6 @@ def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem
     assert "\n" not in str(caught.value)
 
 
-def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
-    (tmp_path / "a.dwg").write_bytes(b"")
-    with pytest.raises(RetrievalError, match=r"'\.dwg' is not one of \.adoc, \.csv, .*\.xhtml, \.xlsm, \.xlsx"):
-        read_documents([tmp_path / "a.dwg"])
-
-
 def test_an_empty_corpus_is_an_error(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(RetrievalError, match="no documents in"):
