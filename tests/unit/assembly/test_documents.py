@@ -44,29 +44,23 @@ def test_rank_is_by_score_then_content_and_missing_scores_come_last():
     assert ranked[:3] == sorted("xyz", key=lambda text: content_hash("", text))
 
 
-def test_of_duplicates_the_best_scored_stays_in_its_place():
-    documents = [
-        read("same text", 0.2, id="a"),
-        read("other", 0.5, id="b"),
-        read(" same\n text", 0.7, id="c"),
-    ]
-    kept, dropped = distinct_indices(documents)
-    assert kept == (1, 2)
-    assert dropped == (("a", "duplicate"),)
-
-
-def test_of_equal_duplicates_the_earliest_stays():
-    kept, dropped = distinct_indices([read("same", id="a"), read("same ", id="b"), read("same", id="c")])
-    assert kept == (0,)
-    assert dropped == (("b", "duplicate"), ("c", "duplicate"))
-    kept, _ = distinct_indices([read("same", 0.5, id="a"), read("same", 0.5, id="b")])
-    assert kept == (0,)
-
-
-def test_each_empty_document_is_counted():
-    kept, dropped = distinct_indices([read("", id="a"), read(" \n", id="b"), read("x", id="c")])
-    assert kept == (2,)
-    assert dropped == (("a", "empty"), ("b", "empty"))
+@pytest.mark.parametrize(
+    ("rows", "kept", "dropped"),
+    [
+        # The best scored, in its place; of equal ones the earliest; and each empty one is counted.
+        ([("same text", 0.2, "a"), ("other", 0.5, "b"), (" same\n text", 0.7, "c")], (1, 2), [("a", "duplicate")]),
+        (
+            [("same", None, "a"), ("same ", None, "b"), ("same", None, "c")],
+            (0,),
+            [("b", "duplicate"), ("c", "duplicate")],
+        ),
+        ([("same", 0.5, "a"), ("same", 0.5, "b")], (0,), [("b", "duplicate")]),
+        ([("", None, "a"), (" \n", None, "b"), ("x", None, "c")], (2,), [("a", "empty"), ("b", "empty")]),
+    ],
+)
+def test_of_duplicates_one_stays_and_none_that_is_empty(rows, kept, dropped):
+    documents = [read(text, score, id=identity) for text, score, identity in rows]
+    assert distinct_indices(documents) == (kept, tuple(dropped))
 
 
 @given(st.lists(st.tuples(texts(3), st.none() | st.sampled_from([0.1, 0.9])), max_size=8))

@@ -172,18 +172,6 @@ def test_a_deletion_while_redis_is_away_is_pending_and_reaches_all_tiers_when_it
     wait_until(lambda: memory.keys() == shared.keys() == [])
 
 
-def test_the_only_process_erases_from_redis_what_redis_had_when_it_was_away(process, shared):
-    first, _ = process()
-    first.put("key", ANSWER, ["doc"])
-    shared.server.works = False
-    first.drop_documents(["doc"])
-    first.drop_documents(["second"])
-    assert first.pending_deletions == 2
-    shared.server.works = True
-    assert first.flush_deletions(30)
-    assert shared.keys() == []
-
-
 def test_a_deletion_that_redis_lost_is_added_again_by_a_process_that_knows_it(process, shared):
     (first, _), (second, _) = process(), process()
     second.put("key", ANSWER, ["other"])

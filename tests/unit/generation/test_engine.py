@@ -1,33 +1,20 @@
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError, UnsupportedModelError
-from rag_posfix.generation.engine import Engine
+from rag_posfix.generation.engine import Engine, TextEncoder
 from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.retrieval.embeddings import SentenceEmbeddings
 from tests.support.number_encoder import NumberEncoder
-from tests.support.tiny import loaded_model, stock_model, toy_layout
+from tests.support.tiny import stock_model, toy_layout
 
 RELEVANCE = (0.9, 0.2, 0.5, 0.4)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
-
-
-@pytest.fixture
-def forwards(loaded):
-    """The number of tokens of each forward pass."""
-    seen = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, keywords: seen.append(keywords["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield seen
-    handle.remove()
 
 
 def engine_of(loaded, **options):
@@ -130,20 +117,20 @@ def test_a_prompt_without_passages_is_answered(loaded, mitigation):
     assert generation.attention == ()
 
 
-def test_no_step_runs_before_its_text_is_asked_for(loaded, forwards):
+def test_no_step_runs_before_its_text_is_asked_for(loaded, passes):
     stream = engine_of(loaded).stream(request(max_tokens=6))
-    assert forwards == []
+    assert passes == []
     next(stream)
-    assert forwards == [39]
+    assert passes == [39]
     next(stream)
-    assert forwards == [39, 1]
+    assert passes == [39, 1]
     stream.close()
-    assert forwards == [39, 1]
+    assert passes == [39, 1]
 
 
-def test_the_last_token_is_not_read(loaded, forwards):
+def test_the_last_token_is_not_read(loaded, passes):
     engine_of(loaded).generate(request(max_tokens=3))
-    assert forwards == [39, 1, 1]
+    assert passes == [39, 1, 1]
 
 
 def test_seeded_sampling_repeats_and_differs_from_other_seeds(loaded):
@@ -159,7 +146,7 @@ def test_seeded_sampling_repeats_and_differs_from_other_seeds(loaded):
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "fits"), [((7, 4, 9, 6), 473, True), ((7, 4, 9, 6), 474, False), ((600,), 1, False)]
 )
-def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, forwards, lengths, max_tokens, fits):
+def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, passes, lengths, max_tokens, fits):
     engine = engine_of(loaded)
     asked = request(layout=toy_layout(lengths), max_tokens=max_tokens)
     if fits:
@@ -168,15 +155,15 @@ def test_a_prompt_beyond_the_context_window_is_refused_before_any_work(loaded, f
         for entry in (engine.generate, engine.stream):
             with pytest.raises(PromptTooLongError, match=rf"max_tokens={max_tokens} more, but .* window is 512"):
                 entry(asked)
-    assert forwards == []
+    assert passes == []
 
 
-def test_short_answers_need_room_in_the_context_window_too(loaded, forwards):
+def test_short_answers_need_room_in_the_context_window_too(loaded, passes):
     # 5 + 480 + 8 tokens leave 19: enough for an answer of 3, too few for short answers of 24.
     asked = request("passage_answers", toy_layout((480,)), max_tokens=3)
     with pytest.raises(PromptTooLongError, match="max_tokens=24 more"):
         engine_of(loaded).generate(asked)
-    assert forwards == []
+    assert passes == []
     assert engine_of(loaded).stream(request("passage_answers", toy_layout((480,)), {"answer_tokens": 3}, max_tokens=3))
 
 
@@ -213,7 +200,7 @@ def test_experts_read_alone_may_be_longer_together_than_the_window(loaded):
     assert len(engine_of(loaded).generate(request("context_experts", layout, max_tokens=2)).token_ids) == 2
 
 
-def test_bad_requests_raise_when_a_stream_is_opened(loaded, forwards):
+def test_bad_requests_raise_when_a_stream_is_opened(loaded, passes):
     engine = engine_of(loaded)
     unscored = toy_layout()
     for error, message, asked in (
@@ -229,18 +216,18 @@ def test_bad_requests_raise_when_a_stream_is_opened(loaded, forwards):
         with pytest.raises(error) as caught:
             engine.stream(asked)
         assert message in str(caught.value)
-    assert forwards == []
+    assert passes == []
 
 
-def test_a_model_that_lacks_what_a_method_needs_is_refused_before_any_work(loaded, forwards, monkeypatch):
+def test_a_model_that_lacks_what_a_method_needs_is_refused_before_any_work(loaded, passes, monkeypatch):
     method = MITIGATIONS.get("context_experts")
     monkeypatch.setattr(method, "requires", frozenset({"a miracle"}))
     with pytest.raises(UnsupportedModelError, match="context_experts needs a miracle"):
         engine_of(loaded).stream(request("context_experts"))
-    assert forwards == []
+    assert passes == []
 
 
-def test_describe_checks_a_mitigation_without_running_it(loaded, forwards):
+def test_describe_checks_a_mitigation_without_running_it(loaded, passes):
     engine = engine_of(loaded)
     info = engine.describe(MitigationChoice("context_experts", {"answer_weight": 0.5}))
     assert (info.name, info.order_invariant) == ("context_experts", True)
@@ -248,7 +235,7 @@ def test_describe_checks_a_mitigation_without_running_it(loaded, forwards):
     assert engine.describe(MitigationChoice()).order_invariant is False
     with pytest.raises(ConfigError, match="answer_weight=2 must be a number between 0 and 1"):
         engine.describe(MitigationChoice("context_experts", {"answer_weight": 2}))
-    assert forwards == []
+    assert passes == []
 
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS.names())
@@ -262,19 +249,6 @@ def test_the_score_of_an_answer_is_the_mean_of_its_steps(loaded, mitigation):
         steps.append(float(session.next_log_probs()[token]))
         session.advance(token)
     assert engine.score(layout, answer, choice(mitigation)) == pytest.approx(sum(steps) / 4, abs=1e-4)
-
-
-def test_scoring_leaves_the_session_where_it_is(loaded):
-    session = engine_of(loaded).open(toy_layout(), max_tokens=4)
-    before = session.next_log_probs()
-    session.score([5, 6, 7])
-    assert torch.equal(session.next_log_probs(), before)
-    assert session.score([5, 6, 7]) == session.score([5, 6, 7])
-
-
-def test_an_empty_answer_has_no_score(loaded):
-    with pytest.raises(ConfigError, match="cannot score an empty continuation"):
-        engine_of(loaded).score(toy_layout(), [])
 
 
 @pytest.mark.parametrize("mitigation", MITIGATIONS.names())
@@ -291,3 +265,68 @@ def test_a_cue_ends_an_answer_and_is_no_stop_string(loaded):
     generation = engine_of(loaded).generate(replace(request(max_tokens=8), cues=(cue,)))
     assert (generation.finish_reason, generation.stop_string) == ("stop", None)
     assert generation.text == whole[: whole.index(cue)]
+
+
+# Many texts are embedded in batches on several cores, and their vectors are those of the model.
+
+
+class LengthEncoder(torch.nn.Module):
+    """A sentence encoder whose vector is the length of the text; notes how it is run."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.meeting = meeting
+
+    def __deepcopy__(self, memo):
+        other = LengthEncoder(self.meeting)
+        other.weight = memo[id(self.weight)]
+        return other
+
+    def encode_document(self, texts, **_):
+        self.meeting.note((threading.get_ident(), id(self), self.weight.data_ptr(), torch.get_num_threads()))
+        return np.array([[len(text)] for text in texts], dtype="float64")
+
+
+class Meeting:
+    """Two threads meet once, so that neither can do all the work."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(2)
+        self.notes = []
+
+    def note(self, what):
+        self.notes.append(what)
+        if len(self.notes) <= 2:
+            self.barrier.wait(60)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_core_has_a_model_of_its_own_with_shared_weights_and_one_thread(two_threads):
+    meeting = Meeting()
+    vectors = TextEncoder(LengthEncoder(meeting), batch_size=3)(["a" * number for number in range(10)])
+    assert vectors.dtype == np.float32
+    assert vectors[:, 0].tolist() == list(range(10)), "in the order of the texts"
+    threads, models, weights, threads_inside = map(set, zip(*meeting.notes, strict=True))
+    assert (len(meeting.notes), len(threads), len(models), len(weights), threads_inside) == (4, 2, 2, 1, {1})
+    assert torch.get_num_threads() == 2, "as before"
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_vectors_of_many_texts_are_those_of_the_model(two_threads):
+    texts = [f"The lighthouse number {number} was built in {1800 + number}." for number in range(20)]
+    many = SentenceEmbeddings(batch_size=4, encoder=TextEncoder)
+    plain = SentenceEmbeddings(batch_size=4)
+    found, expected = torch.tensor(many.embed_documents(texts)), torch.tensor(plain.embed_documents(texts))
+    assert float((found * expected).sum(1).min()) > 0.9995
+    assert many.embed_documents(texts[:4]) == plain.embed_documents(texts[:4]), "one batch is the model's own"

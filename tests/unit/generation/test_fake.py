@@ -45,21 +45,18 @@ def test_the_answer_and_the_attention_follow_the_passages_when_they_are_permuted
     assert len(found) == 1
 
 
-def test_attention_is_the_share_of_common_words():
-    # Common with the question: 0 words of the first, "rome", "lies", "on" of the second, "in" of the third.
-    fake, request = ask("What lies in Rome on maps?")
-    assert fake.generate(request).attention == (0.0, 0.75, 0.25)
-
-
-def test_without_a_common_word_attention_is_even():
-    fake, request = ask("Why?")
-    assert fake.generate(request).attention == pytest.approx((1 / 3, 1 / 3, 1 / 3))
-
-
-def test_without_passages_it_says_so():
-    fake, request = ask("Why?", ())
-    assert fake.generate(request).text == "No passages for: Why?"
-    assert fake.generate(request).attention == ()
+@pytest.mark.parametrize(
+    ("question", "passages", "attention"),
+    [
+        # Common with the question: 0 words of the first, "rome", "lies", "on" of the second, "in" of the third.
+        ("What lies in Rome on maps?", PASSAGES, (0.0, 0.75, 0.25)),
+        ("Why?", PASSAGES, pytest.approx((1 / 3, 1 / 3, 1 / 3))),
+        ("Why?", (), ()),
+    ],
+)
+def test_attention_is_the_share_of_common_words(question, passages, attention):
+    fake, request = ask(question, passages)
+    assert fake.generate(request).attention == attention
 
 
 def test_max_tokens_counts_words():

@@ -21,7 +21,6 @@ from rag_posfix.patching.install import install
 from rag_posfix.plan.plan import Capability, Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, stock_model, toy_layout
-from tests.unit.generation.together import generate_together
 
 WINDOW = 48
 CONTEXT = 512
@@ -107,17 +106,6 @@ def test_the_two_sets_of_frequencies_differ_by_more_than_rounding(stock):
     assert float((short - long).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("sliding_window", SLIDING)
-def test_a_sliding_window_as_long_as_the_context_costs_no_method(sliding_window):
-    shape = long_rope(sliding_window).spec.shape
-    assert shape.capabilities == frozenset(Capability)
-    assert shape.context_window == CONTEXT
-
-
-def test_a_sliding_window_one_token_shorter_than_the_context_keeps_not_all_keys():
-    assert Capability.FULL_CACHE not in long_rope(CONTEXT - 1).spec.shape.capabilities
-
-
 @pytest.mark.parametrize(("used", "allowed"), [(39, 10), (48, 1)])
 def test_an_answer_that_may_cross_the_window_is_refused_with_the_largest_max_tokens(loaded, used, allowed):
     # 39 + 10 = 49, of which the last is not read: 48 positions.
@@ -134,13 +122,6 @@ def test_a_passage_kept_by_a_short_prompt_is_not_joined_into_a_long_one(unslid, 
     assert_as_stock(engine, stock, BELOW, 4)
     assert_as_stock(engine, stock, BEYOND, 4)  # begins with the same prefix and passages
     assert_as_stock(engine, stock, BELOW, 4)
-
-
-def test_a_short_answer_beside_a_long_one_is_that_of_the_stock_model(loaded, stock):
-    engine = engine_of(loaded)
-    asked = [request(BELOW, 10), request(BEYOND, 10), request(toy_layout((3,)), 10)]
-    for one, generation in zip(asked, generate_together(engine, asked), strict=True):
-        assert generation.token_ids == stock_answer(stock, one.layout, 10)
 
 
 @pytest.mark.parametrize("least_rows", [1, 5])

@@ -1,5 +1,5 @@
 import itertools
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -46,13 +46,6 @@ def test_a_span_must_run_forwards_from_zero(start, stop):
         Span(start, stop)
 
 
-def test_spans_compare_by_value_and_cannot_change():
-    assert Span(1, 2) == Span(1, 2)
-    assert len({Span(1, 2), Span(1, 2)}) == 1
-    with pytest.raises(FrozenInstanceError):
-        Span(1, 2).start = 0
-
-
 def test_tokens_of_each_part_together_are_the_prompt(layout):
     parts = [layout.prefix, *layout.passages, layout.suffix]
     assert [layout.tokens(part) for part in parts] == [(1, 2), (10, 11), (20, 21, 22), (7, 8, 9)]
@@ -72,9 +65,7 @@ def test_a_prompt_without_passages_or_prefix_is_a_layout():
         ({"prefix": Span(1, 2)}, "expected a start of 0"),
         ({"passages": (Span(2, 4), Span(5, 7))}, "expected a start of 4"),
         ({"passages": (Span(2, 5), Span(4, 7))}, "expected a start of 5"),
-        ({"passages": (Span(4, 7), Span(2, 4))}, "expected a start of 2"),
         ({"suffix": Span(7, 9)}, "cover its 10 tokens"),
-        ({"suffix": Span(7, 11)}, "cover its 10 tokens"),
         ({"token_ids": tuple(range(7)), "suffix": Span(7, 7)}, "end in a suffix"),
         ({"texts": (Span(2, 4),)}, "one text, key and relevance per passage"),
         ({"keys": ("a", "b", "c")}, "one text, key and relevance per passage"),
@@ -116,10 +107,6 @@ def test_prompts_that_begin_with_the_same_passages_begin_with_the_same_runs(leng
     shared = [end for end in layout.boundaries[:-1] if end <= first.suffix.start]
     assert list(first.boundaries[: len(shared)]) == shared
     assert set(first.boundaries) <= {*shared, first.suffix.start}
-
-
-def test_relevance_has_one_score_per_passage(layout):
-    assert replace(layout, relevance=(0.5, 0.9)).relevance == (0.5, 0.9)
 
 
 def test_the_canonical_order_sorts_by_key(layout):

@@ -178,16 +178,6 @@ def test_the_vector_of_a_long_text_is_the_mean_of_its_windows_by_their_tokens(en
     assert vector != pytest.approx(first, abs=1e-3)
 
 
-def test_texts_that_differ_at_their_end_alone_have_other_vectors(encoder):
-    embeddings = SentenceEmbeddings(encoder, device="cpu", batch_size=2)
-    texts = ["river " * 200 + end for end in ("tiber", "rome", "")]
-    vectors = embeddings.embed_documents(texts)
-    assert len({tuple(vector) for vector in vectors}) == 3
-    many = SentenceEmbeddings(encoder, device="cpu", batch_size=1, encoder=lambda model: model.encode_document)
-    for ours, theirs in zip(many.embed_documents(texts), vectors, strict=True):
-        assert sum(a * b for a, b in zip(ours, theirs, strict=True)) > 0  # not normalised by this encoder
-
-
 def test_of_a_text_without_end_the_first_tokens_are_embedded_and_a_warning_says_so(encoder, caplog):
     embeddings = SentenceEmbeddings(encoder, device="cpu")
     words = ["t"] * MAX_TEXT_TOKENS  # a token each

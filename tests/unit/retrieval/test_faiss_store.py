@@ -27,10 +27,6 @@ def test_a_negative_cosine_is_relevance_zero(embeddings):
     assert [score for _, score in store.similarity_search_with_relevance_scores("yes")] == [1.0, 0.0]
 
 
-def test_more_results_than_documents_returns_all(store):
-    assert len(store.similarity_search("a", k=1000)) == 3
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -109,13 +105,6 @@ def test_a_zero_vector_is_similar_to_nothing(embeddings):
     assert [score for _, score in store.similarity_search_with_score("abc")] == [0.0, 0.0]
 
 
-def test_damaged_text_is_cleaned_and_unusual_text_kept(embeddings):
-    texts = ["a\x00\ud800", "<|im_end|>", "数据 😀 \u202e"]
-    store = FaissVectorStore.from_texts(texts, embeddings, ids=["x", "y", "z"])
-    assert [d.page_content for d in store.get_by_ids(["x", "y", "z"])] == ["a\ufffd\ufffd", "<|im_end|>", texts[2]]
-    assert len(store.similarity_search("\ud800", k=3)) == 3
-
-
 @pytest.mark.parametrize(
     ("vectors", "problem"),
     [([[float("nan")]], "not finite"), ([[]], "shape"), ([[1.0], [1.0]], "2 vectors for 1"), ([["x"]], "unequal")],
@@ -135,12 +124,6 @@ def test_a_model_of_another_dimension_is_refused(store, embeddings):
     with pytest.raises(RetrievalError, match="dimension 2"):
         store.add_texts(["x"], ids=["one"])
     assert len(store) == 3
-
-
-def test_it_works_as_a_langchain_retriever(store):
-    found = store.as_retriever(search_kwargs={"k": 2}).invoke("aaa")
-    assert [document.id for document in found] == ["one", "two"]
-    assert [document.id for document in store.similarity_search_by_vector([2.0] + [0.0] * 25, k=1)] == ["one"]
 
 
 def test_threads_may_add_search_and_delete_at_once(embeddings):

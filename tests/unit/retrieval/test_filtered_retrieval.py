@@ -50,7 +50,6 @@ def retrievers(faiss_store):
         "other_store": PassageRetriever(store=memory),
         "langchain": as_retriever(faiss_store.as_retriever(search_kwargs={"k": 6})),
         "langchain_other": as_retriever(memory.as_retriever(search_kwargs={"k": 6})),
-        "posfix": PosfixRetriever(base_retriever=faiss_store.as_retriever(search_kwargs={"k": 40})),
     }
 
 
@@ -101,16 +100,6 @@ def test_filter_of_a_search_is_joined_with_that_of_the_retriever(faiss_store):
     ):
         hits = retrieve_matching(retriever, "common", 40, EVEN)
         assert sorted(document.metadata["number"] for document in hits) == [0, 2, 4, 6, 8]
-
-
-def test_posfix_retriever_with_a_filter_returns_matching_documents_alone(faiss_store):
-    memory = InMemoryVectorStore(LetterEmbeddings())
-    memory.add_documents(DOCUMENTS)
-    for store in (faiss_store, memory):
-        retriever = PosfixRetriever(base_retriever=store.as_retriever(search_kwargs={"k": 40}), filter=EVEN)
-        assert len(retriever.invoke("common")) == 15
-    with pytest.raises(ValueError, match="not understood"):
-        PosfixRetriever(base_retriever=faiss_store.as_retriever(), filter={"$nor": []})
 
 
 class ForgetfulRetriever(BaseRetriever):
@@ -166,12 +155,8 @@ TYPED = [
     ("metadata_filter", "expected"),
     [
         ({"year": 1999}, "ab"),
-        ({"year": {"$ne": 1999}}, "cde"),
         ({"secret": {"$ne": True}}, "cde"),
-        ({"secret": np.True_}, "ab"),
         ({"year": {"$in": [np.int64(1999)]}}, "ab"),
-        ({"parts": {"$gt": np.float32(1)}}, "b"),
-        ({"tag": "x"}, "ab"),
         ({"parts": 0.5}, "b"),
         ({"parts": {"$gt": 1}}, "b"),
         ({"author.name": "Anna"}, "cde"),  # of e, the field that has this name
@@ -179,7 +164,6 @@ TYPED = [
         ({"author.name": {"$exists": True}}, "cde"),
         ({"author.year": {"$lt": 2000}}, "c"),
         ({"author.name": {"$ne": "Anna"}}, "ab"),
-        ({"name": "Anna"}, ""),
         ({"author.name.first": "Anna"}, ""),
         ({"publisher.name": "Anna"}, ""),
     ],

@@ -15,7 +15,6 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from rag_posfix.contracts.retrieval import SearchQuery, current_of, retrieve_query
-from rag_posfix.errors import RetrievalError
 from rag_posfix.pipeline.retrievers_and_servers import open_retriever
 from rag_posfix.retrieval import indexing
 from rag_posfix.retrieval.bm25 import BM25Index, BM25Retriever
@@ -141,12 +140,6 @@ def test_a_version_that_cannot_be_read_leaves_the_version_before(folder: Path, t
     assert index.reload(force=False) is True
     assert index.failure is None
     assert "zeppelin of gas" in ids_of(current_of(index))
-
-
-def test_an_index_that_is_damaged_at_the_start_is_an_error(folder: Path):
-    truncate(folder, "vectors")
-    with pytest.raises(RetrievalError, match="is damaged"):
-        opened(folder)
 
 
 class CountedLoads:

@@ -1,34 +1,32 @@
-import logging
+import dataclasses
+import hashlib
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache, build_answer_cache
+from rag_posfix.caching.answers import tiered
+from rag_posfix.caching.answers.tiered import (
+    SEAL_BYTES,
+    AnswerKey,
+    Blob,
+    BlobCodec,
+    SingleFlight,
+    TieredAnswerCache,
+    build_answer_cache,
+    seal,
+    unseal,
+)
 from rag_posfix.caching.disk import DiskTier
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import CacheError, ConfigError
-from rag_posfix.pipeline.precompute import AnswerCache
 from rag_posfix.settings import CacheSettings
 from tests.support.clock import Clock
-
-
-class Broken:
-    """A tier that fails whatever it is asked."""
-
-    name = "broken"
-
-    def __init__(self):
-        self.works = False
-
-    def __getattr__(self, operation):
-        def fail(*_arguments):
-            if not self.works:
-                raise RuntimeError("the value was: secret")
-            return {}
-
-        return fail
+from tests.support.threads import in_threads
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -51,13 +49,6 @@ def disk(tmp_path, clock):
 @pytest.fixture
 def cache(memory, disk, clock):
     return TieredAnswerCache([memory, disk], ttl_seconds=100, clock=clock)
-
-
-def test_it_follows_the_protocol(cache):
-    answer_cache: AnswerCache = cache
-    with answer_cache.single_flight("key"):
-        answer_cache.put("key", {"text": "Paris"})
-    assert answer_cache.get("key") == {"text": "Paris"}
 
 
 @pytest.mark.parametrize("value", [{}, {"a": [1, 2.5, None, True, {"b": "é\u2028"}]}, {"text": ""}])
@@ -114,29 +105,6 @@ def test_answers_are_dropped_from_the_slowest_tier_first_and_the_largest_count_i
     cache = TieredAnswerCache([Counting("memory", 1), Counting("disk", 5), Counting("redis", 3)])
     assert cache.clear() == 5
     assert cleared == ["redis", "disk", "memory"]
-
-
-def test_a_search_under_way_does_not_bring_back_an_answer_that_is_dropped():
-    class DroppedAfterItWasRead(MemoryTier):
-        def get_many(self, keys):
-            hits = super().get_many(keys)
-            cache.drop_documents(["doc"])
-            return hits
-
-    memory = MemoryTier()
-    cache = TieredAnswerCache([memory, DroppedAfterItWasRead()])
-    cache.put("key", {"text": "1"}, ["doc"])
-    memory.clear()
-    assert cache.get("key") is None, "it was dropped before the search ended"
-    assert memory.stats().entries == 0
-    assert cache.get("key") is None
-
-
-def test_clear_empties_every_tier(cache, memory, disk):
-    cache.put("one", {})
-    cache.put("two", {})
-    assert cache.clear() == 2
-    assert memory.stats().entries == disk.stats().entries == 0
 
 
 def test_a_large_answer_is_not_kept(memory):
@@ -206,36 +174,16 @@ def test_an_entry_past_its_end_is_a_miss(cache, memory):
     assert cache.get("key") is None
 
 
-def test_a_broken_tier_is_skipped_and_logged_once(memory, caplog):
-    broken = Broken()
-    cache = TieredAnswerCache([broken, memory])
-    for _ in range(3):
-        cache.put("key", {"text": "secret"}, ["doc"])
-        assert cache.get("key") == {"text": "secret"}
-    assert cache.drop_documents(["doc"]) == 1
-    assert cache.clear() == 0
-    assert cache.stats()["tiers"][0] == {"name": "broken"}
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "the broken tier is failing (RuntimeError)" in caplog.text
-    assert "secret" not in caplog.text
-    broken.works = True
-    cache.get("key")
-    assert "the broken tier works again" in caplog.text
-    cache.close()
-
-
 def test_a_closed_cache_only_misses(cache):
     cache.put("key", {})
     cache.close()
     assert cache.get("key") is None
 
 
-def test_settings_that_make_no_sense_are_refused(memory):
-    with pytest.raises(CacheError, match="at least one tier"):
-        TieredAnswerCache([])
-    for ttl in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(CacheError, match=r"ttl_seconds=.* must be above 0"):
-            TieredAnswerCache([memory], ttl_seconds=ttl)
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_a_life_that_is_not_above_zero_is_refused(memory, seconds):
+    with pytest.raises(CacheError, match="ttl_seconds"):
+        TieredAnswerCache([memory], ttl_seconds=seconds)
 
 
 def tier_names(cache):
@@ -289,3 +237,188 @@ def test_the_largest_answer_fits_through_every_tier(tmp_path):
     with closing(build_answer_cache(settings, tmp_path)) as cache:
         cache.put("key", {"text": "x" * 49_000}, [f"document {number}" for number in range(100)])
         assert cache.get("key") is not None
+
+
+@given(key=st.text(st.characters(exclude_categories=["Cs"])), value=st.binary())
+def test_a_sealed_value_comes_back(key, value):
+    sealed = seal(key, value)
+    assert len(sealed) == SEAL_BYTES + len(value)
+    assert unseal(key, sealed) == value
+
+
+def test_the_format_is_the_one_of_stored_entries():
+    # Magic number, then 16 bytes of BLAKE2b over the length of the key (8 bytes, big-endian), the key and the value.
+    digest = hashlib.blake2b(b"\0\0\0\0\0\0\0\x03key" + b"value", digest_size=16).digest()
+    assert seal("key", b"value") == b"RPX1" + digest + b"value"
+
+
+@given(place=st.integers(0), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_found_wherever_it_is(place, bit):
+    data = bytearray(seal("key", b"answer"))
+    data[place % len(data)] ^= 1 << bit
+    assert unseal("key", bytes(data)) is None
+
+
+@pytest.mark.parametrize("sealed", [None, 5, "text", b"", b"RPX1", b"nonsense" * 9, seal("key", b"answer")[:-1]])
+def test_what_is_not_a_whole_sealed_value_is_none(sealed):
+    assert unseal("key", sealed) is None
+
+
+def test_key_and_value_are_separated_unambiguously():
+    assert unseal("ab", seal("a", b"b" + b"c")) is None
+    assert unseal("ab", seal("a", b"c")) is None
+
+
+KEY = AnswerKey(
+    model="model",
+    template="template",
+    assembly="assembly",
+    mitigation="mitigation",
+    sampling="sampling",
+    question="question",
+    documents=("one", "two"),
+    order_invariant=False,
+    history="history",
+    tenant="tenant",
+)
+TEXT_FIELDS = [field.name for field in dataclasses.fields(AnswerKey) if field.type == "str"]
+# Texts are cleaned at the door: a lone surrogate and a NUL are the same U+FFFD there.
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=8)
+
+
+def test_the_digest_does_not_depend_on_the_process():
+    assert KEY.digest() == "8bcb2afdef5ae7e2f663d473ac4b3ea7"
+
+
+@pytest.mark.parametrize("field", TEXT_FIELDS)
+@given(text=texts)
+def test_every_text_changes_the_digest(field, text):
+    other = dataclasses.replace(KEY, **{field: text})
+    assert (other.digest() == KEY.digest()) == (other == KEY)
+
+
+@given(documents=st.lists(texts, max_size=4))
+def test_the_documents_change_the_digest(documents):
+    other = dataclasses.replace(KEY, documents=tuple(documents))
+    assert (other.digest() == KEY.digest()) == (other == KEY)
+
+
+@pytest.mark.parametrize("change", [{"order_invariant": True}, {"attribution": False}])
+def test_order_invariance_and_citations_by_attention_change_the_digest(change):
+    assert dataclasses.replace(KEY, **change).digest() != KEY.digest()
+
+
+def test_the_schema_version_changes_the_digest(monkeypatch):
+    before = KEY.digest()
+    monkeypatch.setattr(tiered, "SCHEMA_VERSION", tiered.SCHEMA_VERSION + 1)
+    assert KEY.digest() != before
+
+
+@given(first=st.lists(texts, min_size=9, max_size=9), second=st.lists(texts, min_size=9, max_size=9))
+def test_moving_text_between_fields_changes_the_digest(first, second):
+    one, two = (
+        AnswerKey(**dict(zip(TEXT_FIELDS, values, strict=True)), documents=(), order_invariant=False)
+        for values in (first, second)
+    )
+    assert (one.digest() == two.digest()) == (one == two)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("ab", "c"), ("a", "bc")), (("ab",), ("a", "b")), ((), ("",)), (("a", ""), ("", "a")), (("a",), ("a", "a"))],
+)
+def test_the_boundaries_of_documents_count(first, second):
+    digests = {dataclasses.replace(KEY, documents=documents).digest() for documents in (first, second)}
+    assert len(digests) == 2
+
+
+def test_a_field_does_not_run_into_the_documents():
+    assert (
+        dataclasses.replace(KEY, tenant="", documents=("x",)).digest()
+        != dataclasses.replace(KEY, tenant="x", documents=()).digest()
+    )
+
+
+@given(data=st.data(), documents=st.lists(texts, min_size=2, max_size=5))
+def test_a_shuffled_context_is_the_same_key_only_for_an_order_invariant_mitigation(data, documents):
+    shuffled = data.draw(st.permutations(documents))
+    for order_invariant in (False, True):
+        one, two = (
+            dataclasses.replace(KEY, documents=tuple(order), order_invariant=order_invariant).digest()
+            for order in (documents, shuffled)
+        )
+        assert (one == two) == (order_invariant or documents == shuffled)
+
+
+SECONDS = 60  # enough on a busy machine, and far below the time after which a thread stops waiting
+
+
+@pytest.fixture
+def flight():
+    return SingleFlight(max_wait_seconds=600)
+
+
+def hold(flight, key):
+    """Hold ``key`` in another thread and release it; fail if it is not free within ``SECONDS``."""
+
+    def work(_):
+        with flight.hold(key):
+            return True
+
+    return in_threads(work, [None], SECONDS) == [True]
+
+
+def test_equal_questions_at_the_same_time_are_computed_once():
+    cache = TieredAnswerCache([MemoryTier()], max_wait_seconds=600)
+    arrived, inside, most_inside, computed = [], [], [], []
+
+    def ask(number):
+        arrived.append(number)
+        with cache.single_flight("key"):
+            inside.append(number)
+            most_inside.append(len(inside))
+            wait_until(lambda: len(arrived) == 8)
+            answer = cache.get("key")
+            if answer is None:
+                computed.append(number)
+                answer = {"text": "Paris"}
+                cache.put("key", answer)
+            inside.remove(number)
+            return answer
+
+    assert in_threads(ask, range(8), SECONDS) == [{"text": "Paris"}] * 8
+    assert len(computed) == max(most_inside) == 1
+
+
+def test_different_keys_do_not_wait_for_each_other(flight):
+    with flight.hold("one"):
+        assert hold(flight, "two")
+
+
+def test_nothing_is_kept_of_finished_keys(flight):
+    def work(_):
+        for index in range(50):
+            with flight.hold(f"key{index % 3}"):
+                pass
+
+    in_threads(work, range(8), SECONDS)
+    assert len(flight) == 0
+
+
+def test_an_error_frees_the_key(flight):
+    with suppress(ValueError), flight.hold("key"):
+        raise ValueError
+    assert hold(flight, "key")
+    assert len(flight) == 0
+
+
+def test_the_wait_is_bounded():
+    flight = SingleFlight(max_wait_seconds=0.02)
+    with flight.hold("key"):
+        assert hold(flight, "key")
+        assert len(flight) == 1
+
+
+def test_a_negative_wait_is_refused():
+    with pytest.raises(CacheError, match="max_wait_seconds=-1 must be >= 0"):
+        SingleFlight(-1)

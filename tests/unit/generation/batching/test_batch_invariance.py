@@ -15,6 +15,7 @@ from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.patching.attention_hook import Overrides
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import VOCABULARY, loaded_model, toy_layout
+from tests.support.tiny_evaluation import CountedForwards
 
 SIZES = {"hidden_size": 64, "intermediate_size": 320, "num_hidden_layers": 2}
 CHOICES = [MitigationChoice(name, dict(MITIGATIONS.get(name).example)) for name in MITIGATIONS.names()]
@@ -115,14 +116,10 @@ def test_a_padded_pass_appends_nothing_but_its_own_tokens():
         Engine(replace(loaded, pass_rows=PassRows(least)), NumberEncoder(), "tiny", "print") for least in (1, 11)
     ]
     plain, padded = (engine.open(layout, choice, 9) for engine in engines)
-    rows = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, keywords: rows.append(len(keywords["input_ids"])), with_kwargs=True
-    )
-    for session in (plain, padded):
-        session.advance(7)
-    handle.remove()
-    assert rows == [5, 11]  # four experts and the row without passages
+    with CountedForwards(engines[0]) as forwards:
+        for session in (plain, padded):
+            session.advance(7)
+    assert forwards.shapes == [(5, 1), (11, 1)]  # four experts and the row without passages
     assert [batch.length for batch in padded.batches] == [batch.length for batch in plain.batches]
     assert padded.score([3, 4, 5]) == pytest.approx(plain.score([3, 4, 5]), abs=1e-5)
 

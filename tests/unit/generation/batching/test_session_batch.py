@@ -1,14 +1,11 @@
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
-from rag_posfix.errors import ConfigError, PromptTooLongError
+from rag_posfix.errors import ConfigError
 from rag_posfix.generation.batching.scheduler import (
     MAX_ROWS,
     advance_batch,
-    generate_batch,
     in_batches,
     score_batch,
 )
@@ -18,17 +15,13 @@ from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.plan.plan import Plan, RowPlan
 from tests.support.number_encoder import NumberEncoder
 from tests.support.tiny import loaded_model, toy_layout
+from tests.support.tiny_evaluation import CountedForwards
 from tests.unit.generation.together import generate_together
 
 LENGTHS = [(7, 4, 9, 6), (3,), (), (12, 2, 5), (7, 4, 9, 6, 11, 8)]
 MIX = ["none", "parallel_windows", "context_experts", "none", "none"]
 TURNING = ["inter_document", "hidden_scaling", "head_scaling", "multi_base", "none"]
 """Methods whose queries and keys are rotated by the hook, or by other angles than the model's."""
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
 
 
 def engine_of(loaded, **options):
@@ -94,25 +87,15 @@ def test_log_probabilities_at_every_step_are_those_one_by_one(family, mitigation
             session.advance(token)
 
 
-@contextmanager
-def shapes_of_passes(loaded):
-    """Give a list to which each forward pass adds the shape of its tokens."""
-    shapes = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, keywords: shapes.append(tuple(keywords["input_ids"].shape)), with_kwargs=True
-    )
-    yield shapes
-    handle.remove()
-
-
 def test_a_step_is_one_forward_pass_for_all(loaded):
-    sessions = open_all(engine_of(loaded), requests())
-    with shapes_of_passes(loaded) as shapes:
+    engine = engine_of(loaded)
+    sessions = open_all(engine, requests())
+    with CountedForwards(engine) as forwards:
         advance(sessions, [3, 4, 5, 6, 7])
         advance(sessions, [3, None, 5, None, None])
         advance(sessions, [None, None, 5, None, None])
     # SequenceBatch: none 1, parallel_windows 1, context_experts without passages 1, none 1, none 1.
-    assert shapes == [(5, 1), (2, 1), (1, 1)]
+    assert forwards.shapes == [(5, 1), (2, 1), (1, 1)]
 
 
 @pytest.mark.slow
@@ -121,25 +104,14 @@ def test_every_method_shares_a_step_with_every_other(loaded):
     choices = [MitigationChoice(name, dict(MITIGATIONS.get(name).example)) for name in MITIGATIONS.names()]
     together, alone = ([engine.open(layout, choice, 16) for choice in choices] for _ in range(2))
     rows = sum(group.n_rows for session in together for group in session.batches)
-    with shapes_of_passes(loaded) as shapes:
+    with CountedForwards(engine) as forwards:
         advance(together, [5] * len(together))
         scores = score_batch(together, [[6, 7, 8]] * len(together))
-    assert shapes == [(rows, 1), (rows, 2)]
+    assert forwards.shapes == [(rows, 1), (rows, 2)]
     for ours, theirs, score in zip(together, alone, scores, strict=True):
         theirs.advance(5)
         assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
         assert score == pytest.approx(theirs.score([6, 7, 8]), abs=1e-5)
-
-
-def test_sessions_join_pause_and_leave_between_any_two_steps(loaded):
-    together, alone = (open_all(engine_of(loaded), requests(["context_experts"] * 5)) for _ in range(2))
-    plan = [[9, 9, None, 9, None], [8, None, 8, 8, 8], [7, 4, 7, None, 7], [None, None, None, None, 6]]
-    for tokens in plan:
-        advance(together, tokens)
-        for ours, theirs, token in zip(together, alone, tokens, strict=True):
-            if token is not None:
-                theirs.advance(token)
-                assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
 
 
 def test_rows_whose_heads_see_positions_of_their_own_share_steps(loaded):
@@ -176,13 +148,6 @@ class TestScore:
             assert ours == pytest.approx(session.score(answer), abs=1e-5)
         for ours, theirs in zip(together, alone, strict=True):
             assert (ours.next_log_probs() - theirs.next_log_probs()).abs().max() < 1e-5
-
-    def test_scoring_changes_no_answer(self, loaded):
-        engine, asked = engine_of(loaded), requests()
-        sessions = open_all(engine, asked)
-        score_batch(sessions, self.ANSWERS)
-        found = generate_batch(engine, sessions, asked)
-        assert [one.token_ids for one in found] == [engine.generate(request).token_ids for request in asked]
 
     def test_answers_of_one_token_need_no_forward_pass(self, loaded):
         sessions = open_all(engine_of(loaded), requests())
@@ -222,10 +187,6 @@ class TestWriting:
 
     def test_nothing_asked_is_nothing_answered(self, loaded):
         assert generate_together(engine_of(loaded), []) == []
-
-    def test_a_prompt_that_is_too_long_is_refused(self, loaded):
-        with pytest.raises(PromptTooLongError):
-            generate_together(engine_of(loaded), requests(max_tokens=500))
 
 
 class Sized:

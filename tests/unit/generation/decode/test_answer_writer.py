@@ -9,10 +9,32 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rag_posfix.contracts.request import Sampling
-from rag_posfix.errors import GenerationError
-from rag_posfix.generation.decode.answer_writer import Sampler, StopMatcher, TextStream, choose_together
+from rag_posfix.contracts.request import (
+    MIN_LOGPROB,
+    Chunk,
+    GenerationRequest,
+    MitigationChoice,
+    Sampling,
+    ScoredToken,
+    TokenScore,
+)
+from rag_posfix.errors import ConfigError, GenerationError, PromptTooLongError
+from rag_posfix.generation.batching.scheduler import BatchingGenerator
+from rag_posfix.generation.decode.answer_writer import (
+    FirstSentence,
+    Sampler,
+    StopMatcher,
+    TextStream,
+    choose_together,
+    score_tokens,
+)
+from rag_posfix.generation.engine import Engine
+from rag_posfix.mitigations import MITIGATIONS
+from rag_posfix.plan.layout import Layout
+from tests.support.number_encoder import NumberEncoder
+from tests.support.tiny import VOCABULARY, loaded_model, stock_model, toy_layout
 from tests.support.vocabularies import VOCABULARIES, base
+from tests.unit.generation.together import generate_together
 
 HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
 
@@ -20,10 +42,6 @@ HALF_AND_LESS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
 def drawn(sampling, log_probs=HALF_AND_LESS, count=400):
     sampler = Sampler(sampling)
     return [sampler.choose(log_probs) for _ in range(count)]
-
-
-def test_greedy_takes_the_most_likely_token():
-    assert Sampler(Sampling()).choose(HALF_AND_LESS) == 1
 
 
 def test_greedy_takes_the_first_of_equals():
@@ -79,11 +97,8 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     [
         (0.25, {0}),
         (math.nextafter(0.25, 1), {0, 1}),
-        (0.5, {0, 1}),
-        (math.nextafter(0.5, 1), {0, 1, 2}),
         (0.75, {0, 1, 2}),
         (math.nextafter(0.75, 1), {0, 1, 2, 3}),
-        (math.nextafter(1.0, 0), {0, 1, 2, 3}),
         (1.0, {0, 1, 2, 3}),
     ],
 )
@@ -141,54 +156,29 @@ def run(data, stop=()):
     return pieces, stream.finish(), stream
 
 
-def test_plain_text_comes_token_by_token():
-    assert run(b"abc")[:2] == (["a", "b", "c"], "")
-
-
-def test_a_character_split_over_tokens_comes_whole():
-    assert run("é!".encode())[:2] == (["", "é", "!"], "")
-    assert run("😀".encode())[:2] == (["", "", "", "😀"], "")
-
-
-def test_half_a_character_at_the_end_is_left_out():
-    pieces, rest, stream = run("a😀".encode()[:3])
-    assert (pieces, rest, stream.text) == (["a", "", ""], "", "a")
-
-
-def test_a_stop_string_cuts_the_answer_before_it():
-    pieces, rest, stream = run(b"one. two", stop=[". "])
-    assert (pieces, rest) == (["o", "n", "e", "", ""], "")
-    assert (stream.text, stream.stopped) == ("one", True)
-
-
-def test_what_may_become_a_stop_string_is_held_back_until_it_cannot():
-    assert run(b"a\n\nb", stop=["\n\nQ"])[0] == ["a", "", "", "\n\nb"]
-
-
-def test_the_longest_beginning_of_a_stop_string_is_held_back():
-    # After "aa" both letters may begin "aab"; the third "a" frees the first.
-    assert run(b"aaa", stop=["aab"])[:2] == (["", "", "a"], "aa")
-
-
-def test_held_back_text_comes_at_the_end():
-    pieces, rest, stream = run(b"a\n", stop=["\n\n"])
-    assert (pieces, rest, stream.text, stream.stopped) == (["a", ""], "\n", "a\n", False)
+@pytest.mark.parametrize(
+    ("text", "stop", "pieces", "end", "stopped"),
+    [
+        ("abc", [], ["a", "b", "c"], "", False),
+        ("😀", [], ["", "", "", "😀"], "", False),  # a character that is split over tokens comes whole
+        (b"a\xf0\x9f", [], ["a", "", ""], "", False),  # half of one is left out
+        ("one. two", [". "], ["o", "n", "e", "", ""], "", True),
+        ("a\n\nb", ["\n\nQ"], ["a", "", "", "\n\nb"], "", False),  # held back until it cannot become a stop string
+        ("aaa", ["aab"], ["", "", "a"], "aa", False),  # both letters may begin "aab"; the third frees the first
+        ("a\n", ["\n\n"], ["a", ""], "\n", False),  # held back to the end
+        ("ab", ["b", "abX"], ["", "a"], "", True),  # "a" may begin "abX"; "b" ends the answer before that is known
+    ],
+)
+def test_text_comes_as_soon_as_no_character_and_no_stop_string_can_change_it(text, stop, pieces, end, stopped):
+    found, rest, stream = run(text.encode() if isinstance(text, str) else text, stop)
+    assert (found, rest, stream.stopped) == (pieces, end, stopped)
+    assert stream.text == "".join(pieces) + end
 
 
 def test_the_first_of_several_stop_strings_in_the_text_wins():
     stream = TextStream(lambda ids: "x END y STOP z" if ids else "", ["STOP", "END"])
     assert stream.push(1) == "x "
     assert (stream.text, stream.stopped, stream.finish()) == ("x ", True, "")
-
-
-def test_text_before_a_stop_string_comes_with_it_though_another_one_has_begun():
-    # "a" may begin "abX"; "b" ends the answer before anything else could be told.
-    pieces, rest, stream = run(b"ab", stop=["b", "abX"])
-    assert (pieces, rest, stream.text, stream.stopped) == (["", "a"], "", "a", True)
-
-
-def test_a_stop_string_over_a_split_character_is_found():
-    assert run("aé!b".encode(), stop=["é!"])[2].text == "a"
 
 
 def test_a_stop_string_in_text_that_waits_for_the_rest_of_a_character_is_found_at_the_end():
@@ -206,21 +196,9 @@ def test_a_decoder_that_drops_the_space_before_the_first_word_keeps_the_spaces_b
     assert [stream.push(i) for i in range(8)] == ["the", " cat", " sat", " on", " the", " mat", "s", "."]
 
 
-def test_each_token_is_decoded_with_a_few_neighbours_only():
-    lengths = []
-
-    def decode(ids):
-        lengths.append(len(ids))
-        return "x" * len(ids)
-
-    stream = TextStream(decode)
-    for token in range(200):
-        stream.push(token)
-    assert max(lengths) <= 5
-    assert stream.text == "x" * 200
-
-
-def test_characters_of_several_tokens_are_decoded_with_a_few_neighbours_only():
+# Of four tokens a character, a character and the four before it.
+@pytest.mark.parametrize(("text", "most"), [("x" * 200, 5), ("😀" * 50, 20)])
+def test_each_token_is_decoded_with_a_few_neighbours_only(text, most):
     lengths = []
 
     def decode(ids):
@@ -228,10 +206,10 @@ def test_characters_of_several_tokens_are_decoded_with_a_few_neighbours_only():
         return decode_bytes(ids)
 
     stream = TextStream(decode)
-    for token in "😀".encode() * 50:
+    for token in text.encode():
         stream.push(token)
-    assert max(lengths) <= 20  # a character and the four before it
-    assert stream.text == "😀" * 50
+    assert max(lengths) <= most
+    assert stream.text == text
 
 
 tokens = st.lists(st.integers(0, 260) | st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC]), max_size=40)
@@ -289,11 +267,6 @@ def test_with_stop_strings_the_pieces_are_what_stands_before_the_first_that_comp
     assert stream.stopped is found
 
 
-@pytest.mark.parametrize("stop", [(), ("never",)])
-def test_no_tokens_are_no_text(stop):
-    assert run(b"", stop)[:2] == ([], "")
-
-
 @given(st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.lists(st.text("abc", max_size=4), max_size=12))
 def test_it_finds_what_a_search_of_the_whole_text_finds(stops: list[str], pieces: list[str]):
     matcher, text = StopMatcher(stops), ""
@@ -344,3 +317,212 @@ def test_samplers_together_choose_the_likeliest_tokens_of_large_vocabularies():
     scores = torch.full((300_001,), -20.0)
     scores[299_999] = -0.1
     assert choose_together([Sampler(Sampling())] * 2, [scores, scores]) == [299_999, 299_999]
+
+
+# The end of an answer's first sentence, token by token.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "over"),
+    [
+        (["Rome"], False),
+        (["Rome", "."], False),  # "Rome.org" is one word
+        (["Rome", ".", " It"], True),
+        (["It cost 3", ".", "5", " m"], False),
+        (["\n", "\n", "Rome"], False),
+        (["Rome", "\n"], True),
+        (["\u516d\u4e2a\u6708", "\u3002"], True),
+        (["Rome", ".", " It", *[" is"] * 20], True),
+    ],
+)
+def test_the_first_sentence_ends_with_a_stop_and_a_space_or_with_a_line(tokens, over):
+    state = FirstSentence(lambda ids: "".join(tokens[i] for i in ids))
+    for token in range(len(tokens)):
+        state = state.add(token)
+    assert state.has_ended == over
+
+
+def test_without_text_no_sentence_ends():
+    assert not FirstSentence().add(1).add(2).has_ended
+
+
+# Scores of allowed tokens alone: those of the combined distribution, pooled rows included.
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Engine(loaded_model(), NumberEncoder(eos_ids={2}), "tiny", "print")
+
+
+@pytest.mark.parametrize("method", ["none", "context_experts", "committee"])
+def test_allowed_tokens_keep_the_combined_score_and_all_others_have_none(tiny, method):
+    session = tiny.open(toy_layout(), MitigationChoice(method))
+    free = session.next_log_probs()
+    allowed = torch.zeros(VOCABULARY - 5, dtype=torch.bool)  # shorter than the scores, as masks of tokenizers may be
+    allowed[[7, 50, 99]] = True
+    masked = session.next_log_probs(allowed)
+    assert masked.isfinite().nonzero().flatten().tolist() == [7, 50, 99]
+    torch.testing.assert_close(masked[[7, 50, 99]], free[[7, 50, 99]], rtol=0, atol=0)
+
+
+PROMPT = tuple(range(20, 37))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(loaded_model(), NumberEncoder(), "tiny", "print")
+
+
+@pytest.fixture
+def loaded_engine_of(engine):
+    return lambda **options: Engine(engine.loaded, NumberEncoder(**options), "tiny", "print")
+
+
+def plain(max_tokens=3, top_logprobs=2, **fields):
+    """A request to continue ``PROMPT`` with log-probabilities."""
+    sampling = Sampling(max_tokens=max_tokens, top_logprobs=top_logprobs)
+    return GenerationRequest(Layout.plain(PROMPT), MitigationChoice("none"), sampling, **fields)
+
+
+def letters(token):
+    return "abcd"[token].encode()
+
+
+def test_scores_are_normalised_and_the_likeliest_come_first():
+    # 0.5, 0.1, 0.2, 0.2 of a total of 1, but given twice as large: the sum is 2.
+    scores = torch.tensor([[1.0, 0.2, 0.4, 0.4]]).log()
+    (one,) = score_tokens(scores, [1], [7], 2, letters)
+    assert (one.token.data, one.start) == (b"b", 7)
+    assert one.token.log_prob == pytest.approx(math.log(0.1))
+    assert one.top[0].data == b"a"
+    assert [other.log_prob for other in one.top] == pytest.approx([math.log(0.5), math.log(0.2)])
+
+
+def test_impossible_tokens_have_the_least_log_probability_and_no_more_than_all_tokens_are_listed():
+    scores = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).log()
+    (one,) = score_tokens(scores, [1], [0], 20, letters)
+    assert one.token.log_prob == MIN_LOGPROB
+    assert len(one.top) == 4
+
+
+def test_a_token_of_half_a_character_has_no_text():
+    assert TokenScore("é".encode()[:1], -1.0).text is None
+    assert TokenScore("é".encode(), -1.0).text == "é"
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_the_number_of_alternatives_is_bounded(count):
+    with pytest.raises(ConfigError, match=f"top_logprobs={count} must be between 0 and 20"):
+        Sampling(top_logprobs=count)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_prompt_and_the_answer_have_the_log_probabilities_of_a_plain_forward(engine, together):
+    request = plain(prompt_scored=True)
+    generator = BatchingGenerator(engine) if together else engine
+    generation = generator.generate(request)
+    ids = torch.tensor([[*PROMPT, *generation.token_ids]])
+    with torch.no_grad():
+        expected = stock_model()(ids).logits[0].log_softmax(-1)
+    first, *others = (*generation.prompt_log_probs, *generation.log_probs)
+    assert first == ScoredToken(TokenScore(b"20,", None), 0)
+    found = [one.token.log_prob for one in others]
+    assert found == pytest.approx(expected[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist(), abs=1e-4)
+    best = expected[:-1].topk(2)
+    assert [[int(t.data[:-1]) for t in one.top] for one in others] == best.indices.tolist()
+    assert [[t.log_prob for t in one.top] for one in others] == [
+        pytest.approx(v, abs=1e-4) for v in best.values.tolist()
+    ]
+    # Each token takes three characters: "20,". Those of the answer count from the answer's beginning.
+    assert [one.start for one in generation.prompt_log_probs] == [3 * i for i in range(len(PROMPT))]
+    assert generation.log_probs[0].start == 0
+    if together:
+        generator.close()
+
+
+def test_a_prompt_that_is_read_for_scores_in_parts_has_the_same_ones(engine, monkeypatch):
+    whole = engine.generate(plain(prompt_scored=True))
+    monkeypatch.setattr("rag_posfix.generation.decode.answer_writer.MAX_SCORE_ELEMENTS", 131 * 5)
+    parts = engine.generate(plain(prompt_scored=True))
+    assert parts.token_ids == whole.token_ids
+    for one, other in zip(parts.prompt_log_probs[1:], whole.prompt_log_probs[1:], strict=True):
+        assert one.token.log_prob == pytest.approx(other.token.log_prob, abs=1e-4)
+
+
+def test_scored_prompts_have_no_passages_and_fit_the_window(engine):
+    with pytest.raises(ConfigError, match="has 4; leave them out"):
+        engine.generate(GenerationRequest(toy_layout(), MitigationChoice("none"), prompt_scored=True))
+    with pytest.raises(PromptTooLongError):
+        engine.generate(plain(max_tokens=500, prompt_scored=True))
+
+
+def test_a_combined_answer_has_the_log_probabilities_of_the_combined_distribution(engine):
+    layout = toy_layout(relevance=(0.9, 0.2, 0.5, 0.4))
+    choice = MitigationChoice("context_experts", dict(MITIGATIONS.get("context_experts").example))
+    generation = engine.generate(GenerationRequest(layout, choice, Sampling(max_tokens=2, top_logprobs=20)))
+    expected = engine.next_log_probs(layout, choice).log_softmax(-1)
+    token = generation.token_ids[0]
+    assert generation.log_probs[0].token.log_prob == pytest.approx(float(expected[token]), abs=1e-5)
+    assert [t.log_prob for t in generation.log_probs[0].top] == pytest.approx(
+        expected.topk(20).values.tolist(), abs=1e-5
+    )
+
+
+def test_answers_without_the_request_have_none(engine):
+    generation = engine.generate(plain(top_logprobs=None))
+    assert (generation.log_probs, generation.prompt_log_probs) == ((), ())
+
+
+def test_a_stream_brings_each_token_once_with_its_piece(engine):
+    request = plain(max_tokens=6, top_logprobs=0)
+    chunks: list[Chunk] = list(engine.stream(request))
+    whole = chunks[-1].generation
+    assert whole is not None
+    assert [one for chunk in chunks for one in chunk.log_probs] == list(whole.log_probs)
+    assert all(one.top == () for one in whole.log_probs)
+    written = 0
+    for chunk in chunks[:-1]:
+        assert all(written <= one.start < written + len(chunk.text) for one in chunk.log_probs)
+        written += len(chunk.text)
+
+
+@pytest.mark.parametrize("held_back", ["{1},x", ",{1},x", "{1},{2},x"])
+def test_a_token_is_sent_with_the_piece_in_which_its_text_begins_and_neither_before_nor_later(engine, held_back):
+    ids = engine.generate(plain(max_tokens=4)).token_ids
+    stop = held_back.replace("{1}", str(ids[1])).replace("{2}", str(ids[2]))  # never found
+    sampling = Sampling(max_tokens=4, stop=(stop,), top_logprobs=0)
+    chunks = list(engine.stream(GenerationRequest(Layout.plain(PROMPT), MitigationChoice("none"), sampling)))
+    starts, sent, written = [one.start for one in chunks[-1].generation.log_probs], 0, 0
+    for chunk in chunks:
+        sent, written = sent + len(chunk.log_probs), written + len(chunk.text)
+        assert sent == sum(start < written for start in starts)
+    assert "".join(chunk.text for chunk in chunks) == "".join(f"{token}," for token in ids)
+
+
+def test_tokens_of_a_stop_string_and_of_the_end_start_where_the_text_ends_or_later(loaded_engine_of):
+    ids = loaded_engine_of().generate(plain(max_tokens=4)).token_ids
+    cut = len(f"{ids[0]},")
+    stop = GenerationRequest(
+        Layout.plain(PROMPT),
+        MitigationChoice("none"),
+        Sampling(max_tokens=4, stop=(f"{ids[1]},{ids[2]},",), top_logprobs=0),
+        attribution=True,
+    )
+    *_, last = loaded_engine_of().stream(stop)
+    generation = last.generation
+    assert (generation.text, generation.finish_reason) == (f"{ids[0]},", "stop")
+    assert [one.start for one in generation.log_probs] == [0, cut, cut + len(f"{ids[1]},")]
+    *_, last = loaded_engine_of(eos_ids=[ids[1]]).stream(plain(max_tokens=4, top_logprobs=0))
+    assert (last.generation.text, last.generation.finish_reason) == (f"{ids[0]},", "stop")
+    assert [one.start for one in last.generation.log_probs] == [0, cut]
+    assert [one.token.data for one in last.log_probs] == [f"{ids[1]},".encode()], "with the end, not before"
+
+
+def test_answers_that_are_decoded_together_have_their_own(engine):
+    requests = [plain(), plain(max_tokens=5, top_logprobs=1), plain(top_logprobs=None)]
+    alone = [engine.generate(one) for one in requests]
+    for one, other in zip(generate_together(engine, requests), alone, strict=True):
+        assert len(one.log_probs) == len(other.log_probs)
+        for left, right in zip(one.log_probs, other.log_probs, strict=True):
+            assert left.token.data == right.token.data
+            assert left.token.log_prob == pytest.approx(right.token.log_prob, abs=1e-4)

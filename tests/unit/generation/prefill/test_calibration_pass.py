@@ -11,27 +11,11 @@ from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.prefill.prefill import passage_attention, prefill, prefill_calibrated
 from rag_posfix.plan.bias_profile import with_dummy
 from rag_posfix.plan.plan import CalibrationPass, Plan, RowPlan
-from tests.support.tiny import loaded_model, toy_layout
+from tests.support.tiny import toy_layout
 
 LAYOUT = toy_layout()
 DUMMIES = [with_dummy(LAYOUT, slot) for slot in range(4)]
 T = len(LAYOUT.token_ids)
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return loaded_model()
-
-
-@pytest.fixture
-def forwards(loaded):
-    """The number of tokens of each forward pass."""
-    seen = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, keywords: seen.append(keywords["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield seen
-    handle.remove()
 
 
 @torch.inference_mode()
@@ -47,32 +31,32 @@ def test_what_is_measured_is_the_mean_attention_per_token(loaded):
 
 
 @torch.inference_mode()
-def test_only_what_differs_from_the_prompt_is_read_again(loaded, forwards):
+def test_only_what_differs_from_the_prompt_is_read_again(loaded, passes):
     passage_attention(loaded, [*DUMMIES, LAYOUT], base=4)
     differ = [next(i for i in range(T) if d.token_ids[i] != LAYOUT.token_ids[i]) for d in DUMMIES]
-    assert forwards == [T, *(T - i for i in differ)]
+    assert passes == [T, *(T - i for i in differ)]
     assert differ == [span.start for span in LAYOUT.passages]
 
 
 @torch.inference_mode()
-def test_a_prompt_that_is_measured_twice_is_read_again_from_its_last_token(loaded, forwards):
+def test_a_prompt_that_is_measured_twice_is_read_again_from_its_last_token(loaded, passes):
     found, _ = passage_attention(loaded, [LAYOUT, dataclasses.replace(LAYOUT)])
-    assert forwards == [T, 1]
+    assert passes == [T, 1]
     assert torch.allclose(found[0], found[1], rtol=1e-4)
 
 
 @torch.inference_mode()
-def test_a_continued_reading_reads_the_last_token_again(loaded, forwards):
+def test_a_continued_reading_reads_the_last_token_again(loaded, passes):
     plan = Plan(calibration=CalibrationPass((LAYOUT,), lambda measured: Plan(), continue_from=0))
     decided, groups = prefill_calibrated(loaded, LAYOUT, plan)
-    assert forwards == [T, 1]
+    assert passes == [T, 1]
     assert decided.calibration is None
     plain = prefill(loaded, LAYOUT, Plan())[0]
     assert torch.allclose(groups[0].logits, plain.logits, atol=1e-5)
     assert torch.allclose(groups[0].passage_shares, plain.passage_shares, atol=1e-5)
 
 
-def test_without_continuing_the_decided_plan_reads_the_prompt_itself(loaded, forwards):
+def test_without_continuing_the_decided_plan_reads_the_prompt_itself(loaded, passes):
     reverse = Plan(rows=(RowPlan(passages=(3, 2, 1, 0)),))
     seen = []
 
@@ -81,7 +65,7 @@ def test_without_continuing_the_decided_plan_reads_the_prompt_itself(loaded, for
         return reverse
 
     found = Session(loaded, LAYOUT, Plan(calibration=CalibrationPass((LAYOUT, DUMMIES[2]), decide)))
-    assert forwards == [T, T - LAYOUT.passages[2].start, T]
+    assert passes == [T, T - LAYOUT.passages[2].start, T]
     assert seen[0].shape == (2, 4)
     expected = Session(loaded, LAYOUT, reverse)
     assert torch.equal(found.next_log_probs(), expected.next_log_probs())

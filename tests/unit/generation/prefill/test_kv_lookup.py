@@ -51,17 +51,6 @@ def first(engine, asked):
 
 
 @pytest.fixture
-def passes(loaded):
-    """Tokens of each forward pass, as they come."""
-    seen = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda module, arguments, given: seen.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    yield seen
-    handle.remove()
-
-
-@pytest.fixture
 def read_together(monkeypatch):
     """Set the shortest run of a plain prompt, so that short prompts have several."""
     return lambda tokens: monkeypatch.setattr(plan_layout, "READ_TOGETHER", tokens)

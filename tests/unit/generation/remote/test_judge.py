@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import anyio
@@ -18,11 +17,11 @@ from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.errors import UnsupportedModelError, UpstreamError
-from rag_posfix.generation.remote.connection import ServerLimits
-from rag_posfix.generation.remote.generator import PieceEncoder, RemoteGenerator, open_remote
+from rag_posfix.generation.remote.generator import PieceEncoder
 from rag_posfix.plan.layout import Layout
 from tests.support.serving import DictCache
-from tests.support.upstream import Answering, Reply, Upstream, as_json, error, judging, upstream, whole
+from tests.support.upstream import Answering, Reply, as_json, error, judging, whole
+from tests.unit.generation.remote.requests import asking
 
 YES, NO = ("Yes", " yes"), ("No",)
 ODDS = {"passage 1": {"Yes": math.log(0.5), " yes": math.log(0.1), "No": math.log(0.2), "x": -9.0}}
@@ -42,22 +41,6 @@ def content_of(body: dict[str, Any]) -> str:
 def judge(body: dict[str, Any]) -> Reply:
     odds = next((values for text, values in ODDS.items() if text in content_of(body)), NEUTRAL)
     return as_json(judging("Yes", odds))
-
-
-@contextmanager
-def asking(*replies: Reply | Answering, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
-    limits = ServerLimits(connect_seconds=60, read_seconds=60, **options.pop("limits", {}))
-    with upstream(*replies) as server:
-        generator = open_remote(server.model, limits=limits, **options)
-        try:
-            yield generator, server
-        finally:
-            generator.close()
-
-
-def test_it_reads_odds_and_likelihoods_and_no_attention():
-    with asking(judge) as (generator, _):
-        assert generator.capabilities == {"likelihood", "odds"}
 
 
 def test_the_odds_sum_the_spellings_of_the_first_token():
@@ -252,7 +235,7 @@ def test_a_busy_server_holds_no_permit_and_is_asked_again(monkeypatch: pytest.Mo
             return error(429, "busy", retry_after="1")
         return judge(body)
 
-    with asking(busy_once, limits={"concurrency": 1}) as (generator, server):
+    with asking(busy_once, limits={"concurrency": 1, "retries": 2}) as (generator, server):
         generator.log_odds(layout_of("warm up"), YES, NO)
         server.bodies.clear()
         odds = generator.log_odds(layout_of("passage 1", "passage 2", "passage 3"), YES, NO)

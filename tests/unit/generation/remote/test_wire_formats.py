@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.generator import collected_usage, sum_usage
 from rag_posfix.contracts.request import GenerationRequest, Sampling, Usage
 from rag_posfix.errors import OverloadedError, UpstreamError
-from rag_posfix.generation.remote.connection import ServerLimits, error_message
-from rag_posfix.generation.remote.generator import RemoteGenerator, open_remote
+from rag_posfix.generation.remote.connection import error_message
+from rag_posfix.generation.remote.generator import RemoteGenerator
 from rag_posfix.generation.remote.judge import Form
 from rag_posfix.reranking import YesNoReranker
-from tests.support.upstream import Reply, Upstream, as_json, event, piece, record_pauses, upstream, whole
+from tests.support.upstream import Reply, Upstream, as_json, event, piece, record_pauses, whole
+from tests.unit.generation.remote.requests import asking
 
 FOLDER = Path(__file__).parents[3] / "data" / "servers"
 QUESTION = "In which year did the ferry Ostrilla sink?"
@@ -36,8 +36,7 @@ WITH_LOG_PROBS = ("openai", "llama_cpp", "ollama")
 REJECTING = sorted(path.stem for path in FOLDER.glob("rejects_logprobs_*.json"))
 
 
-@contextmanager
-def replayed(name: str, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstream]]:
+def replayed(name: str, **options: Any) -> AbstractContextManager[tuple[RemoteGenerator, Upstream]]:
     """Serve the first exchange of a file that fits a request: what it asks for, and what its prompt contains."""
     exchanges = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))["exchanges"]
     used: Counter[int] = Counter()
@@ -56,19 +55,7 @@ def replayed(name: str, **options: Any) -> Iterator[tuple[RemoteGenerator, Upstr
             return as_json(exchange["body"], exchange.get("status", 200), headers=exchange.get("headers", {}))
         raise AssertionError(f"{name} holds no answer to {body}")
 
-    limits = ServerLimits(connect_seconds=60, read_seconds=60, **options.pop("limits", {}))
-    with upstream(answer) as server:
-        generator = open_remote(server.model, limits=limits, **options)
-        try:
-            yield generator, server
-        finally:
-            generator.close()
-
-
-@contextmanager
-def asking(*replies: Reply) -> Iterator[RemoteGenerator]:
-    with upstream(*replies) as server, closing(open_remote(server.model)) as generator:
-        yield generator
+    return asking(answer, **options)
 
 
 def request_of(generator: RemoteGenerator) -> GenerationRequest:
@@ -128,7 +115,7 @@ def test_a_server_without_log_probabilities_votes(name: str, caplog: pytest.LogC
 
 def test_servers_without_null_send_an_empty_finish_reason():
     parts = [event(piece("In ", "")), event(piece("1963.", "")), event(piece("", "length")), event(b"[DONE]")]
-    with asking(whole("In 1963.", ""), Reply(*parts)) as generator:
+    with asking(whole("In 1963.", ""), Reply(*parts)) as (generator, _):
         answer = generator.generate(request_of(generator))
         *_, last = generator.stream(request_of(generator))
     assert (answer.text, answer.finish_reason) == ("In 1963.", "stop")
@@ -139,9 +126,10 @@ def test_servers_without_null_send_an_empty_finish_reason():
 def test_usage_without_choices_in_a_stream_is_read_and_ends_nothing(choices: dict[str, Any]):
     counted = {**choices, "usage": {"prompt_tokens": 30, "completion_tokens": 4}}
     parts = [event(piece("In ")), event(counted), event(piece("1963.", "stop")), event(b"[DONE]")]
-    with asking(
-        Reply(*parts), as_json(counted), Reply(event(piece("In ")), event({**counted, "error": "x"}))
-    ) as generator:
+    with asking(Reply(*parts), as_json(counted), Reply(event(piece("In ")), event({**counted, "error": "x"}))) as (
+        generator,
+        _,
+    ):
         *_, last = generator.stream(request_of(generator))
         with pytest.raises(UpstreamError, match="without choices"):
             generator.generate(request_of(generator))

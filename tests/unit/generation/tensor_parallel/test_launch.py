@@ -13,7 +13,6 @@ from rag_posfix.generation.tensor_parallel.launch import load_parallel, run_torc
 from rag_posfix.generation.tensor_parallel.leader import Processes
 from rag_posfix.pipeline.build import launch_environment
 from rag_posfix.process import environment_with
-from rag_posfix.settings import Settings
 from tests.support.tiny import save_tiny
 from tests.support.waiting import wait_until
 
@@ -87,12 +86,6 @@ class TestWhatIsRefused:
         for function in (load_parallel, run_torchrun_worker):
             with pytest.raises(ConfigError, match="torchrun started 4 processes and tp=2"):
                 function(folder, tp=2, environment=launch_environment())
-
-    def test_settings_take_one_or_more(self):
-        assert Settings().tp == 1
-        assert Settings(tp=4).tp == 4
-        with pytest.raises(ValueError, match="greater than or equal to 1"):
-            Settings(tp=0)
 
 
 def test_a_process_that_torchrun_did_not_start_follows_nobody(folder):

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rag_posfix.contracts.generator import Generator
 from rag_posfix.contracts.request import GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.errors import ConfigError, GenerationError, PlanConflictError, PromptTooLongError
 from rag_posfix.generation.engine import Engine
@@ -114,9 +113,6 @@ class TestCommands:
 
 
 class TestTheFirstRank:
-    def test_it_follows_the_protocol(self, first):
-        assert isinstance(first.generator, Generator)
-
     def test_it_answers_as_the_engine_does_and_tells_every_step(self, first, engine):
         asked = request(max_tokens=5)
         answer = first.generator.generate(asked)

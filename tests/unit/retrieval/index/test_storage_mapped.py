@@ -84,13 +84,6 @@ def test_vectors_of_deleted_documents_are_counted_and_forgotten_by_compacting(fo
     assert results(FaissVectorStore.load(folder, EMBEDDINGS)) == before
 
 
-def test_a_loaded_store_can_be_added_to_and_finds_nothing_that_was_deleted(folder):
-    store = FaissVectorStore.load(folder, EMBEDDINGS)
-    store.add_texts(["text number 2 über 数据"], ids=["back"])
-    assert store.similarity_search_with_score("text number 2 über 数据", 1)[0][0].id == "back"
-    assert store.get_by_ids(["002"]) == []
-
-
 @pytest.mark.parametrize("mmap", [True, False])
 def test_word_statistics_are_the_same_after_loading(folder, mmap):
     store = FaissVectorStore.load(folder, EMBEDDINGS)

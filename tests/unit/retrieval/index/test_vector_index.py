@@ -148,13 +148,6 @@ def test_a_few_vectors_are_compared_with_all_even_if_they_are_a_graph(monkeypatc
     assert set(range(300, 360)) <= set(filled("hnsw", rows).candidates(rows[-1:], 3).tolist())
 
 
-def test_rebuild_forgets_removed_vectors_at_once():
-    index = filled("hnsw", unit(100))
-    index.remove(np.array([5]))
-    index.rebuild()
-    assert index.stored.ntotal == 99
-
-
 def test_a_stored_graph_becomes_flat_when_a_flat_index_is_added_to():
     rows = unit(100)
     index = VectorIndex(16, "flat", stored=filled("hnsw", rows[:99]).stored, removed={3})

@@ -1,13 +1,18 @@
 import gzip
 import json
-import logging
+import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rag_posfix.errors import RetrievalError
+from rag_posfix.retrieval.indexing import update_index
 from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
 from rag_posfix.retrieval.ingest.passages import PassageSize
+from rag_posfix.retrieval.ingest.process import ReaderProcess
+from tests.support.pdf_files import pdf_of
+from tests.support.waiting import wait_until
 
 
 def write_lines(path, *records):
@@ -86,21 +91,6 @@ def test_lone_surrogates_nul_and_line_separators_are_survived(tmp_path):
     assert second.page_content == "one\u2028line"
 
 
-def test_control_tokens_in_text_are_kept_as_they_are(tmp_path):
-    path = write_lines(tmp_path / "c.jsonl", {"text": "<|im_end|>\n<|im_start|>system"})
-    assert read_documents([path])[0].page_content == "<|im_end|>\n<|im_start|>system"
-
-
-@pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
-def test_latin_1_keeps_its_accents_and_the_guess_is_said(tmp_path, caplog, name):
-    path = tmp_path / name
-    path.write_bytes(b'{"text": "caf\xe9"}')
-    with caplog.at_level(logging.WARNING):
-        assert "caf\xe9" in read_documents([path])[0].page_content
-    assert name in caplog.text
-    assert "not UTF-8, read as cp1252: a guess" in caplog.text
-
-
 def test_documents_without_text_are_left_out_with_a_warning(tmp_path, caplog):
     path = write_lines(tmp_path / "c.jsonl", {"id": "a", "text": " "}, {"id": "b", "text": "x"})
     assert [document.id for document in read_documents([path])] == ["b"]
@@ -126,17 +116,6 @@ def test_a_malformed_line_is_an_error_with_file_and_line(tmp_path, line, problem
     with pytest.raises(RetrievalError, match=rf"c\.jsonl:2: .*{problem}") as caught:
         read_documents([path])
     assert "\n" not in str(caught.value)
-
-
-def test_an_unsupported_suffix_names_the_allowed_ones(tmp_path):
-    (tmp_path / "a.dwg").write_bytes(b"")
-    with pytest.raises(RetrievalError, match=r"'\.dwg' is not one of \.adoc, \.csv, .*\.xhtml, \.xlsm, \.xlsx"):
-        read_documents([tmp_path / "a.dwg"])
-
-
-def test_a_missing_path_is_an_error(tmp_path):
-    with pytest.raises(RetrievalError, match="no such file or folder"):
-        read_documents([tmp_path / "nothing"])
 
 
 def test_an_empty_corpus_is_an_error(tmp_path):
@@ -232,3 +211,320 @@ def test_front_matter_has_texts_and_lists_and_a_rule_is_none(tmp_path):
     }  # fmt: skip
     assert "between two rules" in rest[0].page_content
     assert rest[-1].metadata["title"] == "Rome: a guide"
+
+
+# One bad file does not abort a folder: it is skipped, with the reason.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "a.txt").write_text("good text")
+    (folder / "b.txt").write_text("good text")
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.4 broken")
+    (folder / "broken.jsonl").write_text('{"text": \n')
+    (folder / "empty.md").write_text(" \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / "program.txt").write_bytes(b"\x7fELF\x02\x01\x01\x00\x00text text text")
+    (folder / "noise.txt").write_bytes(bytes(range(1, 256)) * 4)
+    return folder
+
+
+def test_every_skipped_file_is_named_with_its_reason(folder):
+    read = read_files([folder], strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["good text"]
+    found = {skipped.file.rpartition("/")[2]: (skipped.kind, skipped.reason) for skipped in read.skipped}
+    assert {name: kind for name, (kind, _) in found.items()} == {
+        "b.txt": "duplicate", "broken.pdf": "unreadable", "broken.jsonl": "unreadable", "empty.md": "empty",
+        "picture.png": "unsupported", "program.txt": "binary", "noise.txt": "binary",
+    }  # fmt: skip
+    assert found["b.txt"][1] == f"duplicate of {folder / 'a.txt'}"
+    assert "broken.jsonl:1: not JSON" in found["broken.jsonl"][1]
+    assert "'.png' is not one of" in found["picture.png"][1]
+    assert "is binary, not text" in found["program.txt"][1]
+    assert "not text in a known encoding" in found["noise.txt"][1]
+
+
+def test_a_link_to_a_folder_is_named_and_not_followed(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.txt").write_text("other text")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "around").symlink_to(folder)
+    read = read_files([folder], strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["good text"]
+    links = [skipped for skipped in read.skipped if "link to a folder" in skipped.reason]
+    assert [link.file for link in links] == [str(folder / "around"), str(folder / "linked")]
+    both = read_files([folder, folder / "linked"], strict=False)
+    assert [entry.document.page_content for entry in both.entries] == ["good text", "other text"]
+
+
+@pytest.mark.parametrize("name", ["broken.pdf", "broken.jsonl", "program.txt", "noise.txt", "picture.png"])
+def test_strict_reading_raises_at_such_a_file(folder, name):
+    with pytest.raises(RetrievalError, match=name):
+        read_files([folder / name], strict=True)
+    assert read_files([folder / name], strict=False).entries == ()
+
+
+def test_a_path_that_is_missing_is_an_error_also_when_files_may_be_skipped(folder):
+    with pytest.raises(RetrievalError, match="no such file or folder"):
+        read_files([folder, folder / "typo"], strict=False)
+
+
+def test_when_nothing_is_left_the_first_reason_is_told(folder, embeddings, tmp_path):
+    with pytest.raises(RetrievalError, match=r"no documents in .*1 skipped, the first: .*broken\.pdf.*as PDF"):
+        update_index([folder / "broken.pdf"], tmp_path / "index", embeddings, strict=False)
+
+
+def test_an_unreadable_file_keeps_what_the_index_holds_of_it(folder, embeddings, tmp_path):
+    (folder / "broken.jsonl").write_text('{"id": "first", "text": "fine"}\n')
+    update_index([folder], tmp_path / "index", embeddings, strict=False)
+    (folder / "broken.jsonl").write_text('{"id": "first", "te')
+    update = update_index([folder], tmp_path / "index", embeddings, strict=False)
+    assert (update.removed, update.unchanged) == (0, 2)
+    assert "broken.jsonl" in {skipped.file.rpartition("/")[2] for skipped in update.skipped}
+    (folder / "broken.jsonl").unlink()
+    assert update_index([folder], tmp_path / "index", embeddings, strict=False).removed == 1
+
+
+def test_rows_of_a_table_become_documents(tmp_path):
+    (tmp_path / "a.csv").write_text('id,title,text,year\n7,Rivers,"The Tiber,\nin Rome",1999\n,,second,\n\n')
+    first, second = read_documents([tmp_path / "a.csv"])
+    assert (first.id, first.page_content) == ("7", "The Tiber,\nin Rome")
+    assert first.metadata == {
+        "source": str(tmp_path / "a.csv"),
+        "title": "Rivers > year: 1999",
+        "year": "1999",
+        "row": 3,
+    }
+    assert (second.page_content, "year" in second.metadata) == ("second", False)
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [("a,b\n1,2,3\n", r"a\.csv:2: 3 cells"), ('a\n"x', "not CSV")],
+)
+def test_a_malformed_table_is_named(tmp_path, table, problem):
+    (tmp_path / "a.csv").write_text(table)
+    with pytest.raises(RetrievalError, match=problem):
+        read_documents([tmp_path])
+
+
+def test_a_word_file_is_read_with_its_tables_in_order(tmp_path):
+    import docx
+
+    written = docx.Document()
+    written.add_paragraph("The lighthouse.")
+    table = written.add_table(rows=1, cols=2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "height", "40 m"
+    written.add_paragraph("The end.")
+    written.save(tmp_path / "a.docx")
+    (document,) = read_documents([tmp_path])
+    assert document.page_content == "The lighthouse.\n\nheight\t40 m\n\nThe end."
+    (tmp_path / "b.docx").write_bytes((tmp_path / "a.docx").read_bytes()[:300])
+    with pytest.raises(RetrievalError, match=r"b\.docx' as a Word file"):
+        read_documents([tmp_path])
+
+
+def test_tracked_insertions_of_a_word_file_are_text_and_deletions_are_not(tmp_path):
+    import docx
+    from docx.oxml import parse_xml
+
+    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    written = docx.Document()
+    written.add_paragraph("The limit is ")
+    paragraph = written.element.body[0]
+    paragraph.append(parse_xml(f"<w:ins {space}><w:r><w:t>20 euros</w:t></w:r></w:ins>"))
+    paragraph.append(parse_xml(f"<w:del {space}><w:r><w:delText>5 euros</w:delText></w:r></w:del>"))
+    paragraph.append(parse_xml(f"<w:sdt {space}><w:sdtContent><w:r><w:t> a day.</w:t></w:r></w:sdtContent></w:sdt>"))
+    written.save(tmp_path / "a.docx")
+    assert read_documents([tmp_path])[0].page_content == "The limit is 20 euros a day."
+
+
+def test_content_controls_and_tables_in_tables_of_a_word_file_are_text_and_its_contents_are_not(tmp_path):
+    import docx
+    from docx.oxml import parse_xml
+
+    def control(text, properties=""):
+        space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+        return parse_xml(
+            f"<w:sdt {space}>{properties}<w:sdtContent><w:p><w:r><w:t>{text}</w:t></w:r></w:p></w:sdtContent></w:sdt>"
+        )
+
+    written = docx.Document()
+    written.add_paragraph("The form.")
+    body = written.element.body
+    contents = '<w:docPartObj><w:docPartGallery w:val="Table of Contents"/></w:docPartObj>'
+    body.insert(0, control("The form 1", f"<w:sdtPr>{contents}</w:sdtPr>"))
+    body.insert(2, control("Name: Ann.", "<w:sdtPr/>"))
+    table = written.add_table(rows=1, cols=1)
+    table.cell(0, 0).add_table(rows=1, cols=1).cell(0, 0).text = "Inner."
+    written.save(tmp_path / "a.docx")
+    (document,) = read_documents([tmp_path])
+    assert document.page_content == "The form.\n\nName: Ann.\n\nInner."
+
+
+def test_an_object_with_text_and_a_list_of_objects_is_one_record(tmp_path):
+    page = {"title": "Reset", "body": "Press the button.", "comments": [{"author": "A", "message": "Thanks a lot."}]}
+    (tmp_path / "a.json").write_text(json.dumps(page))
+    (document,) = read_documents([tmp_path])
+    assert "Press the button." in document.page_content
+    ticket = {"description": "The pump stands.", "comments": [{"author": "A", "message": "Seen."}]}
+    (tmp_path / "a.json").write_text(json.dumps(ticket))
+    assert [document.page_content for document in read_documents([tmp_path])] == [
+        "description: The pump stands.\ncomments.author: A\ncomments.message: Seen."
+    ]
+    for name, beside in (("description", ["description: All questions."]), ("message", [])):
+        listed = {name: "All questions.", "items": [{"text": "First."}, {"text": "Second."}]}
+        (tmp_path / "a.json").write_text(json.dumps(listed))
+        assert [document.page_content for document in read_documents([tmp_path])] == [*beside, "First.", "Second."]
+
+
+def test_rows_with_one_text_and_other_fields_are_distinct(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer,product\nDogs?,Yes.,A1\nDogs?,Yes.,B2\nDogs?,Yes.,B2\n")
+    assert [d.metadata["product"] for d in read_documents([tmp_path])] == ["A1", "B2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"), [("text=contents", "long"), ("text=text,text=contents", "short\n\ncontents: long")]
+)
+def test_a_text_field_that_is_asked_for_counts_before_the_others(tmp_path, fields, text):
+    (tmp_path / "a.jsonl").write_text('{"text": "short", "contents": "long"}\n')
+    assert read_documents([tmp_path], fields=[fields])[0].page_content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("a.csv", "sep=;\nQuestion, short, or long;Answer\nDogs?;Yes, they may.\n"),
+        ("a.tsv", "Question, short, or long\tAnswer\nDogs?\tYes, they may.\n"),
+        ("a.csv", "Question;Answer;;\nDogs?;Yes, they may.;;\n"),
+    ],
+)
+def test_the_delimiter_of_spreadsheets(tmp_path, name, table):
+    (tmp_path / name).write_text(table)
+    assert "Yes, they may." in read_documents([tmp_path])[0].page_content
+    assert "Dogs?" in str(read_documents([tmp_path])[0])
+
+
+def test_a_long_cell_of_a_table_is_read_whole(tmp_path):
+    cell = "\n".join(f"line {number}" for number in range(20_000))  # longer than the limit of the csv module
+    (tmp_path / "a.csv").write_text(f'id,text\n1,"{cell}"\n2,short\n')
+    read = read_files([tmp_path], strict=False)
+    assert {e.document.metadata["row"] for e in read.entries} == {20_001, 20_002}
+    assert not [note for note in read.notes if note.kind == "rows"]
+
+
+# Hostile and odd files and names: each costs itself alone, and is named.
+
+
+@pytest.fixture
+def reader():
+    readers = []
+
+    def start(**limits):
+        readers.append(ReaderProcess(**limits))
+        return readers[-1]
+
+    yield start
+    for one in readers:
+        one.close()
+
+
+@pytest.mark.slow
+def test_a_reading_process_that_ended_leaves_no_zombie_and_the_next_file_is_read(tmp_path, reader):
+    page, started = tmp_path / "a.html", reader()
+    page.write_text("<p>One page.")
+    before = set(psutil.Process().children())
+    started.read(page)
+    (child,) = set(psutil.Process().children()) - before
+    child.terminate()
+    assert "One page." in started.read(page).text  # it may end just when it is asked
+    wait_until(lambda: not child.is_running())  # a zombie counts as running
+    assert "One page." in started.read(page).text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"seconds": 0.05}, "reading it takes more than 0.05 seconds; leave the file out"),
+        ({"memory": 2**24}, "of memory; leave the file out"),
+    ],
+)
+def test_a_file_above_a_limit_is_named_and_the_next_is_read(tmp_path, reader, limits, reason):
+    (tmp_path / "a.pdf").write_bytes(pdf_of(["One."]))
+    limited = reader(**limits)
+    for _ in range(2):
+        with pytest.raises(RetrievalError, match=rf"cannot read '.*a\.pdf'.*{reason}"):
+            limited.read(tmp_path / "a.pdf")
+    assert reader().read(tmp_path / "a.pdf").text == "One."
+
+
+@pytest.mark.slow
+def test_a_closed_process_starts_again_and_relative_paths_are_those_of_the_caller(tmp_path, monkeypatch, reader):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.html").write_text(f"<p>This is {name}.")
+    one = reader()
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path / name)
+        assert one.read(Path("a.html")).text == f"This is {name}."
+        one.close()
+
+
+def test_a_tag_with_attributes_without_end_is_refused(tmp_path):
+    for mark in ("x", "'>'", '"<p>"', ""):
+        attributes = " ".join(f"a{number}={mark}" if mark else f"a{number}" for number in range(1500))
+        (tmp_path / "a.html").write_text(f"<p>Before.</p><p {attributes}>Text.</p>")
+        with pytest.raises(RetrievalError, match=r"a\.html' as .html file: a tag has more than 1,000 attributes"):
+            read_documents(tmp_path)
+    (tmp_path / "a.html").write_text(f"<p>Before.</p><img src='data:image/png;base64,{'A' * 60_000}'><p>After.</p>")
+    assert read_documents(tmp_path)[0].page_content == "Before.\n\nAfter."
+
+
+def odd_name(folder, name):
+    path = os.path.join(os.fsencode(folder), name)
+    try:
+        with open(path, "wb") as file:
+            file.write(b"The lamp is dark.")
+    except OSError:
+        pytest.skip("the file system takes names in UTF-8 alone")
+    return path
+
+
+def test_a_name_that_is_not_utf_8_is_read_and_named(tmp_path, embeddings):
+    (tmp_path / "files").mkdir()
+    odd_name(tmp_path / "files", b"caf\xe9.txt")
+    odd_name(tmp_path / "files", b"caf\xe9.png")
+    odd_name(tmp_path / "files", b"caf\xe9.pdf")
+    update = update_index([tmp_path / "files"], tmp_path / "index", embeddings, strict=False)
+    assert update.added == 1
+    assert {(skipped.kind, skipped.file.rpartition("/")[2]) for skipped in update.skipped} == {
+        ("unsupported", "caf\ufffd.png"), ("unreadable", "caf\ufffd.pdf"),
+    }  # fmt: skip
+    for skipped in update.skipped:
+        assert skipped.reason.encode()
+    (document,) = read_documents([tmp_path / "files"], strict=False)
+    assert document.metadata["source"].endswith("caf\ufffd.txt")
+    assert document.metadata["title"].encode()
+
+
+def test_a_link_out_of_the_folder_is_named_and_not_followed(tmp_path):
+    inside = tmp_path / "files"
+    inside.mkdir()
+    (tmp_path / "secret.txt").write_text("A secret.")
+    (inside / "a.txt").write_text("Public text.")
+    (inside / "out.txt").symlink_to(tmp_path / "secret.txt")
+    (inside / "up.txt").symlink_to(inside / ".." / "secret.txt")
+    (inside / "in.txt").symlink_to(inside / "a.txt")
+    read = read_files([inside], strict=False)
+    assert [entry.document.page_content for entry in read.entries] == ["Public text."]
+    assert {(skipped.file.rpartition("/")[2], skipped.kind) for skipped in read.skipped} == {
+        ("out.txt", "unreadable"),
+        ("up.txt", "unreadable"),
+        ("in.txt", "duplicate"),
+    } or {skipped.file.rpartition("/")[2] for skipped in read.skipped} == {"out.txt", "up.txt", "a.txt"}
+    assert "a link out of the folder" in next(skipped.reason for skipped in read.skipped if "out.txt" in skipped.file)
+    (tmp_path / "door").symlink_to(inside)
+    assert len(read_files([tmp_path / "door", inside / "out.txt"], strict=False).entries) == 2

