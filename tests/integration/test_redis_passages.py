@@ -69,17 +69,6 @@ def test_compressed_and_plain_entries_can_be_mixed(redis_server):
     assert int(redis_server.command("STRLEN", "rag_posfix:passage:two")[1:]) > 4000
 
 
-def test_many_entries_at_once(tier):
-    entries = {f"key{number}": entry(number) for number in range(23)}
-    tier.put_many(entries)
-    found = tier.get_many(dict.fromkeys([*entries, "unknown"], SHAPE))
-    assert list(found) == list(entries)
-    assert all(same(found[key], entries[key]) for key in entries)
-    stats = tier.stats()
-    assert (stats.hits, stats.misses, stats.entries, stats.errors, stats.corrupt) == (23, 1, 23, 0, 0)
-    assert stats.bytes == sum(len(serialize(key, kept)) for key, kept in entries.items())
-
-
 def test_entries_of_megabytes_are_sent_and_fetched_two_at_a_time(tier, redis_server):
     entries = {f"key{number}": entry(number, HUGE) for number in range(5)}
     redis_server.command("CONFIG", "RESETSTAT")
@@ -157,13 +146,6 @@ def test_a_key_of_another_type_is_a_miss_and_does_not_stop_the_tier(tier, redis_
     assert (tier.stats().corrupt, tier.stats().errors, tier.stats().available) == (1, 0, True)
 
 
-def test_entries_are_dropped_by_tag(tier):
-    tier.put_many({"one": entry(1, tags=("a", "b")), "two": entry(2, tags=("b",)), "three": entry(3, tags=("c",))})
-    assert tier.delete_tags(["b", "unknown"]) == 2
-    assert list(tier.get_many(dict.fromkeys(("one", "two", "three"), SHAPE))) == ["three"]
-    assert tier.stats().entries == 1
-
-
 def test_clear_leaves_the_answer_cache_and_the_keys_of_others(tier, redis_server):
     with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)) as answers:
         set_blob(answers, "key", b"answer", 60, ["tag"])
@@ -223,16 +205,6 @@ def test_an_entry_of_more_than_a_quarter_of_the_bound_is_not_sent(redis_server):
         assert get(tier, "small") is not None
 
 
-def test_a_password_is_never_shown(caplog):
-    with RedisServer(password="hush-hush") as server, open_tier(server) as tier:
-        tier.put_many({"key": entry()})
-        assert get(tier, "key") is not None
-        server.kill()
-        assert get(tier, "key") is None
-        assert "hush" not in repr(tier) + repr(vars(tier)) + caplog.text
-        assert "passage KV store: reading redis://" in caplog.text
-
-
 def test_a_cluster_is_one_more_redis():
     with RedisServer(**{"cluster-enabled": "yes"}) as server:
         server.command("CLUSTER", "ADDSLOTS", *(str(slot) for slot in range(16384)))
@@ -254,15 +226,6 @@ def test_a_cluster_is_one_more_redis():
             tier.put_many({"key": entry()})
             assert tier.clear() == 2
             assert tier.stats().errors == 0
-
-
-def test_sentinel_names_the_master(redis_server):
-    with RedisServer(sentinel_of=redis_server.port) as sentinel:
-        url = f"redis-sentinel://127.0.0.1:{sentinel.port}/mymaster/0"
-        with closing(RedisTier(url, KVCodec(), timeout_seconds=60)) as tier:
-            tier.put_many({"key": entry(1)})
-            assert same(get(tier, "key"), entry(1))
-            assert "rag_posfix:passage:key" in names(redis_server)
 
 
 def test_a_closed_tier_only_misses(tier):

@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 import rag_posfix_api.server as server
 from rag_posfix.cli.main import app
-from rag_posfix.errors import ConfigError, UnknownNameError
+from rag_posfix.errors import ConfigError
 from rag_posfix.settings import Settings
 from rag_posfix_api.http.auth import Caller, Quotas, required_scope
 from rag_posfix_api.http.errors import RequestError
@@ -411,11 +411,6 @@ def test_with_a_key_the_service_listens_anywhere(single: bool, tmp_path: Path, m
     fields = {"api_key": "key"} if single else {}
     with pytest.raises(Started):
         server.run(Settings(), "0.0.0.0", service=limits(data_dir=tmp_path, **fields))
-
-
-def test_an_unknown_id_cannot_be_revoked(tmp_path: Path):
-    with pytest.raises(UnknownNameError, match="list the keys"):
-        KeyStore(tmp_path).revoke("0")
 
 
 @pytest.mark.slow

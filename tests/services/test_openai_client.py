@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import openai
@@ -16,11 +15,9 @@ from tests.support.serving import (
     HARBOUR,
     QUESTION,
     FailingGenerator,
-    GatedGenerator,
     ListRetriever,
     make_pipeline,
     serving,
-    wait_until,
 )
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
@@ -121,28 +118,3 @@ def test_a_failure_in_the_stream_reaches_the_client_as_an_error():
         with pytest.raises(openai.APIError, match="the model failed") as failure:
             list(stream)
         assert failure.value.code == "generation_failed"
-
-
-def test_overload_is_a_rate_limit_error():
-    generator = GatedGenerator()
-    with serving(make_pipeline(generator), max_concurrent=1, max_queue=0) as url, connect(url) as client:
-        first = threading.Thread(
-            target=client.chat.completions.create, kwargs={"model": "fake", "messages": MESSAGES}, daemon=True
-        )
-        first.start()
-        wait_until(generator.entered.is_set)
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.chat.completions.create(model="fake", messages=MESSAGES)
-        assert refused.value.code == "overloaded"
-        assert refused.value.response.headers["retry-after"]
-        generator.gate.set()
-        first.join(60)
-
-
-def test_the_key_is_checked():
-    with serving(make_pipeline(), api_key="right") as url:
-        with connect(url, "wrong") as client, pytest.raises(openai.AuthenticationError) as refused:
-            client.models.list()
-        assert refused.value.code == "invalid_api_key"
-        with connect(url, "right") as client:
-            assert client.models.retrieve("default").id == "fake"

@@ -290,17 +290,6 @@ def test_the_key_opens_everything_and_probes_are_open():
         assert client.get("/v1/models", headers={"authorization": f"{scheme} kéy".encode()}).status_code == 200
 
 
-def test_large_bodies_are_refused_with_and_without_their_length():
-    client = client_for(max_body_bytes=500)
-    body = json.dumps(chat("x" * 600)).encode()
-    headers = {"content-type": "application/json"}
-    for content in (body, iter([body[:300], body[300:]])):
-        response = client.post(CHAT, content=content, headers=headers)
-        assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
-        assert "500" in error_of(response)["message"]
-    assert client.post(CHAT, json=chat(documents=[BRIDGE])).status_code == 200
-
-
 def test_an_error_that_nothing_foresaw_is_a_500_without_its_text(caplog: pytest.LogCaptureFixture):
     client = client_for(make_pipeline(FailingGenerator(0, ZeroDivisionError(f"secret {QUESTION}"))))
     with caplog.at_level(logging.INFO):
@@ -466,11 +455,6 @@ def test_a_reranker_that_fails_at_every_request_is_a_warning_of_each_answer_and_
     assert client.post("/v2/chat", json=asked).json()["posfix"]["warnings"] == [message]
     orders = client.post("/v1/evaluate/order", json={"question": "q", "documents": ["a", "b"]}).json()
     assert orders["warnings"] == [message], "once for both orders"
-
-
-def test_an_answer_without_a_failure_has_no_warnings():
-    client = client_for(make_pipeline(reranker=WordReranker()))
-    assert client.post(CHAT, json=chat(documents=["a"])).json()["warnings"] == []
 
 
 def test_rerank_without_a_reranker_or_with_a_broken_one(caplog: pytest.LogCaptureFixture):

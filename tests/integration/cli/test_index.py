@@ -79,17 +79,6 @@ class TestIndex:
         found = run("index", folder, "--out", index, "--json").json
         assert (found["passages"], found["removed"]) == (3, 1)
 
-    def test_an_empty_folder_is_refused_and_nothing_is_written(self, run, tmp_path):
-        (tmp_path / "empty").mkdir()
-        error = run("index", tmp_path / "empty", "--out", tmp_path / "new.index", "--json").error
-        assert error["type"] == "RetrievalError"
-        assert str(tmp_path / "empty") in error["message"]
-        assert not (tmp_path / "new.index").exists()
-
-    def test_a_file_that_is_missing_is_named(self, run, tmp_path):
-        error = run("index", tmp_path / "missing.txt", "--out", tmp_path / "new.index", "--json").error
-        assert str(tmp_path / "missing.txt") in error["message"]
-
     def test_an_unknown_embedding_model_is_named(self, run, files, tmp_path):
         error = run(
             "index", files, "--out", tmp_path / "i", "--embedding-model", tmp_path / "none", "--json"
@@ -166,11 +155,6 @@ class TestPrecompute:
         )
         assert not index.exists()
         assert not (cache_dir / "passages").exists()
-
-    def test_an_unknown_method_is_told_before_anything_is_done(self, run, files, tmp_path):
-        error = run("index", files, "--out", tmp_path / "new.index", "--precompute", "pines", "--json").error
-        assert error["type"] == "UnknownNameError"
-        assert not (tmp_path / "new.index").exists()
 
     def test_a_method_that_does_not_read_apart_leaves_the_index_and_no_store(self, run, files, tmp_path, cache_dir):
         index = tmp_path / "new.index"

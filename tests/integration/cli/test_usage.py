@@ -101,10 +101,6 @@ class TestMethods:
         (one,) = run("methods", alias, "--json").json["mitigations"]
         assert (one["name"], one["aliases"]) == (name, [alias])
 
-    def test_rerankers_are_listed_with_the_names_of_papers(self, run):
-        names = "in_context (icr), last_but_not_late (jina_v3), likelihood (longllmlingua),"
-        assert names in " ".join(run("methods").out.split())
-
     @pytest.mark.parametrize(
         ("typed", "suggested"), [("PINE", "'pine' (inter_document)"), ("rotr", "'rotor' (sorted_inter_document)")]
     )

@@ -287,14 +287,6 @@ def test_a_profile_is_used_by_auto_and_refused_by_another_model(tmp_path, monkey
         build_pipeline(settings, retriever=Shelf(), generator=other)
 
 
-def test_without_a_profile_auto_is_the_default_method():
-    pipeline = pipeline_of(OrderBiasedGenerator())
-    answers = [
-        pipeline.ask(Question("Which colour?", mitigation=name, use_cache=False)) for name in ("auto", "default")
-    ]
-    assert [answer.mitigation for answer in answers] == ["context_experts"] * 2
-
-
 def weights(count):
     """Labelled questions whose gold passage has the words of the question."""
     return [

@@ -309,13 +309,3 @@ class TestStream:
         ):
             with pytest.raises(error):
                 made.stream(question)
-
-    def test_what_the_generator_objects_to_raises_before_the_first_piece_is_asked_for(self):
-        made = pipeline()
-
-        def refuse(request):
-            raise ConfigError("no")
-
-        made.generator.stream = refuse
-        with pytest.raises(ConfigError, match="no"):
-            made.stream(Question(QUESTION, [ROME]))

@@ -1,4 +1,3 @@
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -82,17 +81,9 @@ class TestSweep:
             rows = sweep(engine, EXAMPLES[:1], ("none",), reranker=reranker)
             assert [row.gold_rank for row in rows] == [None, None, rank, rank]
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"n_documents": 5}, "documents=5 must be between 1 and 4"),
-            ({"gold_positions": [3]}, "gold position 3 must be between 0 and 2"),
-            ({"max_new_tokens": 20}, "question 0: . of 3 passages do not fit or repeat"),
-        ],
-    )
-    def test_what_cannot_be_asked_is_refused(self, engine, options, message):
-        with pytest.raises(EvaluationError, match=message):
-            sweep(engine, **options)
+    def test_passages_that_do_not_fit_are_refused(self, engine):
+        with pytest.raises(EvaluationError, match=r"question 0: . of 3 passages do not fit"):
+            sweep(engine, max_new_tokens=20)
 
     def test_a_reranker_that_fails_behind_a_guard_is_an_error(self, engine):
         class Failing(BaseDocumentCompressor):
@@ -412,11 +403,6 @@ class TestSummary:
         assert (summary["closed_book"]["accuracy"], summary["closed_book"]["log_probability"]) == (0.5, -3.0)
         assert (summary["gold_only"]["accuracy"], summary["gold_only"]["log_probability"]) == (1.0, -0.375)
         assert (summary["n"], summary["reused"], summarize_positions(OUTCOMES)["reused"]) == (2, 1, 0)
-
-    def test_the_order_of_the_outcomes_does_not_matter_to_the_means(self):
-        for some in itertools.islice(itertools.permutations(OUTCOMES[4:8]), 6):
-            none = summarize_positions([*OUTCOMES[:4], *some])["mitigations"]["none"]
-            assert (none["worst"], none["mean"], none["mean_log_probability"]) == (0.0, 0.5, -2.0)
 
 
 def test_answers_of_a_hostile_passage_are_counted(engine, monkeypatch):

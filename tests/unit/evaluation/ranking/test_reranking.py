@@ -236,8 +236,6 @@ def test_with_ray_rerankers_run_there_and_rankings_go_to_the_same_journal(evalua
             "first stage 'splade' must be one of bm25, dense, hybrid",
         ),
         ({"measures": "nDGC@10"}, ConfigError, "unknown measure 'nDGC@10'"),
-        ({"rerankers": [RerankerChoice("embeding")]}, ConfigError, "unknown reranker 'embeding'"),
-        ({"rerankers": [EMBEDDING, EMBEDDING]}, ConfigError, "reranker 'embedding' occurs twice"),
         ({"collection": {"qrels": [("8", "d1", 1)]}}, EvaluationError, "no query of"),
         (
             {"collection": {"corpus": [{"_id": "a", "text": " "}]}},
