@@ -55,8 +55,6 @@ def test_a_generator_without_attention_is_refused():
         ({"query": " "}, 400, "invalid_value"),
         ({"model": "gpt-4"}, 404, "model_not_found"),
         ({"order": "revers"}, 400, "unknown_name"),
-        ({"documents": None}, 422, "invalid_request"),
-        ({"documents": [BRIDGE] * 5}, 413, "too_many_documents"),
         ({"query": "word " * 3000}, 400, "context_length_exceeded"),
     ],
 )

@@ -120,19 +120,3 @@ def test_recent_prompts_of_another_filter_do_not_choose_the_order():
     for metadata_filter in (None, GUESTS, STAFF):
         answers.ask(Question(BOTH, order="cache_aware", filter=metadata_filter))
     assert len(set(scopes)) == 3
-
-
-def test_every_thread_sees_its_own_filter_under_load():
-    answers = pipeline()
-    barrier = threading.Barrier(8)
-
-    def ask(number):
-        barrier.wait(60)
-        asker = answers.with_filter(GUESTS) if number % 2 else answers.with_filter(STAFF)
-        return [ids(asker.ask(Question(BOTH, seed=seed, order="random"))) for seed in range(10)]
-
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(ask, range(8)))
-    assert all(
-        result == [["bridge"] if number % 2 else ["bridge", "harbour"]] * 10 for number, result in enumerate(results)
-    )
