@@ -5,7 +5,7 @@ import json
 import pytest
 from langchain_core.documents import Document
 
-from tests.support.serving import ANSWER, BRIDGE, HARBOUR, QUESTION, client_for, make_pipeline
+from tests.support.serving import ANSWER, BRIDGE, CHAT_BODIES, HARBOUR, QUESTION, client_for, make_pipeline
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 FIELDS = {"title": "Bridges", "source": "policies/bridges.pdf", "page": 3}
