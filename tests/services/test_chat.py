@@ -196,12 +196,7 @@ def test_fields_that_change_nothing_are_read_over():
         ("frequency_penalty", 0.5),
         ("logit_bias", {"1": 5}),
         ("modalities", ["text", "audio"]),
-        ("guided_json", {"type": "object"}),
-        ("structured_outputs", {"choice": ["yes", "no"]}),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-        ("repetition_penalty", 1.2),
         ("min_p", 0.1),
-        ("ignore_eos", True),
     ],
 )
 def test_fields_that_would_change_the_answer_are_refused(field: str, value: Any):
@@ -249,12 +244,6 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ({"mitigation": "context_expert"}, 400, "unknown_name", "Did you mean 'context_experts'"),
         ({"mitigation": {"name": "none", "parameters": {"strength": 1}}}, 400, "invalid_value", "strength"),
         (
-            {"mitigation": {"name": "hidden_scaling", "parameters": {"profile": "/etc/passwd"}}},
-            400,
-            "invalid_value",
-            "has no parameter 'profile'",
-        ),
-        (
             {"mitigation": {"name": "calibrated_attention", "parameters": {"profile": "/etc/passwd"}}},
             400,
             "invalid_value",
@@ -269,11 +258,9 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ({"mitigation": {"name": "none", "params": {}}}, 422, "invalid_request", "mitigation.params"),
         ({"order": "best"}, 400, "unknown_name", "unknown order 'best'"),
         ({"order": "profile:file=/etc/passwd"}, 400, "invalid_value", "has no parameter 'file'"),
-        ({"order": "profile:slots=[1"}, 400, "invalid_value", "lacks a closing ]"),
         ({"temperature": 9}, 400, "invalid_value", "temperature=9.0 must be between"),
         ({"k": 0}, 422, "invalid_request", "k: input should be greater than or equal to 1, got 0"),
         ({"seed": "1"}, 422, "invalid_request", "seed"),
-        ({"k": 1.5}, 422, "invalid_request", "k"),
         ({"messages": []}, 422, "invalid_request", "messages"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "empty"),
         ({"messages": [{"role": "user", "content": " \n"}]}, 400, "invalid_value", "empty"),

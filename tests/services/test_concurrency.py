@@ -84,16 +84,6 @@ def test_an_answer_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatc
         assert generator.steps == 2 * 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_when_the_client_goes_away_the_computation_stops(stream: bool):
-    generator = EndlessGenerator()
-    with serving(make_pipeline(generator)) as url:
-        with leaving(url, **chat(documents=[BRIDGE], stream=stream)):
-            wait_until(lambda: generator.steps > 1)
-        assert generator.closed.wait(60)
-        wait_until(lambda: in_flight(url) == 0)
-
-
 class StepwiseReranker(BaseDocumentCompressor):
     """Takes twenty steps; ``begun`` is called in each of them."""
 

@@ -402,22 +402,6 @@ def test_rerank_scores_best_first_and_keeps_the_order_of_equals():
     assert client.post("/v1/rerank", json={"query": "x", "documents": []}).json()["results"] == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"query": " "}, 400, "query"),
-        ({"query": None}, 422, "query"),
-        ({"top_n": -1}, 422, "top_n"),
-        ({"documents": [5]}, 422, "documents[0]"),
-        ({"documents": ["a"] * 4}, 413, "documents"),
-    ],
-)
-def test_rerank_tells_bad_input(fields: dict[str, Any], status: int, param: str):
-    client = client_for(make_pipeline(reranker=WordReranker()), max_documents=3)
-    response = client.post("/v1/rerank", json={"query": "q", "documents": ["a"], **fields})
-    assert (response.status_code, error_of(response)["param"]) == (status, param)
-
-
 class FailingReranker(BaseDocumentCompressor):
     def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> Any:
         raise RuntimeError

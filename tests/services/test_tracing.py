@@ -233,14 +233,6 @@ def test_a_stream_that_is_closed_within_the_service_is_no_error():
     assert recorded.attributes("decode")["error.type"] == "GenerationCancelled"
 
 
-def test_without_telemetry_there_is_no_span_and_no_trace_in_the_log(caplog: pytest.LogCaptureFixture):
-    client = TestClient(create_app(Settings(), make_pipeline(), limits()))
-    with caplog.at_level(logging.INFO, logger="rag_posfix_api.access"):
-        client.post(CHAT, json=chat(documents=[BRIDGE]), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
-    (line,) = [json.loads(JsonFormatter().format(r)) for r in caplog.records if r.name == "rag_posfix_api.access"]
-    assert "trace_id" not in line
-
-
 def test_a_pipeline_that_its_caller_traces_keeps_its_tracer_where_the_service_has_none():
     recorded = RecordedTelemetry()
     pipeline = make_pipeline(tracer=recorded.telemetry.question_tracer())

@@ -114,20 +114,6 @@ def test_questions_with_one_reranker_share_it_and_its_time_limit(loaded, tmp_pat
         assert pipeline.choose_reranker(MethodSpec("likelihood", {"top_n": 2})) is not first, "they are bounded"
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ("likelyhood", "Did you mean 'likelihood'"),
-        ("likelihood:batchsize=2", "Did you mean 'batch_size'"),
-        ("likelihood:batch_size", "must be parameter=value, for example top_n=5"),
-    ],
-)
-def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkeypatch, named, message):
-    monkeypatch.setattr(module, "load_engine", None)
-    with pytest.raises(ConfigError, match=message):
-        build_pipeline(Settings(reranker=named))
-
-
 def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
     closed = []
     split = FakeGenerator(ToyEncoder())

@@ -344,14 +344,3 @@ def test_a_damaged_row_is_read_or_refused_in_words_of_the_data(tmp_path, row):
                 told.append(str(error).removeprefix(str(path)))
     assert len(told) > 20
     assert [message for message in told if NAMES_OF_PYTHON.search(message)] == []
-
-
-def test_a_missing_field_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(changed(LOST_IN_THE_MIDDLE, ("ctxs",), ...)) + "\n", encoding="utf-8")
-    with pytest.raises(EvaluationError, match=r"rows.jsonl:1 is not a Lost-in-the-Middle row \(no 'ctxs'\)"):
-        load_examples(path)
-    unmarked = changed(LOST_IN_THE_MIDDLE, ("ctxs", 0, "isgold"), ...)
-    path.write_text(json.dumps(unmarked) + "\n", encoding="utf-8")
-    with pytest.raises(EvaluationError, match="no passage is marked as gold"):
-        load_examples(path)
