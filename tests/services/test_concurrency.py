@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
@@ -16,17 +15,13 @@ from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestError
 from rag_posfix_api.runtime.admission import Admission, Ticket
 from tests.support.serving import (
     BRIDGE,
-    CHAT,
     HARBOUR,
     ClockedGenerator,
     DictCache,
-    EndlessGenerator,
     FailingGenerator,
     GatedGenerator,
     chat,
@@ -34,7 +29,6 @@ from tests.support.serving import (
     gauge,
     in_flight,
     leaving,
-    limits,
     make_pipeline,
     noticed_leaving,
     post,
@@ -151,44 +145,6 @@ def test_a_failure_in_the_middle_of_a_stream_is_told_in_the_stream(error: Except
         assert "secret" not in response.text
         assert "[DONE]" not in response.text
         wait_until(lambda: in_flight(url) == 0)
-
-
-async def test_a_disconnect_reported_by_the_server_interface_closes_the_iterator():
-    """The same over bare ASGI: a server that tells of the client through ``receive`` alone."""
-    generator = EndlessGenerator()
-    app = create_app(Settings(), make_pipeline(generator), limits())
-    gone = asyncio.Event()
-    sent: list[Any] = []
-    body = json.dumps(chat(documents=[BRIDGE], stream=True)).encode()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> Any:
-        message = next(messages, None)
-        if message is None:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-        return message
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        if len(sent) == 5:
-            gone.set()
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": CHAT,
-        "raw_path": CHAT.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json")],
-        "http_version": "1.1",
-    }
-    async with asyncio.timeout(60):
-        await app(scope, receive, send)
-    assert generator.closed.is_set()
-    assert sent[0]["status"] == 200
-    assert app.state.service.chat.admission.in_flight == 0
 
 
 def test_permits_are_given_first_come_first_served():

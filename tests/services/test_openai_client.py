@@ -12,7 +12,6 @@ from rag_posfix.errors import GenerationError
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
-    HARBOUR,
     QUESTION,
     FailingGenerator,
     ListRetriever,
@@ -43,23 +42,6 @@ def test_a_plain_question_is_answered_from_the_index(client: openai.OpenAI):
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     assert completion.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_documents_and_our_fields_travel_in_extra_body(client: openai.OpenAI):
-    completion = client.chat.completions.create(
-        model="default",
-        messages=MESSAGES,
-        extra_body={
-            "documents": [{"id": "h", "text": HARBOUR, "score": 0.9}, {"id": "b", "text": BRIDGE, "score": 0.1}],
-            "mitigation": "parallel_windows",
-            "order": "reverse",
-            "cache": False,
-        },
-    )
-    assert completion.model_extra is not None
-    assert [document["id"] for document in completion.model_extra["documents"]] == ["b", "h"]
-    assert completion.model_extra["citations"][0]["document_ids"] == ["b"]
-    assert completion.model_extra["mitigation"] == "parallel_windows"
 
 
 def test_a_stream_with_usage(client: openai.OpenAI):

@@ -132,20 +132,6 @@ def test_bars_show_the_share_of_each_passage(page):
     assert (float(bar.rstrip("%")), whole > 100) == (pytest.approx(100 * 60 / 147, abs=0.1), True)
 
 
-@pytest.mark.parametrize("measure", ["weights", "attention"])
-def test_bars_of_the_default_method_say_what_they_are(page, generator, measure):
-    generator.weighted = measure == "weights"
-    try:
-        ask(page)
-        wait_for(page, "document.querySelector('.bar.default em').innerText !== ''")
-        assert f"order-invariant: share of the {measure}" in " ".join(page.inner_text("#passages-bars").split())
-        share = page.locator(".bar.default em").first.inner_text()
-        name = page.locator(".bar.default").first.get_attribute("aria-label")
-        assert name == f"order-invariant: {share} of the {measure}"
-    finally:
-        generator.weighted = False
-
-
 def test_every_place_draws_the_curve(page):
     page.get_by_label("Accepted answers").fill("gannet  head; 1883")
     page.get_by_role("button", name="Try every place").click()
