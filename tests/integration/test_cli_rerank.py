@@ -63,21 +63,6 @@ class TestRerank:
         for words in ("nDCG@10", "bm25", "embedding against first_stage", "Holm", "5 documents, 1 documents without"):
             assert words in " ".join(out.split())
 
-    def test_trec_files_are_taken_for_every_part(self, run, tmp_path):
-        (tmp_path / "docs").write_text("<DOC><DOCNO>d1</DOCNO><TEXT>a lighthouse</TEXT></DOC>\n")
-        (tmp_path / "topics").write_text("<top>\n<num> Number: 7\n<title> lighthouse\n</top>\n")
-        (tmp_path / "qrels").write_text("7 0 d1 1\n")
-        (tmp_path / "first.trec").write_text("7 Q0 d1 1 3.5 bm25\n")
-        code, out, _ = run(
-            "eval", "rerank", "--corpus", tmp_path / "docs", "--queries", tmp_path / "topics",
-            "--qrels", tmp_path / "qrels", "--first-stage", tmp_path / "first.trec", "--reranker", "embedding",
-            "--out", tmp_path / "out", "--json",
-        )  # fmt: skip
-        assert code == 0
-        found = json.loads(out)
-        assert found["first_stage"]["name"] == "first.trec"
-        assert found["runs"]["embedding"]["nDCG@10"] == 1.0
-
 
 class TestRerankPositions:
     def test_recall_is_told_per_reranker_and_gold_position(self, run, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import asks
 from benchmarks.gpu.bench import Bench, Cell, Part, run_parts
-from benchmarks.gpu.models import REAL, TINY, random_layout
+from benchmarks.gpu.models import REAL, TINY
 from tests.support.subprocesses import run_python
 
 pytestmark = pytest.mark.slow
@@ -111,10 +111,3 @@ def test_models_have_the_number_of_parameters_of_the_published_ones(index, param
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in made.parameters()) == parameters
-
-
-def test_prompts_have_the_tokens_that_are_asked_for():
-    layout = random_layout(131, (7, 4, 9))
-    assert [len(span) for span in layout.passages] == [7, 4, 9]
-    assert layout.token_ids == random_layout(131, (7, 4, 9)).token_ids
-    assert len(set(layout.keys)) == 3

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import threading
 from contextlib import closing
 
 import pytest
@@ -16,7 +15,6 @@ from rag_posfix.errors import CacheError
 from tests.support.clock import Clock
 from tests.support.passages import SHAPE, entry, get, get_blob, open_tier, same, set_blob
 from tests.support.redis_server import RedisServer
-from tests.support.subprocesses import run_python
 from tests.support.waiting import wait_until
 
 LARGE = dataclasses.replace(SHAPE, n_tokens=128)  # 4 KiB
@@ -78,27 +76,6 @@ def test_entries_of_megabytes_are_sent_and_fetched_two_at_a_time(tier, redis_ser
     assert list(found) == list(entries)
     assert all(same(found[key], entries[key]) for key in entries)
     assert updates_of_the_index(redis_server) == 3 + 3
-
-
-@pytest.mark.slow
-def test_two_processes_share_entries(tier, redis_server):
-    script = """
-        import sys
-        from rag_posfix.caching.kv.store import KVCodec
-        from rag_posfix.caching.tier import MemoryTier
-        from rag_posfix.caching.redis import RedisTier
-        from rag_posfix.caching.kv.store import PassageStore
-        from tests.support.passages import SHAPE, entry, same
-        store = PassageStore([MemoryTier(), RedisTier(sys.argv[1], KVCodec(), timeout_seconds=60)])
-        found = store.get_many({"ours": SHAPE, "theirs": SHAPE})
-        print(list(found), same(found["ours"], entry(1, tags=("doc",))))
-        store.put_many({"theirs": entry(2)}, {"theirs": ["doc"]})
-        store.close()
-    """
-    tier.put_many({"ours": entry(1, tags=("doc",))})
-    assert run_python(script, redis_server.url) == "['ours'] True"
-    assert same(get(tier, "theirs"), entry(2, tags=("doc",)))
-    assert tier.delete_tags(["doc"]) == 2
 
 
 def test_keys_have_the_documented_names_and_a_time_to_live(redis_server):
@@ -233,42 +210,6 @@ def test_a_closed_tier_only_misses(tier):
     tier.close()
     assert get(tier, "key") is None
     tier.put_many({"key": entry()})
-
-
-def test_threads_put_get_and_corrupt_and_every_hit_is_what_was_put(redis_server):
-    entries = {f"key{number}": entry(number, LARGE, tags=(f"tag{number % 3}",)) for number in range(24)}
-    wrong, over = [], threading.Event()
-
-    def work(tier, seed):
-        for number in range(25):
-            some = [f"key{(number * seed + step) % 24}" for step in range(4)]
-            tier.put_many({key: entries[key] for key in some[:2]})
-            found = tier.get_many(dict.fromkeys(some, LARGE))
-            wrong.extend(key for key, kept in found.items() if not same(kept, entries[key]))
-            if number % 10 == 0:
-                tier.delete_tags([f"tag{number % 3}"])
-
-    def corrupt():
-        number = 0
-        while not over.wait(0.005):
-            number += 1
-            redis_server.command("SETRANGE", f"rag_posfix:passage:key{number % 24}", str(number % 4000), "damage")
-
-    with open_tier(redis_server, max_bytes=64 * KIB) as tier:
-        threads = [threading.Thread(target=work, args=(tier, seed)) for seed in (1, 5, 7, 11)]
-        vandal = threading.Thread(target=corrupt)
-        for thread in [*threads, vandal]:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wait_until(lambda: work(tier, 13) or tier.stats().corrupt > 0)
-        over.set()
-        vandal.join()
-        stats = tier.stats()
-    assert not wrong
-    assert stats.hits > 0
-    assert stats.corrupt > 0
-    assert stats.evictions > 0
 
 
 @pytest.mark.parametrize(

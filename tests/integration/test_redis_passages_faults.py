@@ -54,24 +54,6 @@ def test_counting_a_large_index_does_not_make_redis_count_as_down():
         wait_until(lambda: same(get(tier, "key"), entry(1)), SECONDS)
 
 
-@pytest.mark.parametrize(
-    "serve",
-    [
-        faulty.never_answers,
-        faulty.sends_one_byte_at_a_time,
-        faulty.dies_in_the_middle_of_the_reply,
-        faulty.answers_to_each_request(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-        faulty.answers_to_each_request(b"$999999999999\r\n"),
-    ],
-    ids=["silent", "dripping", "dying", "http", "a huge length"],
-)
-def test_a_faulty_redis_is_a_miss_counted_and_in_bounded_time(serve):
-    with faulty.faulty_server(serve) as url, closing(RedisTier(url, KVCodec(), timeout_seconds=0.2)) as tier:
-        assert tier.get_many({f"key{number}": SHAPE for number in range(50)}) == {}
-        assert tier.stats().errors == 1
-        assert tier.stats().misses == 0, "it could not be asked"
-
-
 def test_what_came_before_the_deadline_is_used(redis_server):
     entries = {f"key{number}": entry(number, HUGE) for number in range(8)}
     with open_tier(redis_server, timeout_seconds=30) as tier:

@@ -136,20 +136,6 @@ def test_eight_streams_at_a_time_say_what_they_say_one_by_one(
     assert len({text for text, _ in alone}) == 8
 
 
-def test_whole_answers_run_together_too_and_tell_their_stages(
-    pipeline: Pipeline, together: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    begin = hold_prompts(monkeypatch, pipeline)
-    with serving(pipeline) as url, ThreadPoolExecutor(4) as pool:
-        answers = pool.map(lambda seed: post(url, seed=seed), range(4))
-        wait_until(lambda: in_flight(url) == 4)
-        begin.set()
-        bodies = [response.json() for response in answers]
-    assert len({body["choices"][0]["message"]["content"] for body in bodies}) == 1
-    assert all({"assemble", "queue", "prefill", "decode"} <= set(body["timings"]) for body in bodies)
-    assert max(together) > 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_when_a_client_goes_away_its_answer_leaves_and_the_others_stay(
     pipeline: Pipeline, together: list[int], stream: bool, monkeypatch: pytest.MonkeyPatch

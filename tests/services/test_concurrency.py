@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -145,30 +144,6 @@ def test_a_failure_in_the_middle_of_a_stream_is_told_in_the_stream(error: Except
         assert "secret" not in response.text
         assert "[DONE]" not in response.text
         wait_until(lambda: in_flight(url) == 0)
-
-
-def test_permits_are_given_first_come_first_served():
-    admission = Admission(1, 10, 600.0)
-    order: list[int] = []
-    holder = Ticket(600, time.monotonic())
-    admission.acquire(holder)
-
-    def work(number: int) -> None:
-        ticket = Ticket(600, time.monotonic())
-        admission.acquire(ticket)
-        order.append(number)
-        admission.release(ticket)
-
-    threads = []
-    for number in range(5):
-        thread = threading.Thread(target=work, args=(number,))
-        thread.start()
-        threads.append(thread)
-        wait_until(lambda: admission.waiting == len(threads))
-    admission.release(holder)
-    for thread in threads:
-        thread.join(60)
-    assert order == [0, 1, 2, 3, 4]
 
 
 def test_a_ticket_that_is_cancelled_or_late_gets_no_permit():

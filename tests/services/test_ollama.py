@@ -62,13 +62,6 @@ def test_an_option_that_would_change_the_answer_and_has_no_effect_here_is_refuse
     assert f"options.{next(iter(option))} is not supported here" in response.json()["error"]
 
 
-def test_the_client_streams(client: ollama.Client):
-    chunks = list(client.chat(model="fake", messages=MESSAGES, stream=True))
-    assert "".join(chunk.message.content or "" for chunk in chunks) == ANSWER
-    assert [chunk.done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert chunks[-1].done_reason == "stop"
-
-
 def test_a_body_without_stream_is_answered_in_lines(url: str):
     response = post(url, documents=[HARBOUR, BRIDGE], posfix={"order": "reverse"}, keep_alive="5m", format="")
     assert response.headers["content-type"] == "application/x-ndjson"

@@ -37,13 +37,6 @@ def test_show_takes_an_index_and_no_files(run, files, letter_index, tmp_path):
 
 @pytest.mark.weights
 class TestIndex:
-    def test_json_says_what_was_indexed(self, run, files, tmp_path):
-        found = run("index", files, "--out", tmp_path / "new.index", "--json").json
-        assert found["index"] == str(tmp_path / "new.index")
-        assert (found["passages"], found["dimension"]) == (3, 384)
-        assert found["seconds"] > 0
-        assert (tmp_path / "new.index").is_dir()
-
     def test_without_json_it_is_one_line(self, run, files, tmp_path):
         result = run("index", files / "bread.txt", "--out", tmp_path / "new.index")
         assert result.out.startswith("indexed 1 passage in ")
@@ -163,11 +156,3 @@ class TestPrecompute:
         assert error["message"].startswith("none does not read passages independently of each other on SmolLM2-135M")
         assert index.exists()
         assert not (cache_dir / "passages").exists(), "or later questions would be written to disk"
-
-    def test_a_folder_that_cannot_be_made_is_one_line(self, run, files, tmp_path, cache_dir):
-        (cache_dir / "passages").write_text("in the way")
-        error = run("index", files, "--out", tmp_path / "i", "--precompute", "context_experts", "--json").error
-        assert error["type"] == "ConfigError"
-        assert error["message"].startswith(
-            f"the folder of the passage KV store, '{cache_dir / 'passages'}', cannot be created: "
-        )

@@ -30,11 +30,6 @@ class TestVerify:
         assert {"none", "context_experts"} <= set(found["supported"])
         assert isinstance(found["refused"], dict)
 
-    def test_without_json_it_is_text(self, run):
-        result = run("verify")
-        assert result.code == 0
-        assert "supported: " in result.out
-
     def test_a_model_without_the_hook_says_how_rows_are_read_and_whether_keys_are_stored(self, run, tmp_path):
         config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, n_positions=64)
         folder = save_tiny(tmp_path / "gpt2")

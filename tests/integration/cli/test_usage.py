@@ -101,12 +101,6 @@ class TestMethods:
         (one,) = run("methods", alias, "--json").json["mitigations"]
         assert (one["name"], one["aliases"]) == (name, [alias])
 
-    @pytest.mark.parametrize(
-        ("typed", "suggested"), [("PINE", "'pine' (inter_document)"), ("rotr", "'rotor' (sorted_inter_document)")]
-    )
-    def test_a_mistyped_name_of_a_paper_suggests_the_alias_with_its_method(self, run, typed, suggested):
-        assert f"unknown mitigation {typed!r}. Did you mean {suggested}" in run("methods", typed).err
-
     def test_one_method_is_shown_in_full(self, run):
         result = run("methods", "context_experts")
         assert result.code == 0

@@ -43,7 +43,7 @@ from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.measured import pipeline_of, shelf, texts
 from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.pipelines import Shelf
-from tests.support.serving import make_pipeline
+from tests.support.serving import WordReranker, make_pipeline
 from tests.support.toy_encoder import ToyEncoder
 
 COUNT = 12
@@ -318,7 +318,7 @@ def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_langu
     templates = {"de": PromptTemplate(instruction="DEUTSCH.")}
     pipeline = Pipeline(
         generator, Assembler(generator.encoder, generator.context_window, PromptTemplate(instruction="OWN.")),
-        reranker=ByWords(), choose_reranker=lambda spec: ByWords(), defaults=Defaults(templates=templates),
+        reranker=WordReranker(), choose_reranker=lambda spec: WordReranker(), defaults=Defaults(templates=templates),
     )  # fmt: skip
     turns = ({"role": "user", "content": asked_before}, {"role": "assistant", "content": "OK."})
     history = turns if asked_before else ()
@@ -329,28 +329,12 @@ def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_langu
     assert read
 
 
-class ByWords:
-    """Scores documents by the words that they share with the question."""
-
-    def compress_documents(self, documents, query, callbacks=None):
-        words = set(query.split())
-        return [
-            document.model_copy(
-                update={
-                    "metadata": {
-                        **document.metadata,
-                        "relevance_score": len(words & set(document.page_content.split())) / 10,
-                    }
-                }
-            )
-            for document in documents
-        ]
-
-
 @pytest.mark.slow
 def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     examples = weights(12)
-    pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: ByWords())
+    pipeline = make_pipeline(
+        OrderBiasedGenerator(), reranker=WordReranker(), choose_reranker=lambda spec: WordReranker()
+    )
     options = MeasureOptions(documents=5)
     record = measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
     summary = record.summary
@@ -380,7 +364,7 @@ def test_an_arrangement_that_the_model_refuses_costs_itself_and_not_the_measurem
             return super().generate(request)
 
     def measured(generator, examples):
-        pipeline = make_pipeline(generator, reranker=ByWords(), choose_reranker=lambda spec: ByWords())
+        pipeline = make_pipeline(generator, reranker=WordReranker(), choose_reranker=lambda spec: WordReranker())
         asked, options = from_examples(weights(4), 5), MeasureOptions(documents=5)
         return measure(pipeline, asked, examples=examples, options=options).summary
 
