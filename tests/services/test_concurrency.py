@@ -48,21 +48,6 @@ def test_no_more_answers_than_allowed_work_on_the_model_and_others_wait():
         wait_until(lambda: in_flight(url) == 0)
 
 
-def test_a_stored_answer_does_not_wait_for_the_model():
-    generator = GatedGenerator()
-    generator.gate.set()
-    pipeline = make_pipeline(generator, cache=DictCache())
-    with serving(pipeline, max_concurrent=1) as url, ThreadPoolExecutor(1) as pool:
-        assert post(url).json()["cached"] is False
-        generator.gate.clear()
-        generator.entered.clear()
-        slow = pool.submit(post, url, cache=False)
-        assert generator.entered.wait(60)
-        assert post(url).json()["cached"] is True
-        generator.gate.set()
-        assert slow.result().status_code == 200
-
-
 def test_an_answer_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch):
     generator = ClockedGenerator(clock_of_requests(monkeypatch))
     with serving(make_pipeline(generator), request_timeout_seconds=0.5) as url:

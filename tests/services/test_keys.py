@@ -169,14 +169,6 @@ def test_two_keys_in_one_request_are_refused(tmp_path: Path):
         assert tenants.stranger().get("/v1/models", headers=twice).status_code == 401
 
 
-def test_a_key_is_needed_from_the_moment_that_the_first_one_exists(tmp_path: Path):
-    tenants = Tenants(tmp_path)
-    assert status_of(tenants.stranger()) == 200
-    client = tenants.client("acme")
-    assert status_of(tenants.stranger()) == 401
-    assert status_of(client) == 200
-
-
 def test_a_revoked_key_is_refused_at_its_next_request_and_the_door_stays_closed(tmp_path: Path):
     tenants = Tenants(tmp_path)
     client = tenants.client("acme")

@@ -132,13 +132,10 @@ class TestPrecompute:
             r"precomputed \d+ tokens for parallel_windows in .* store holds [1-9]", " ".join(result.out.split())
         )
 
-    @pytest.mark.parametrize(
-        ("name", "value"), [("RAG_POSFIX_PASSAGES_ENABLED", "false"), ("RAG_POSFIX_PASSAGES_DISK_BYTES", "0")]
-    )
     def test_a_store_that_is_turned_off_is_told_before_anything_is_done(
-        self, run, files, tmp_path, cache_dir, monkeypatch, name, value
+        self, run, files, tmp_path, cache_dir, monkeypatch
     ):
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "0")
         index = tmp_path / "new.index"
         error = run("index", files, "--out", index, "--precompute", "context_experts", "--json").error
         assert error["type"] == "ConfigError"

@@ -114,12 +114,6 @@ class TestDocuments:
         assert "Secret" not in caplog.text
         assert "other" not in caplog.text
 
-    def test_of_two_identical_documents_one_is_read(self):
-        twin = Document(page_content=ROME.page_content, id="twin")
-        answer = pipeline().ask(Question(QUESTION, [ROME, twin]))
-        assert ids(answer) == ["rome"]
-        assert answer.dropped == (("twin", "duplicate"),)
-
     def test_an_order_can_be_chosen(self):
         scored = [
             Document(page_content=d.page_content, id=d.id, metadata={"relevance_score": score})

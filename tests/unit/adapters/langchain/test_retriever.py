@@ -110,11 +110,6 @@ def test_nothing_found_asks_no_compressor():
     assert reranker.calls == []
 
 
-def test_any_runnable_from_a_question_to_documents_is_a_base():
-    retriever = PosfixRetriever(base_retriever=RunnableLambda(lambda question: [doc(question)]))
-    assert texts(retriever.invoke("Who?")) == ["Who?"]
-
-
 def test_a_trace_shows_the_base_and_every_compressor_under_the_retriever():
     runs = Runs()
     over(compressors=[ByLength(), Shout()]).invoke("q", {"callbacks": [runs]})
