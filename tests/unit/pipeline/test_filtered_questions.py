@@ -1,5 +1,6 @@
 """Questions with a filter: what is retrieved, and that an answer is never given to another set of permissions."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,15 +10,31 @@ from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.answer import Question
 from rag_posfix.errors import ConfigError
+from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.retrieval.bm25 import BM25Retriever
-from tests.support.serving import BRIDGE, HARBOUR, QUESTION, GatedGenerator, make_pipeline
+from tests.support.serving import BRIDGE, HARBOUR, QUESTION, make_pipeline
+from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
 PUBLIC = Document(id="bridge", page_content=BRIDGE, metadata={"acl": ["staff", "guests"]})
 SECRET = Document(id="harbour", page_content=HARBOUR, metadata={"acl": ["staff"]})
 STAFF, GUESTS = {"acl": "staff"}, {"acl": "guests"}
 BOTH = "When was the bridge of Arvo built, and when did the harbour of Arvo freeze?"
+
+
+class WaitingGenerator(FakeGenerator):
+    """Answers when the gate is open."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.gate = threading.Event()
+        self.entered = []
+
+    def generate(self, request):
+        self.entered.append(request)
+        assert self.gate.wait(60)
+        return super().generate(request)
 
 
 def retriever():
@@ -80,16 +97,17 @@ def test_documents_of_the_question_are_cached_as_before_and_take_no_filter():
 
 
 def test_equal_questions_at_the_same_time_share_an_answer_within_a_filter_only():
-    generator = GatedGenerator()
+    generator = WaitingGenerator(ToyEncoder())
     answers = pipeline(generator=generator)
     questions = [Question(QUESTION, k=1, filter=filter_) for filter_ in (STAFF, STAFF, GUESTS, None)]
     with ThreadPoolExecutor(4) as pool:
         results = [pool.submit(answers.ask, question) for question in questions]
         try:
-            wait_until(lambda: generator.running == 3)  # one for each set of permissions
+            wait_until(lambda: len(generator.entered) == 3)  # one for each set of permissions
         finally:
             generator.gate.set()
         cached = [result.result(60).cached for result in results]
+    assert len(generator.entered) == 3
     assert sorted(cached[:2]) == [False, True]
     assert cached[2:] == [False, False]
 
@@ -102,3 +120,19 @@ def test_recent_prompts_of_another_filter_do_not_choose_the_order():
     for metadata_filter in (None, GUESTS, STAFF):
         answers.ask(Question(BOTH, order="cache_aware", filter=metadata_filter))
     assert len(set(scopes)) == 3
+
+
+def test_every_thread_sees_its_own_filter_under_load():
+    answers = pipeline()
+    barrier = threading.Barrier(8)
+
+    def ask(number):
+        barrier.wait(60)
+        asker = answers.with_filter(GUESTS) if number % 2 else answers.with_filter(STAFF)
+        return [ids(asker.ask(Question(BOTH, seed=seed, order="random"))) for seed in range(10)]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(ask, range(8)))
+    assert all(
+        result == [["bridge"] if number % 2 else ["bridge", "harbour"]] * 10 for number, result in enumerate(results)
+    )
