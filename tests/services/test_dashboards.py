@@ -157,16 +157,12 @@ def test_the_legend_names_labels_that_the_expression_keeps():
 
 
 def test_the_dashboard_can_be_imported_anywhere():
-    assert DASHBOARD["schemaVersion"] == 42, "the final schema of Grafana's dashboards in JSON"
-    assert (DASHBOARD["uid"], DASHBOARD["title"]) == ("rag-posfix", "rag_posfix")
     assert variables()["datasource"]["type"] == "datasource"
     assert variables()["datasource"]["query"] == "prometheus"
     for panel in panels():
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, "no data source of one machine"
         assert panel["description"].endswith("."), panel["title"]
         assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
-    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Latency", "Queue and batch", "Caches", "Errors and circuit breakers"]
 
 
 @pytest.mark.parametrize(

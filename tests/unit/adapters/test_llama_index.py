@@ -6,7 +6,6 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.postprocessor import LongContextReorder
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
@@ -35,11 +34,6 @@ def ranked(n):
 
 def ids(nodes):
     return [one.node.node_id for one in nodes]
-
-
-def test_the_base_class_is_theirs():
-    assert BaseNodePostprocessor in PosfixNodePostprocessor.__mro__
-    assert PosfixNodePostprocessor.class_name() == "PosfixNodePostprocessor"
 
 
 def test_the_parity_flip_of_long_context_reorder():
