@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -42,18 +40,10 @@ def index(tmp_path):
     [
         (["ask", " ", "--index", "INDEX"], "the question is empty"),
         (["ask", "x", "--index", "MISSING"], "there is no folder 'MISSING'; check its name, or make an index with"),
-        (["ask", "x", "--index", "FILES"], "no index in 'FILES' (manifest.json is missing); build the index again"),
         (["ask", "x", "--index", "INDEX", "--order", "revers"], "Did you mean 'reverse'"),
-        (["ask", "x", "--index", "INDEX", "--mitigation", "pines"], "Did you mean 'pine'"),
         (["ask", "x", "--index", "INDEX", "--reranker", "likelyhood"], "Did you mean 'likelihood'"),
-        (["ask", "x", "--index", "INDEX", "--max-tokens", "8192"], "--max-tokens 8192 leaves no room for a prompt"),
-        (["index", "FILES", "--out", "OUT"], "no documents in 'FILES'; give files with text"),
         (["serve", "--index", "MISSING", "--port", "0"], "there is no folder 'MISSING'"),
-        (["serve", "--index", "FILES", "--port", "0"], "no index in 'FILES'"),
-        (["serve", "--mitigation", "pines", "--port", "0"], "Did you mean 'pine'"),
         (["eval", "positions", "--data", "x", "--out", "FILE/out"], "'FILE' is a file; give a folder"),
-        (["eval", "permutations", "--data", "x", "--out", "FILE"], "'FILE' is a file; give a folder"),
-        (["bench", "--out", "FILE"], "'FILE' is a file; give a folder"),
         (["probe", "positional-dimensions", "--out", "FILE"], "'FILE' is a file; give a folder"),
     ],
 )
@@ -80,13 +70,6 @@ def test_an_index_with_a_cut_file_is_told_before_anything_is_loaded(run, loads_n
     next(index.glob("documents-*")).write_bytes(b"")
     code, _, err = run("serve", "--index", index, "--port", "0")
     assert (code, "damaged" in err) == (1, True)
-
-
-@pytest.mark.slow
-def test_serve_ends_with_1_in_a_process_of_its_own(tmp_path):
-    command = [sys.executable, "-m", "rag_posfix.cli.main", "serve", "--index", str(tmp_path / "x"), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, "there is no folder" in done.stderr) == (1, True)
 
 
 def test_a_cached_answer_is_given_without_the_model(run, tiny, tmp_path, monkeypatch):

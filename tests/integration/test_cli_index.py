@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from rag_posfix.retrieval.index.storage import locked
 from tests.support.command_line import command_line
 
 pytestmark = pytest.mark.weights
@@ -69,26 +68,6 @@ def test_an_interruption_says_in_one_line_what_is_kept_and_how_to_continue(run, 
         f"interrupted; the index '{tmp_path / 'index'}' is as it was, and computed vectors are kept: the same command "
         "continues"
     )
-
-
-def test_a_second_indexer_of_a_folder_is_one_line(run, files, tmp_path):
-    import threading
-
-    held, done = threading.Event(), threading.Event()
-
-    def other():
-        with locked(tmp_path / "index"):
-            held.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    held.wait(60)
-    code, _, err = run("index", files, "--out", tmp_path / "index")
-    done.set()
-    thread.join()
-    assert code == 1
-    assert "is being written by another process" in err.splitlines()[-1]
 
 
 def test_progress_bars_of_libraries_do_not_appear(run, files, tmp_path):

@@ -63,55 +63,6 @@ class TestRerank:
         for words in ("nDCG@10", "bm25", "embedding against first_stage", "Holm", "5 documents, 1 documents without"):
             assert words in " ".join(out.split())
 
-    def test_trec_files_are_taken_for_every_part(self, run, tmp_path):
-        (tmp_path / "docs").write_text("<DOC><DOCNO>d1</DOCNO><TEXT>a lighthouse</TEXT></DOC>\n")
-        (tmp_path / "topics").write_text("<top>\n<num> Number: 7\n<title> lighthouse\n</top>\n")
-        (tmp_path / "qrels").write_text("7 0 d1 1\n")
-        (tmp_path / "first.trec").write_text("7 Q0 d1 1 3.5 bm25\n")
-        code, out, _ = run(
-            "eval", "rerank", "--corpus", tmp_path / "docs", "--queries", tmp_path / "topics",
-            "--qrels", tmp_path / "qrels", "--first-stage", tmp_path / "first.trec", "--reranker", "embedding",
-            "--out", tmp_path / "out", "--json",
-        )  # fmt: skip
-        assert code == 0
-        found = json.loads(out)
-        assert found["first_stage"]["name"] == "first.trec"
-        assert found["runs"]["embedding"]["nDCG@10"] == 1.0
-
-    def test_without_a_reranker_the_first_stage_is_measured(self, run, folder, tmp_path):
-        code, out, _ = run(
-            "eval", "rerank", "--corpus", folder, "--first-stage", 'hybrid:weights=[1,2]:k1=1.2', "--measures",
-            "AP,P(rel=2)@5", "--out", tmp_path / "out", "--json",
-        )  # fmt: skip
-        assert code == 0
-        found = json.loads(out)
-        assert found["runs"] == {}
-        assert {"AP", "P(rel=2)@5"} <= set(found["first_stage"])
-
-    @pytest.mark.parametrize(
-        ("options", "kind", "part"),
-        [
-            (["--reranker", "embeding"], "UnknownNameError", "unknown reranker 'embeding'. Did you mean 'embedding'"),
-            (["--reranker", "embedding:top_n"], "ConfigError", "'top_n' in reranker 'embedding:top_n' must be"),
-            (["--measures", "nDGC@10"], "ConfigError", "unknown measure 'nDGC@10'"),
-            (
-                ["--first-stage", "absent.trec"],
-                "UnknownNameError",
-                "first stage 'absent.trec' must be one of bm25, dense",
-            ),
-            (["--split", "dev"], "EvaluationError", "has no qrels/dev.tsv"),
-            (["--qrels", "absent"], "EvaluationError", "absent is not a file"),
-        ],
-    )
-    def test_what_cannot_be_done_is_one_line(self, run, folder, tmp_path, options, kind, part):
-        code, out, _ = run("eval", "rerank", "--corpus", folder, "--out", tmp_path / "out", *options, "--json")
-        assert code == 1
-        error = json.loads(out)["error"]
-        assert error["type"] == kind
-        assert part in error["message"]
-        assert "\n" not in error["message"]
-        assert not (tmp_path / "out").exists()
-
 
 class TestRerankPositions:
     def test_recall_is_told_per_reranker_and_gold_position(self, run, tmp_path):
@@ -132,34 +83,6 @@ class TestRerankPositions:
         assert code == 0
         assert "at 3" in out
         assert "3 questions; 9 rankings reused" in " ".join(out.split())
-
-    @pytest.mark.parametrize(
-        ("options", "kind", "part"),
-        [
-            (["--reranker", ""], "ConfigError", "--reranker is empty"),
-            (["--reranker", "embedding", "--gold-positions", "0,x"], "ConfigError", "'0,x' must be numbers"),
-            (
-                ["--reranker", "embedding", "--gold-positions", "0,0"],
-                "ConfigError",
-                "gold_positions=[0, 0] has a position twice",
-            ),
-            (
-                ["--reranker", "embedding", "--documents", "9"],
-                "EvaluationError",
-                "documents=9 must be between 1 and 4",
-            ),
-            (["--reranker", "embedding:top_n=0"], "ConfigError", "embedding: top_n=0"),
-        ],
-    )
-    def test_what_cannot_be_done_is_one_line(self, run, tmp_path, options, kind, part):
-        code, out, _ = run(
-            "eval", "rerank-positions", "--data", rows(tmp_path / "rows.jsonl"), "--reranker", "embedding",
-            "--gold-positions", "0", "--documents", 4, *options, "--out", tmp_path / "out", "--json",
-        )  # fmt: skip
-        assert code == 1
-        error = json.loads(out)["error"]
-        assert (error["type"], part in error["message"]) == (kind, True), error
-        assert not (tmp_path / "out").exists()
 
 
 def test_the_progress_bar_shows_how_many_are_done_each_second_or_how_long_one_takes():

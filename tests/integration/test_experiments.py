@@ -16,12 +16,8 @@ from rag_posfix.evaluation import (
     evaluate_reranking,
     evaluate_reranking_positions,
     load_examples,
-    measure_speed,
     read_record,
 )
-from rag_posfix.lab.probing.positional_dimensions import PositionalDimensions
-from rag_posfix.lab.probing.slot_attention import probe_slot_attention
-from rag_posfix.lab.probing.subject import open_subject
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.rerank_data import write_collection
@@ -152,36 +148,3 @@ def test_reranking_positions(run, data, settings, tmp_path):
         data, [RerankerChoice("embedding")], gold_positions=[0, 3], documents=4, settings=settings
     )  # fmt: skip
     assert_same(printed, record, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_speed(run, settings, tmp_path):
-    options = ["--documents", 2, "--tokens", 20, "--repeats", 1, "--new-tokens", 1, "--no-warm"]
-    printed = run("bench", *METHODS, *options, "--out", tmp_path / "out")
-    record = measure_speed(
-        CHOICES, documents=2, tokens=20, repeats=1, new_tokens=1, warm=False, settings=settings
-    )  # fmt: skip
-    assert_same(printed, record, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_probes(run, data, settings, tmp_path):
-    printed = run("probe", "slot-attention", "--data", data, "--documents", 3, "--out", tmp_path / "slots")
-    record = probe_slot_attention(open_subject(settings).engine, data, documents=3)
-    pictures = {kind: str(profile_in(tmp_path / "slots").with_suffix(f".{kind}")) for kind in ("svg", "png")}
-    assert {kind: printed.pop(kind) for kind in pictures} == pictures
-    assert {"profile": printed.pop("profile"), **record.to_json()} == {"profile": str(profile_in(tmp_path / "slots")),
-                                                                       **printed}  # fmt: skip
-    options = ["--strings", 2, "--tokens", 64, "--top", 3, "--factor", 0.5]
-    channels = run("probe", "positional-dimensions", *options, "--out", tmp_path / "channels")
-    found = PositionalDimensions(strings=2, tokens=64, top=3, factor=0.5).run(open_subject(settings))
-    assert {channels.pop(kind)[-4:] for kind in ("svg", "png")} == {".svg", ".png"}
-    assert {"profile": channels.pop("profile"), **found.to_json()} == {
-        "profile": str(profile_in(tmp_path / "channels")), **channels
-    }  # fmt: skip
-    assert json.loads(profile_in(tmp_path / "channels").read_text())["channel"] == found.head["channel"]
-
-
-def profile_in(folder):
-    (path,) = folder.glob("*.json")
-    return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import secrets
 import shutil
 import subprocess
@@ -158,26 +157,3 @@ def test_the_documented_deploy_line_works_on_a_cluster_with_a_token_and_without_
     assert deployed["refused"] != 0
     assert deployed["returncode"] == 0, deployed["output"]
     assert deployed["codes"] == [401, 200]
-
-
-def test_the_prefix_tree_of_ray_matches_nothing_of_reordered_passages():
-    """The class by which Ray's ``PrefixCacheAffinityRouter`` compares prompts."""
-    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
-    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
-
-    from rag_posfix.contracts.request import GenerationRequest
-    from rag_posfix_api.ray_serve.routing import RoutedRequest
-    from tests.support.tiny import toy_layout
-
-    layout = toy_layout(lengths=(40, 50, 60, 70))
-    request = RoutedRequest.of(GenerationRequest(layout))
-    tree = PrefixTree()
-    tree.add_tenants(["replica"], 0.0)
-    tree.insert(request.prompt, "replica", 1.0)
-    assert tree.prefix_match(request.prompt)[0] == request.prompt
-    for seed in range(6):
-        order = random.Random(seed).sample((1, 2, 3), 3)
-        shuffled = RoutedRequest.of(GenerationRequest(layout.select((*order, 0))))
-        matched, _ = tree.prefix_match(shuffled.prompt)
-        assert len(matched) <= layout.prefix.stop + 1  # a first token may agree by chance
-        assert shuffled.passages == request.passages

@@ -9,14 +9,12 @@ import redis
 from rag_posfix.caching.answers.tiered import Blob, BlobCodec, TieredAnswerCache
 from rag_posfix.caching.redis import RedisTier
 from rag_posfix.caching.tier import MemoryTier
-from rag_posfix.errors import CacheError
 from tests.integration.tls_proxy import TlsProxy
 from tests.support.certificates import make_certificate
 from tests.support.clock import Clock
 from tests.support.passages import get_blob, set_blob
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.serving import make_pipeline, post, serving
-from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
 
 
@@ -32,12 +30,6 @@ def test_a_value_comes_back_as_it_went_in(cache, value):
     set_blob(cache, "key", value, 60)
     assert get_blob(cache, "key") == value
     assert (cache.stats().hits, cache.stats().misses, cache.stats().errors) == (1, 0, 0)
-
-
-def test_another_process_finds_the_value(cache, redis_server):
-    set_blob(cache, "key", b"answer", 60)
-    with closing(RedisTier(redis_server.url, BlobCodec(), timeout_seconds=60)) as other:
-        assert get_blob(other, "key") == b"answer"
 
 
 def test_keys_have_the_documented_prefix_and_a_time_to_live(cache, redis_server):
@@ -63,30 +55,10 @@ def test_a_damaged_entry_is_a_miss_and_counted(cache, redis_server, damage):
     assert get_blob(cache, "key") == b"fresh"
 
 
-def test_a_damaged_entry_does_not_disturb_other_requests(cache, redis_server):
-    redis_server.command("SET", "rag_posfix:answer:bad", "nonsense")
-    set_blob(cache, "good", b"answer", 60)
-    found = []
-
-    def read(key):
-        found.extend(get_blob(cache, key) for _ in range(50))
-
-    in_threads(read, ["bad", "good", "good"])
-    assert found.count(b"answer") == 100
-    assert cache.stats().errors == 0
-
-
 def test_the_value_of_another_key_is_a_miss(cache, redis_server):
     set_blob(cache, "key", b"answer", 60)
     redis_server.command("RENAME", "rag_posfix:answer:key", "rag_posfix:answer:other")
     assert get_blob(cache, "other") is None
-
-
-def test_a_key_of_another_type_is_a_miss_and_does_not_stop_the_tier(cache, redis_server):
-    redis_server.command("LPUSH", "rag_posfix:answer:key", "foreign")
-    assert get_blob(cache, "key") is None
-    set_blob(cache, "key", b"answer", 60)
-    assert get_blob(cache, "key") == b"answer"
 
 
 def test_entries_are_dropped_by_tag(cache):
@@ -154,25 +126,6 @@ def test_a_password_opens_and_is_never_shown(caplog):
         assert "is failing" in caplog.text
 
 
-def test_a_cluster_is_one_more_redis():
-    with RedisServer(**{"cluster-enabled": "yes"}) as server:
-        server.command("CLUSTER", "ADDSLOTS", *(str(slot) for slot in range(16384)))
-        url = f"redis-cluster://127.0.0.1:{server.port}"
-        wait_until(lambda: b"cluster_state:ok" in server.command("CLUSTER", "INFO"))
-        with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as cache:
-            for number in range(5):
-                set_blob(cache, f"key{number}", b"answer", 60, ["a", "b"])
-            assert get_blob(cache, "key3") == b"answer"
-            assert cache.delete_tags(["a"]) == 5
-            set_blob(cache, "key", b"answer", 60, ["a"])
-            assert cache.clear() == 1
-            assert get_blob(cache, "key") is None
-            server.command("SET", "rag_posfix:answer:key", "nonsense")
-            assert get_blob(cache, "key") is None
-            assert cache.stats().corrupt == 1
-            assert cache.stats().errors == 0
-
-
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_cluster_behind_tls_is_used_if_its_certificate_is_trusted(tmp_path, trusted):
     certificate, key = make_certificate(tmp_path)
@@ -219,11 +172,6 @@ def test_the_options_of_a_url_cannot_undo_ours(redis_server):
     with closing(RedisTier(url, BlobCodec(), timeout_seconds=60)) as cache:
         set_blob(cache, "key", b"\xff", 60)
         assert get_blob(cache, "key") == b"\xff"
-
-
-def test_a_timeout_of_nothing_is_refused():
-    with pytest.raises(CacheError, match=r"timeout_seconds=0 must be above 0"):
-        RedisTier("redis://127.0.0.1", BlobCodec(), timeout_seconds=0)
 
 
 @pytest.mark.slow

@@ -111,12 +111,6 @@ def test_wrong_password():
         assert_pairs_miss(server.url.replace(":right@", ""))
 
 
-def test_paused():
-    with RedisServer() as server:
-        server.pause()
-        assert_redis_is_waited_for_once(server.url)
-
-
 def test_paused_while_connected():
     with RedisServer() as server, warm(server) as cache:
         server.pause()
@@ -161,23 +155,13 @@ def test_recovers_by_itself_after_a_restart(caplog):
         server.kill()
         assert_a_pair_misses(cache)
         server.start()
+        misses, skipped = cache.stats().misses, cache.stats().skipped
         set_blob(cache, "key", b"answer", 60)
         assert get_blob(cache, "key") is None, "the breaker must still give it a rest"
+        assert (cache.stats().misses, cache.stats().skipped) == (misses, skipped + 1), "a rest is told from a miss"
         assert get_blob(warm_up(cache, clock), "warm") == b"up"
         assert cache.stats().available
     assert "works again" in caplog.text
-
-
-def test_recovers_by_itself_after_a_pause():
-    clock = Clock()
-    with RedisServer() as server, closing(open_cache(server.url, CircuitBreaker(clock=clock))) as cache:
-        warm_up(cache, clock)
-        server.pause()
-        for _ in range(3):
-            assert_a_pair_misses(cache)
-            clock.advance(31)
-        server.resume()
-        assert get_blob(warm_up(cache, clock), "warm") == b"up"
 
 
 def test_recovers_from_a_server_that_drips():
@@ -198,26 +182,6 @@ def test_recovers_from_a_server_that_drips():
             wait_until(lambda times=times: has_asked(times))
 
 
-def test_an_outage_is_paid_once_not_per_request():
-    with faulty.faulty_server(faulty.never_answers) as url, closing(open_resting_cache(url)) as cache:
-        get_blob(cache, "key")
-        answers = TieredAnswerCache([cache])
-        for _ in range(200):
-            assert_a_pair_misses(cache, answers)
-        assert cache.stats().errors == 1
-
-
-def test_an_outage_is_one_line_in_the_log(caplog):
-    with faulty.faulty_server(faulty.answers_to_each_request(b"secret garbage\r\n")) as url:
-        clock = Clock()
-        with closing(open_cache(url, CircuitBreaker(clock=clock))) as cache:
-            for _ in range(4):
-                get_blob(cache, "key")
-                clock.advance(31)
-    assert len(caplog.records) == 1
-    assert "secret" not in caplog.text
-
-
 def test_dropping_entries_says_so_when_it_fails(caplog):
     with RedisServer() as server:
         server.kill()
@@ -225,14 +189,6 @@ def test_dropping_entries_says_so_when_it_fails(caplog):
             assert cache.delete_tags(["tag"]) == 0
             assert cache.clear() == 0
     assert caplog.text.count("could not drop entries") == 2
-
-
-def test_a_closed_cache_only_misses():
-    with RedisServer() as server:
-        cache = open_cache(server.url)
-        cache.close()
-        assert get_blob(cache, "key") is None
-        cache.close()
 
 
 @pytest.mark.parametrize(("latency", "is_used", "deadline"), [(0.0625, True, 0.1875), (0.1875, False, 0.2)])
@@ -275,19 +231,6 @@ def test_a_redis_that_was_not_asked_in_time_does_not_count_as_one_that_answered(
         is_missed.set()
     wait_until(lambda: not any(thread.is_alive() for thread in threads))
     assert (len(threads), cache.stats().available) == (1, False)
-
-
-def test_a_redis_that_comes_back_is_used_and_rests_are_counted():
-    with RedisServer() as server, closing(open_cache(server.url)) as cache:
-        wait_until(lambda: set_blob(cache, "key", b"answer", 60) or get_blob(cache, "key") == b"answer")
-        server.kill()
-        misses = cache.stats().misses
-        for _ in range(20):
-            get_blob(cache, "key")
-        assert cache.stats().skipped >= 15, "a tier at rest is told from a miss"
-        assert cache.stats().misses == misses
-        server.start()
-        wait_until(lambda: set_blob(cache, "key", b"answer", 60) or get_blob(cache, "key") == b"answer")
 
 
 @contextmanager

@@ -54,43 +54,6 @@ def test_counting_a_large_index_does_not_make_redis_count_as_down():
         wait_until(lambda: same(get(tier, "key"), entry(1)), SECONDS)
 
 
-@pytest.mark.parametrize(
-    "serve",
-    [
-        faulty.never_answers,
-        faulty.sends_one_byte_at_a_time,
-        faulty.dies_in_the_middle_of_the_reply,
-        faulty.answers_to_each_request(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-        faulty.answers_to_each_request(b"$999999999999\r\n"),
-    ],
-    ids=["silent", "dripping", "dying", "http", "a huge length"],
-)
-def test_a_faulty_redis_is_a_miss_counted_and_in_bounded_time(serve):
-    with faulty.faulty_server(serve) as url, closing(RedisTier(url, KVCodec(), timeout_seconds=0.2)) as tier:
-        assert tier.get_many({f"key{number}": SHAPE for number in range(50)}) == {}
-        assert tier.stats().errors == 1
-        assert tier.stats().misses == 0, "it could not be asked"
-
-
-def test_paused_while_connected_and_recovers():
-    clock = Clock()
-    with RedisServer() as server:
-        breaker = CircuitBreaker(clock=clock)
-        with closing(RedisTier(server.url, KVCodec(), timeout_seconds=0.5, breaker=breaker)) as tier:
-
-            def is_used():
-                clock.advance(31)
-                tier.put_many({"key": entry(1)})
-                return same(get(tier, "key"), entry(1))
-
-            wait_until(is_used)
-            server.pause()
-            assert get(tier, "key") is None
-            assert not tier.stats().available
-            server.resume()
-            wait_until(is_used)
-
-
 def test_what_came_before_the_deadline_is_used(redis_server):
     entries = {f"key{number}": entry(number, HUGE) for number in range(8)}
     with open_tier(redis_server, timeout_seconds=30) as tier:
@@ -107,17 +70,6 @@ def test_what_came_before_the_deadline_is_used(redis_server):
         wait_until(lambda: relay.passed > 6 * one)
         tier.close()
         assert relay.requests.count(b"ZADD") == 3, "the search must not continue in the background"
-
-
-def test_full_redis_refuses_writes_and_serves_reads():
-    with RedisServer(**{"maxmemory-policy": "noeviction"}) as server, open_tier(server) as tier:
-        tier.put_many({"key": entry(1)})
-        server.command("CONFIG", "SET", "maxmemory", "1")
-        tier.put_many({"new": entry(2)})
-        assert same(get(tier, "key"), entry(1))
-        assert get(tier, "new") is None
-        stats = tier.stats()
-        assert (stats.errors, stats.corrupt, stats.available) == (1, 0, True)
 
 
 def test_the_store_with_every_tier(redis_server, tmp_path):

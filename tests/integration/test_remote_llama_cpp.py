@@ -145,18 +145,6 @@ def test_answers_whole_and_streamed_are_equal_cited_and_cached(pipeline: Pipelin
     assert whole.usage.prompt_tokens > 60
 
 
-def test_limits_stop_strings_and_seeds_reach_the_server(pipeline: Pipeline):
-    def ask(**sampling) -> tuple[str, str]:
-        question = Question(QUESTION, documents=[FERRY], sampling=Sampling(**sampling), use_cache=False)
-        answer = pipeline.ask(question)
-        return answer.text, answer.finish_reason
-
-    assert ask(max_tokens=2)[1] == "length"
-    text, reason = ask(max_tokens=24, stop=("1963",))
-    assert ("1963" in text, reason) == (False, "stop")
-    assert ask(max_tokens=8, temperature=1.5, seed=7) == ask(max_tokens=8, temperature=1.5, seed=7)
-
-
 def test_a_stream_that_is_closed_frees_the_server(pipeline: Pipeline):
     question = Question(
         "Tell a very long story about the ferry.", documents=[FERRY], sampling=Sampling(max_tokens=1500)

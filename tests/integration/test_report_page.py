@@ -62,12 +62,6 @@ def test_a_narrow_screen_scrolls_in_no_direction_but_down(browser, page_file, sc
         assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-def test_the_page_prints(browser, page_file):
-    with checked_page(browser) as page:
-        page.goto(page_file.as_uri())
-        assert page.pdf()[:4] == b"%PDF"
-
-
 def test_old_records_have_their_curves(browser, tmp_path):
     assert OLD
     records = [read_record(path) for path in OLD]
@@ -199,47 +193,3 @@ def test_the_policy_runs_the_script_of_the_charts_alone(browser, charts_file, tm
     policy = text.partition("Content-Security-Policy")[2].partition(">")[0]
     assert "unsafe-eval" not in policy
     assert "http" not in policy
-
-
-def test_a_click_on_the_legend_highlights_its_curve(browser, charts_file):
-    opacities = (
-        "[...document.querySelectorAll('.points_marks path')].slice(0, 6).map((path) => path.getAttribute('opacity'))"
-    )
-    with checked_page(browser) as page:
-        curve, _ = shown(page, charts_file).all()
-        assert page.evaluate(opacities) == ["1"] * 6
-        curve.locator(".role-legend-symbol path").first.click()
-        wait_for(page, f"{opacities}.join() === '1,1,1,0.15,0.15,0.15'")
-
-
-def test_charts_follow_the_color_scheme_while_the_page_is_open(browser, charts_file):
-    colour = "getComputedStyle(document.querySelector('.role-axis-label text')).fill"
-    with checked_page(browser, color_scheme="light") as page:
-        shown(page, charts_file)
-        assert page.evaluate(colour) == "rgb(28, 36, 48)"
-        page.emulate_media(color_scheme="dark")
-        assert page.evaluate(colour) == "rgb(230, 233, 238)"
-
-
-@pytest.mark.parametrize("width", [360, 1100])
-def test_charts_fit_the_screen_also_after_it_became_narrow(browser, charts_file, width):
-    outside = """[...document.querySelectorAll('.chart svg')].flatMap((svg) => {
-        const box = svg.getBoundingClientRect();
-        return [...svg.querySelectorAll('text')].map((text) => text.getBoundingClientRect()).filter(
-            (text) => text.right > box.right + 1 || text.left < box.left - 1 || text.bottom > box.bottom + 1);
-    }).length"""
-    with checked_page(browser, viewport={"width": width, "height": 740}) as page:
-        shown(page, charts_file)
-        page.set_viewport_size({"width": 360, "height": 740})
-        wait_for(page, "document.querySelector('.chart svg').getBoundingClientRect().right <= 360")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert page.evaluate(outside) == 0
-
-
-def test_a_page_with_charts_prints_them(browser, charts_file):
-    with checked_page(browser) as page:
-        shown(page, charts_file)
-        with_charts = page.pdf()
-        page.evaluate("document.querySelectorAll('.chart').forEach((chart) => chart.remove())")
-        assert with_charts[:4] == b"%PDF"
-        assert len(with_charts) > len(page.pdf())

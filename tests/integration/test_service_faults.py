@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.__main__ import main
 from benchmarks.faults.fuzz import fuzz, growth
 from benchmarks.faults.scenarios import (
     FAILOVERS,
@@ -19,7 +18,6 @@ from benchmarks.faults.scenarios import (
     disk_full,
     failover,
     leaving_clients,
-    pipelining,
     redis_fault,
     slow_clients,
     unread_searches,
@@ -78,13 +76,6 @@ def test_clients_that_leave_leave_nothing_open(host: Host):
     assert row["left_open"] == 0
 
 
-def test_requests_sent_ahead_without_a_key_harm_no_others(host: Host):
-    """How much is queued, tests of connections show; the benchmark measures memory."""
-    row = pipelining(host, 2 * SECONDS, clients=2)
-    assert_unharmed(row)
-    assert row["sent_mib"] > 0.1, "the requests must be more than a queue of 16"
-
-
 def test_search_responses_that_nobody_reads_are_counted_and_bounded(host: Host, tmp_path: Path):
     row = unread_searches(host, tmp_path, 2 * SECONDS)
     assert_unharmed(row)
@@ -105,8 +96,3 @@ def test_memory_does_not_grow_with_requests(host: Host):
     found = growth(host, 400)
     assert found["wrong"] == 0
     assert found["grown_mib"] < 4, found["mib"]  # a kept body alone would be 200 requests of 10 KB
-
-
-def test_a_fault_that_does_not_exist_is_refused():
-    with pytest.raises(SystemExit, match="there are: Redis killed, Redis paused"):
-        main(["--only", "no such fault"])

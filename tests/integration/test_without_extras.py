@@ -132,11 +132,6 @@ def test_each_command_says_in_one_line_what_to_install(bare):
     assert wrong == {}
 
 
-def test_the_command_starts_and_says_in_one_line_what_to_install(bare):
-    done = bare("-m", "rag_posfix.cli.main", "verify")
-    assert (done.returncode, "Traceback" in done.stderr, NEEDS_TORCH in done.stderr) == (1, False, True)
-
-
 def test_public_names_say_what_to_install(bare):
     code = f"""
 import rag_posfix

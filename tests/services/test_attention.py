@@ -49,22 +49,6 @@ def test_a_generator_without_attention_is_refused():
     assert "'fake' gives no attention" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "code"),
-    [
-        ({"query": " "}, 400, "invalid_value"),
-        ({"model": "gpt-4"}, 404, "model_not_found"),
-        ({"order": "revers"}, 400, "unknown_name"),
-        ({"documents": None}, 422, "invalid_request"),
-        ({"documents": [BRIDGE] * 5}, 413, "too_many_documents"),
-        ({"query": "word " * 3000}, 400, "context_length_exceeded"),
-    ],
-)
-def test_wrong_requests_are_told(fields: dict[str, Any], status: int, code: str):
-    response = post(biased(), {"max_documents": 4}, **fields)
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-
-
 @pytest.mark.weights
 @pytest.mark.slow
 def test_shares_are_those_of_an_unmodified_answer(engine):

@@ -34,7 +34,6 @@ from tests.support.serving import (
     WordReranker,
     chat,
     client_for,
-    clock_of_requests,
     gauge,
     in_flight,
     leaving,
@@ -137,20 +136,6 @@ def test_eight_streams_at_a_time_say_what_they_say_one_by_one(
     assert len({text for text, _ in alone}) == 8
 
 
-def test_whole_answers_run_together_too_and_tell_their_stages(
-    pipeline: Pipeline, together: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    begin = hold_prompts(monkeypatch, pipeline)
-    with serving(pipeline) as url, ThreadPoolExecutor(4) as pool:
-        answers = pool.map(lambda seed: post(url, seed=seed), range(4))
-        wait_until(lambda: in_flight(url) == 4)
-        begin.set()
-        bodies = [response.json() for response in answers]
-    assert len({body["choices"][0]["message"]["content"] for body in bodies}) == 1
-    assert all({"assemble", "queue", "prefill", "decode"} <= set(body["timings"]) for body in bodies)
-    assert max(together) > 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_when_a_client_goes_away_its_answer_leaves_and_the_others_stay(
     pipeline: Pipeline, together: list[int], stream: bool, monkeypatch: pytest.MonkeyPatch
@@ -175,24 +160,6 @@ def test_when_a_client_goes_away_its_answer_leaves_and_the_others_stay(
         assert stays.result().status_code == 200
         wait_until(lambda: in_flight(url) == 0)
         assert together.count(2) == 1, "the step that was under way"
-
-
-@pytest.mark.slow
-def test_an_answer_that_takes_too_long_leaves(
-    pipeline: Pipeline, together: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    clock, step = clock_of_requests(monkeypatch), worker_module.decode_step
-
-    def quarter_of_a_second(running: Any) -> Any:
-        clock.advance(0.25)
-        return step(running)
-
-    monkeypatch.setattr(worker_module, "decode_step", quarter_of_a_second)
-    with serving(pipeline, request_timeout_seconds=2) as url:
-        late = post(url, max_tokens=3000, mitigation="none")
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-        wait_until(lambda: in_flight(url) == 0)
-        assert together.count(1) == 8
 
 
 def test_shutting_down_ends_the_thread_and_an_app_may_be_started_again(pipeline: Pipeline):

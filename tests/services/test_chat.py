@@ -192,16 +192,9 @@ def test_fields_that_change_nothing_are_read_over():
     ("field", "value"),
     [
         ("n", 2),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"1": 5}),
         ("modalities", ["text", "audio"]),
-        ("guided_json", {"type": "object"}),
-        ("structured_outputs", {"choice": ["yes", "no"]}),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-        ("repetition_penalty", 1.2),
-        ("min_p", 0.1),
-        ("ignore_eos", True),
     ],
 )
 def test_fields_that_would_change_the_answer_are_refused(field: str, value: Any):
@@ -249,12 +242,6 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
         ({"mitigation": "context_expert"}, 400, "unknown_name", "Did you mean 'context_experts'"),
         ({"mitigation": {"name": "none", "parameters": {"strength": 1}}}, 400, "invalid_value", "strength"),
         (
-            {"mitigation": {"name": "hidden_scaling", "parameters": {"profile": "/etc/passwd"}}},
-            400,
-            "invalid_value",
-            "has no parameter 'profile'",
-        ),
-        (
             {"mitigation": {"name": "calibrated_attention", "parameters": {"profile": "/etc/passwd"}}},
             400,
             "invalid_value",
@@ -267,21 +254,14 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
             "profile='/dev/zero' must be a list",
         ),
         ({"mitigation": {"name": "none", "params": {}}}, 422, "invalid_request", "mitigation.params"),
-        ({"mitigation": 5}, 422, "invalid_request", "mitigation: input should be of type string or object, got 5"),
         ({"order": "best"}, 400, "unknown_name", "unknown order 'best'"),
         ({"order": "profile:file=/etc/passwd"}, 400, "invalid_value", "has no parameter 'file'"),
-        ({"order": "profile:slots=[1"}, 400, "invalid_value", "lacks a closing ]"),
         ({"temperature": 9}, 400, "invalid_value", "temperature=9.0 must be between"),
-        ({"stop": list("abcdefghijklmnopq")}, 400, "invalid_value", "stop has 17 entries, at most 16"),
-        ({"stop": 5}, 422, "invalid_request", "stop: input should be of type string or array"),
         ({"k": 0}, 422, "invalid_request", "k: input should be greater than or equal to 1, got 0"),
         ({"seed": "1"}, 422, "invalid_request", "seed"),
-        ({"temperature": "0"}, 422, "invalid_request", "temperature"),
-        ({"k": 1.5}, 422, "invalid_request", "k"),
         ({"messages": []}, 422, "invalid_request", "messages"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "empty"),
         ({"messages": [{"role": "user", "content": " \n"}]}, 400, "invalid_value", "empty"),
-        ({"messages": [{"role": "user", "content": 3}]}, 422, "invalid_request", "messages[0].content"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, 400, "invalid_value", "last message"),
         ({"messages": [{"role": "function", "content": "Hi"}]}, 400, "unsupported", "role 'function'"),
         (
@@ -291,15 +271,12 @@ ESCAPED = '{"name": "calibrated_attention", "\\u0070rofile": "\\u002fdev\\u002fz
             "'image_url'",
         ),
         ({"documents": ["a", {"id": "x"}]}, 422, "invalid_request", "documents[1]: a document needs"),
-        ({"documents": ["a", 5]}, 422, "invalid_request", "documents[1]"),
         (
             {"posfix": {"mitigaton": "none"}},
             422,
             "invalid_request",
             "posfix.mitigaton: no such field; GET /openapi.json",
         ),
-        ({"documents": "a"}, 422, "invalid_request", "documents: input should be a valid list"),
-        ({"documents": [{"text": "a", "score": "high"}]}, 422, "invalid_request", "documents[0].score"),
     ],
 )
 def test_bad_input_is_told_on_one_line(fields: dict[str, Any], status: int, code: str, part: str):
@@ -315,12 +292,6 @@ def test_a_prompt_that_is_too_long_is_an_http_error_streamed_or_not():
         status, error = refused(make_pipeline(window=300), max_tokens=290, **fields)
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert "context window" in error["message"]
-
-
-def test_too_many_documents_are_refused():
-    response = client_for(max_documents=2).post(URL, json=chat(documents=["a", "b", "c"]))
-    assert response.status_code == 413
-    assert "documents has 3 entries, at most 2" in response.json()["error"]["message"]
 
 
 def test_a_second_equal_question_comes_from_the_cache_unless_it_must_not():
@@ -392,13 +363,6 @@ def test_a_stored_answer_streams_in_one_piece():
     *chunks, _ = events(client_for(pipeline).post(URL, json=chat(documents=[BRIDGE], stream=True)).text)
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", ANSWER, None]
     assert chunks[-1]["cached"] is True
-
-
-def test_the_pipeline_given_is_not_changed():
-    pipeline = make_pipeline()
-    generator = pipeline.generator
-    ask(pipeline, documents=[BRIDGE])
-    assert pipeline.generator is generator
 
 
 def test_mitigation_order_and_k_may_come_in_one_object():

@@ -90,14 +90,3 @@ def test_answers_with_and_without_log_probabilities_are_cached_apart():
 def test_alternatives_are_0_to_20_and_need_logprobs(fields: dict[str, Any]):
     status, error = refused(**fields)
     assert (status, error["param"]) == (400, "top_logprobs")
-
-
-def test_a_damaged_cache_entry_with_log_probabilities_is_a_miss():
-    cache = DictCache()
-    pipeline = make_pipeline(cache=cache)
-    asked = {"documents": [BRIDGE], "logprobs": True}
-    ask(pipeline, **asked)
-    (key,) = cache.entries
-    for damaged in (5, [[0, ["zz", -1.0], []]], [[0, ["61"], []]], [[0, ["61", "x"], []]], [["0", ["61", -1], []]]):
-        cache.entries[key] = {**cache.entries[key], "log_probs": damaged}
-        assert ask(pipeline, **asked)["cached"] is False

@@ -107,16 +107,6 @@ def test_the_operator_may_keep_the_text_of_collections(tmp_path: Path):
     assert (result["id"], result["text"], result["title"]) == ("x", None, "Letters")
 
 
-def test_documents_are_deleted_by_any_id(client: TestClient):
-    for name in ("a", "x/y", "search", "ä b", "../../z"):
-        add(client, {"id": name, "text": "text"})
-    for name in ("a", "x/y", "search", "%C3%A4%20b", "..%2F..%2Fz"):
-        assert client.delete(f"{NOTES}/documents/{name}").status_code == 200, name
-    gone = client.delete(f"{NOTES}/documents/a")
-    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
-    assert client.get(NOTES).json()["documents"] == 0
-
-
 NO_NAMES = ("", ".", "..", "../b", "a/b", "a\\b", "A", "-a", "_", "a" * 65, "a\n", "a\x00", ".lock", "ä", "%2e%2e")
 
 
@@ -145,13 +135,6 @@ def test_bodies_that_are_refused_change_nothing(client: TestClient):
     for path, body, status in REFUSED:
         assert client.post(f"{NOTES}/{path}", json=body).status_code == status, body
     assert client.get(NOTES).json()["documents"] == 0
-
-
-def test_a_collection_survives_its_process(client: TestClient, tmp_path: Path):
-    add(client, {"id": "a", "text": BRIDGE}, {"id": "b", "text": HARBOUR})
-    client.delete(f"{NOTES}/documents/b")
-    again = opened(tmp_path / "collections")
-    assert texts(again) == {"a": BRIDGE}
 
 
 def test_only_new_texts_are_embedded(tmp_path: Path):
@@ -287,22 +270,7 @@ def test_an_id_that_no_url_can_name_is_refused(name: str, client: TestClient):
 
 
 def test_every_id_that_is_taken_can_be_deleted(client: TestClient):
-    names = [
-        "a",
-        "...",
-        ".a",
-        "../a",
-        "a/./b",
-        "/",
-        "//",
-        " ",
-        "?",
-        "#",
-        "a b",
-        "\u2028",
-        "\u00e9\U0001f600",
-        "\ufffd",
-    ]
+    names = ["a", "...", "../a", "a/./b", "//", " ", "?", "#", "search", "\u2028", "\u00e9\U0001f600"]
     add(client, *({"id": name, "text": f"text {number}"} for number, name in enumerate(names)))
     for name in names:
         path = quote(name, safe="")

@@ -89,17 +89,6 @@ def test_another_process_sees_passages_as_one_document(tmp_path: Path):
     assert (writer.documents(), len(removed)) == ([], put.passages)
 
 
-def test_a_long_document_of_an_earlier_release_is_split_when_it_is_added_again(tmp_path: Path, monkeypatch: Any):
-    module = "rag_posfix_api.collections.collection.split_document"
-    with monkeypatch.context() as earlier:
-        earlier.setattr(module, lambda document, size: [document])
-        opened(tmp_path).put([Document(LONG, id="rooms")])
-    collection = opened(tmp_path, embeddings=LetterEmbeddings())
-    assert len(collection.documents()) == 1
-    put = collection.put([Document(LONG, id="rooms")])
-    assert (put.replaced, put.documents, len(collection.documents())) == (1, 1, put.passages)
-
-
 def test_the_size_of_a_passage_is_that_of_the_settings(tmp_path: Path):
     collections = Collections(tmp_path, 10, 1000, PassageSize(tokens=24))
     collections.create("acme", "notes", LetterEmbeddings())

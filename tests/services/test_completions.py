@@ -124,17 +124,13 @@ def test_the_harness_reads_its_log_likelihoods(url: str):
     ("fields", "status", "param"),
     [
         ({"n": 2}, 400, "n"),
-        ({"best_of": 3}, 400, "best_of"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"logprobs": 21}, 400, "logprobs"),
         ({"prompt": [5, 259]}, 400, "prompt"),
         ({"prompt": ""}, 422, "prompt"),
-        ({"prompt": []}, 422, "prompt"),
         ({"prompt": ["a", 5]}, 422, "prompt[1]"),
         ({"prompt": [-1]}, 422, "prompt[0]"),
-        ({"stop": ["a"] * 17}, 400, "stop"),
-        ({"model": "gpt-9"}, 404, "model"),
         ({"max_tokens": 1000}, 400, None),
     ],
 )

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,21 +11,16 @@ from langchain_core.documents import BaseDocumentCompressor
 
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.tier import MemoryTier
-from rag_posfix.contracts.request import GenerationRequest
 from rag_posfix.errors import GenerationCancelled, GenerationError, OverloadedError
 from rag_posfix.reranking import GuardedReranker
 from rag_posfix.reranking.deadline import check_deadline
-from rag_posfix.settings import Settings
-from rag_posfix_api.app import create_app
 from rag_posfix_api.http.errors import RequestError
-from rag_posfix_api.runtime.admission import TICKET, Admission, AdmittedGenerator, Ticket
+from rag_posfix_api.runtime.admission import Admission, Ticket
 from tests.support.serving import (
     BRIDGE,
-    CHAT,
     HARBOUR,
     ClockedGenerator,
     DictCache,
-    EndlessGenerator,
     FailingGenerator,
     GatedGenerator,
     chat,
@@ -35,7 +28,6 @@ from tests.support.serving import (
     gauge,
     in_flight,
     leaving,
-    limits,
     make_pipeline,
     noticed_leaving,
     post,
@@ -56,49 +48,6 @@ def test_no_more_answers_than_allowed_work_on_the_model_and_others_wait():
         wait_until(lambda: in_flight(url) == 0)
 
 
-def test_beyond_the_queue_requests_are_refused_with_retry_after():
-    generator = GatedGenerator()
-    with serving(make_pipeline(generator), max_concurrent=1, max_queue=1) as url, ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(post, url) for _ in range(2)]
-        wait_until(lambda: in_flight(url) == 2)
-        for stream in (False, True):
-            refused = post(url, stream=stream)
-            assert refused.status_code == 429
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["code"] == "overloaded"
-        assert httpx2.get(url + "/readyz", timeout=60).status_code == 200
-        generator.gate.set()
-        assert [answer.result().status_code for answer in answers] == [200, 200]
-
-
-def test_waiting_too_long_for_the_model_is_refused():
-    generator = GatedGenerator()
-    only_one = {"max_concurrent": 1, "queue_timeout_seconds": 0.2}
-    with serving(make_pipeline(generator), **only_one) as url, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post, url)
-        assert generator.entered.wait(60)
-        refused = post(url)
-        assert refused.status_code == 429
-        assert "queue_timeout_seconds=0.2" in refused.json()["error"]["message"]
-        generator.gate.set()
-        assert answer.result().status_code == 200
-
-
-def test_a_stored_answer_does_not_wait_for_the_model():
-    generator = GatedGenerator()
-    generator.gate.set()
-    pipeline = make_pipeline(generator, cache=DictCache())
-    with serving(pipeline, max_concurrent=1) as url, ThreadPoolExecutor(1) as pool:
-        assert post(url).json()["cached"] is False
-        generator.gate.clear()
-        generator.entered.clear()
-        slow = pool.submit(post, url, cache=False)
-        assert generator.entered.wait(60)
-        assert post(url).json()["cached"] is True
-        generator.gate.set()
-        assert slow.result().status_code == 200
-
-
 def test_an_answer_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch):
     generator = ClockedGenerator(clock_of_requests(monkeypatch))
     with serving(make_pipeline(generator), request_timeout_seconds=0.5) as url:
@@ -111,16 +60,6 @@ def test_an_answer_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatc
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
         wait_until(lambda: in_flight(url) == 0)
         assert generator.steps == 2 * 2
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_when_the_client_goes_away_the_computation_stops(stream: bool):
-    generator = EndlessGenerator()
-    with serving(make_pipeline(generator)) as url:
-        with leaving(url, **chat(documents=[BRIDGE], stream=stream)):
-            wait_until(lambda: generator.steps > 1)
-        assert generator.closed.wait(60)
-        wait_until(lambda: in_flight(url) == 0)
 
 
 class StepwiseReranker(BaseDocumentCompressor):
@@ -192,75 +131,6 @@ def test_a_failure_in_the_middle_of_a_stream_is_told_in_the_stream(error: Except
         wait_until(lambda: in_flight(url) == 0)
 
 
-def test_a_failure_before_the_first_piece_is_an_http_error():
-    with serving(make_pipeline(FailingGenerator(0, GenerationError("secret state")))) as url:
-        for stream in (False, True):
-            response = post(url, stream=stream)
-            assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
-
-
-async def test_a_disconnect_reported_by_the_server_interface_closes_the_iterator():
-    """The same over bare ASGI: a server that tells of the client through ``receive`` alone."""
-    generator = EndlessGenerator()
-    app = create_app(Settings(), make_pipeline(generator), limits())
-    gone = asyncio.Event()
-    sent: list[Any] = []
-    body = json.dumps(chat(documents=[BRIDGE], stream=True)).encode()
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> Any:
-        message = next(messages, None)
-        if message is None:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-        return message
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        if len(sent) == 5:
-            gone.set()
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": CHAT,
-        "raw_path": CHAT.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json")],
-        "http_version": "1.1",
-    }
-    async with asyncio.timeout(60):
-        await app(scope, receive, send)
-    assert generator.closed.is_set()
-    assert sent[0]["status"] == 200
-    assert app.state.service.chat.admission.in_flight == 0
-
-
-def test_permits_are_given_first_come_first_served():
-    admission = Admission(1, 10, 600.0)
-    order: list[int] = []
-    holder = Ticket(600, time.monotonic())
-    admission.acquire(holder)
-
-    def work(number: int) -> None:
-        ticket = Ticket(600, time.monotonic())
-        admission.acquire(ticket)
-        order.append(number)
-        admission.release(ticket)
-
-    threads = []
-    for number in range(5):
-        thread = threading.Thread(target=work, args=(number,))
-        thread.start()
-        threads.append(thread)
-        wait_until(lambda: admission.waiting == len(threads))
-    admission.release(holder)
-    for thread in threads:
-        thread.join(60)
-    assert order == [0, 1, 2, 3, 4]
-
-
 def test_a_ticket_that_is_cancelled_or_late_gets_no_permit():
     admission = Admission(1, 10, 600.0)
     admission.acquire(Ticket(600, time.monotonic()))
@@ -291,14 +161,6 @@ def test_no_more_places_than_capacity():
     with admission.admit(1) as ticket:  # permit and ticket are back
         admission.acquire(ticket)
     assert admission.in_flight == 0
-
-
-def test_no_more_tickets_than_open_requests_allowed():
-    admission = Admission(1, 0, 1.0, max_open=1)
-    with admission.admit(1), pytest.raises(OverloadedError, match="1 requests are open"), admission.admit(1):
-        pass
-    with admission.admit(1):
-        pass
 
 
 def test_the_age_of_the_oldest_request_is_in_the_metrics(monkeypatch: pytest.MonkeyPatch):
@@ -347,14 +209,3 @@ def test_who_waits_for_an_equal_question_and_leaves_lets_go_at_once():
         generator.gate.set()
         assert (first.result().status_code, other.result().status_code) == (200, 200)
     cache.close()
-
-
-def test_without_a_ticket_the_generator_is_passed_through():
-    generator = GatedGenerator()
-    generator.gate.set()
-    admitted = AdmittedGenerator(generator, Admission(1, 0, 1.0))
-    assert TICKET.get() is None
-    pipeline = make_pipeline(generator)
-    layout = pipeline.assembler.assemble("q", ()).layout
-    assert admitted.generate(GenerationRequest(layout)).text == generator.generate(GenerationRequest(layout)).text
-    assert (admitted.fingerprint, admitted.encoder) == (generator.fingerprint, generator.encoder)

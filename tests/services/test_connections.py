@@ -85,15 +85,6 @@ def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes):
         assert b"0.3 seconds" in answer
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
-    with running(make_pipeline(), read_timeout_seconds=0.3) as (url, server), connected(url) as connection:
-        lines = (f"POST {CHAT} HTTP/1.1", "Host: a", "Content-Type: application/json", "Content-Length: 100", "", "")
-        connection.sendall("\r\n".join(lines).encode() + b'{"messages"')
-        assert everything(connection).startswith(b"HTTP/1.1 408 ")
-        server.config.http.read_seconds = 60.0
-        assert in_flight(url) == 0
-
-
 LIVE = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
 
 

@@ -42,13 +42,6 @@ def test_the_query_of_a_follow_up_is_chosen_by_the_request_and_in_the_answer(cli
     assert query_of(client, path, query="last") == "Of what is it made?"
 
 
-def test_an_unknown_query_is_refused(client):
-    path = "/v1/chat/completions"
-    response = client.post(path, json={**BODIES[path], "posfix": {"query": "first"}})
-    assert response.status_code in (400, 422)
-    assert "query" in response.text
-
-
 def test_a_collection_is_searched_for_the_follow_up_with_the_question_before_it(tmp_path):
     client = notes_client(tmp_path)
     add(client, {"id": "bridge", "text": BRIDGE}, {"id": "harbour", "text": HARBOUR})

@@ -115,11 +115,6 @@ def test_every_failure_of_the_service_is_an_alert_and_on_the_dashboard():
     assert set(shown["query"].split("|")) == failures | {"not_ready"}
 
 
-def test_no_two_alerts_have_one_name():
-    names = [rule["alert"] for rule in RULES]
-    assert len(set(names)) == len(names)
-
-
 def test_every_metric_of_the_service_is_on_the_dashboard_or_is_named_here_with_the_reason(exposed: Exposed):
     asked = " ".join(expression for _, expression in expressions_of_the_dashboard())
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exposed.labels if not name.endswith("_created")}
@@ -162,30 +157,12 @@ def test_the_legend_names_labels_that_the_expression_keeps():
 
 
 def test_the_dashboard_can_be_imported_anywhere():
-    assert DASHBOARD["schemaVersion"] == 42, "the final schema of Grafana's dashboards in JSON"
-    assert (DASHBOARD["uid"], DASHBOARD["title"]) == ("rag-posfix", "rag_posfix")
     assert variables()["datasource"]["type"] == "datasource"
     assert variables()["datasource"]["query"] == "prometheus"
     for panel in panels():
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, "no data source of one machine"
         assert panel["description"].endswith("."), panel["title"]
         assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
-    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Overview", "Latency", "Queue and batch", "Caches", "Errors and circuit breakers"]
-
-
-def test_panels_have_ids_of_their_own_and_do_not_overlap():
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (place["x"] + across, place["y"] + down) for across in range(place["w"]) for down in range(place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert place["x"] + place["w"] <= 24
-        taken |= cells
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from rag_posfix.pipeline.pipeline import Pipeline
 from tests.support.serving import (
     BRIDGE,
     CHAT,
-    ClockedGenerator,
     GeneratorByTurns,
     chat,
-    clock_of_requests,
     in_flight,
     leaving,
     make_pipeline,
@@ -56,14 +54,6 @@ def leave_after_the_first_piece(url: str, **fields: Any) -> None:
         client.stream("POST", url + CHAT, json=body) as response,
     ):
         assert next(response.iter_lines()).startswith("data: ")
-
-
-def test_no_step_begins_after_the_time_limit(monkeypatch: pytest.MonkeyPatch):
-    generator = ClockedGenerator(clock_of_requests(monkeypatch))
-    with serving(make_pipeline(generator), request_timeout_seconds=2) as url:
-        assert post(url).status_code == 504
-        assert generator.closed.wait(60)
-    assert generator.steps == 8  # a quarter of a second each
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -51,10 +51,7 @@ def test_errors_have_openais_types(client: openai.OpenAI):
         ([], 422, "input"),
         ("", 400, "empty text"),
         (["a", " "], 400, "empty text"),
-        (["a"] * 4, 413, "input has 4"),
         ([1, 2], 422, "input"),
-        ([[1, 2]], 422, "input"),
-        (5, 422, "input"),
     ],
 )
 def test_bad_input_is_told(given: Any, status: int, part: str):

@@ -121,12 +121,6 @@ def test_no_request_widens_the_filter_of_its_key(tenants: Tenants, index: str | 
     assert '"id":"harbour"' not in stream
 
 
-def test_documents_that_a_request_sends_are_read_whatever_the_filter_of_its_key(tenants: Tenants):
-    guest = tenants.client("acme", scopes=("read",), filter=GUESTS)
-    sent = guest.post(CHAT, json=chat(BOTH, documents=[{"id": "mine", "text": HARBOUR}])).json()
-    assert documents_of(sent) == ["mine"]
-
-
 def test_answers_of_one_permission_set_are_never_given_to_another(tenants: Tenants):
     guest = tenants.client("acme", scopes=("read",), filter=GUESTS)
     staff = tenants.client("acme", scopes=("read",))

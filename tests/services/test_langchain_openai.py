@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
@@ -58,13 +57,6 @@ def test_documents_and_methods_travel_in_extra_body(url: str):
     assert answer.content == "The harbour froze in 1963"
     assert len(answer.response_metadata["logprobs"]["content"]) > 1
     assert "".join(str(piece.content) for piece in model.stream("When did the harbour freeze?")) == answer.content
-
-
-def test_refusals_are_openais_errors(url: str):
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served"):
-        chat_model(url, model="gpt-5").invoke(QUESTION)
-    with pytest.raises(openai.BadRequestError, match="unknown mitigation 'magic'"):
-        chat_model(url, extra_body={"posfix": {"mitigation": "magic"}}).invoke(QUESTION)
 
 
 def test_embeddings_are_those_of_the_model(url: str):

@@ -14,7 +14,6 @@ import httpx2
 import pytest
 
 from rag_posfix.contracts.request import Chunk, GenerationRequest
-from rag_posfix.errors import ConfigError
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.settings import ServiceSettings, Settings
 from rag_posfix_api import server
@@ -218,8 +217,3 @@ def test_the_option_goes_before_the_setting(
         server.run(Settings(), service=ServiceSettings(port=0, log_format=setting), log_format=given)
     (handler,) = root_logger.handlers
     assert type(handler.formatter) is expected
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(ConfigError):
-        ServiceSettings(log_format="xml")  # type: ignore[arg-type]

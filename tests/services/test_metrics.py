@@ -17,7 +17,7 @@ from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.caching.answers.tiered import TieredAnswerCache
 from rag_posfix.caching.kv.store import PassageStore
 from rag_posfix.caching.tier import MemoryTier
-from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Sampling, Usage
+from rag_posfix.contracts.request import Chunk, GenerationRequest, MitigationChoice, Sampling
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline
@@ -261,13 +261,6 @@ def test_answers_with_a_fault_of_form_are_counted_and_named():
     assert reading.change("malformed_answers_total", fault="fragment") == 1
 
 
-def test_tied_scores_are_counted():
-    client, reading = client_for(make_pipeline(reranker=WordReranker()))
-    client.post("/v1/rerank", json={"query": "bridge", "documents": ["a bridge", "the bridge"]})
-    client.post("/v1/rerank", json={"query": "bridge", "documents": ["a bridge", "a boat"]})
-    assert reading.change("reranking_ties_total") == 1
-
-
 def test_the_answer_cache_counts_each_tier():
     small = MemoryTier(max_entries=1)
     client, reading = client_for(make_pipeline(cache=TieredAnswerCache([small])))
@@ -336,18 +329,6 @@ def test_the_size_of_the_batch_is_counted_at_each_step(engine: Engine):
         # However the two overlap, every further token of each was in one step.
         assert reading.change("decode_batch_size_sum") == 3 * (tokens - 1)
         assert reading.change("decode_batch_size_count") <= 3 * (tokens - 1)
-
-
-def test_the_usage_of_a_generator_that_reports_nothing_counts_no_token_time():
-    class Silent(FakeGenerator):
-        def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-            generation = replace(self.generate(request), timings={}, usage=Usage(5, 8))
-            yield Chunk("", generation)
-
-    client, reading = client_for(make_pipeline(Silent(ToyEncoder())))
-    client.post(CHAT, json=chat(documents=[BRIDGE]))
-    assert reading.change("time_to_first_token_seconds_count") == 1
-    assert reading.change("time_per_output_token_seconds_count") == 0
 
 
 def test_names_follow_the_conventions_of_prometheus():

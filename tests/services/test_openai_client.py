@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import openai
@@ -13,14 +12,11 @@ from rag_posfix.errors import GenerationError
 from tests.support.serving import (
     ANSWER,
     BRIDGE,
-    HARBOUR,
     QUESTION,
     FailingGenerator,
-    GatedGenerator,
     ListRetriever,
     make_pipeline,
     serving,
-    wait_until,
 )
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
@@ -46,23 +42,6 @@ def test_a_plain_question_is_answered_from_the_index(client: openai.OpenAI):
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     assert completion.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_documents_and_our_fields_travel_in_extra_body(client: openai.OpenAI):
-    completion = client.chat.completions.create(
-        model="default",
-        messages=MESSAGES,
-        extra_body={
-            "documents": [{"id": "h", "text": HARBOUR, "score": 0.9}, {"id": "b", "text": BRIDGE, "score": 0.1}],
-            "mitigation": "parallel_windows",
-            "order": "reverse",
-            "cache": False,
-        },
-    )
-    assert completion.model_extra is not None
-    assert [document["id"] for document in completion.model_extra["documents"]] == ["b", "h"]
-    assert completion.model_extra["citations"][0]["document_ids"] == ["b"]
-    assert completion.model_extra["mitigation"] == "parallel_windows"
 
 
 def test_a_stream_with_usage(client: openai.OpenAI):
@@ -121,28 +100,3 @@ def test_a_failure_in_the_stream_reaches_the_client_as_an_error():
         with pytest.raises(openai.APIError, match="the model failed") as failure:
             list(stream)
         assert failure.value.code == "generation_failed"
-
-
-def test_overload_is_a_rate_limit_error():
-    generator = GatedGenerator()
-    with serving(make_pipeline(generator), max_concurrent=1, max_queue=0) as url, connect(url) as client:
-        first = threading.Thread(
-            target=client.chat.completions.create, kwargs={"model": "fake", "messages": MESSAGES}, daemon=True
-        )
-        first.start()
-        wait_until(generator.entered.is_set)
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.chat.completions.create(model="fake", messages=MESSAGES)
-        assert refused.value.code == "overloaded"
-        assert refused.value.response.headers["retry-after"]
-        generator.gate.set()
-        first.join(60)
-
-
-def test_the_key_is_checked():
-    with serving(make_pipeline(), api_key="right") as url:
-        with connect(url, "wrong") as client, pytest.raises(openai.AuthenticationError) as refused:
-            client.models.list()
-        assert refused.value.code == "invalid_api_key"
-        with connect(url, "right") as client:
-            assert client.models.retrieve("default").id == "fake"

@@ -97,10 +97,7 @@ def test_the_seed_chooses_the_orders(client: TestClient):
     [
         ({"documents": ["one"]}, 422),
         ({"orders": 25}, 422),
-        ({"orders": 1}, 422),
         ({"question": " "}, 400),
-        ({"mitigation": "nothing_like_it"}, 400),
-        ({"documents": [str(number) for number in range(1001)]}, 413),
         ({"tenant": "another"}, 422),
     ],
 )

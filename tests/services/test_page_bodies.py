@@ -16,7 +16,6 @@ BODIES = Path(__file__).resolve().parents[1] / "data" / "chat_pages"
 OPEN_WEBUI, LIBRECHAT = (
     json.loads((BODIES / f"{page}.json").read_text("utf-8")) for page in ("open_webui", "librechat")
 )
-IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
 
 TITLE: dict[str, Any] = {
     "model": "fake",
@@ -47,34 +46,3 @@ def test_the_page_gets_a_title(client: TestClient):
     response = client.post(URL, json=TITLE)
     assert response.status_code == 200
     assert response.json()["choices"][0]["message"]["content"]
-
-
-def test_the_page_finds_the_model(client: TestClient):
-    (model,) = client.get("/v1/models").json()["data"]
-    assert model["id"] == OPEN_WEBUI["model"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages"),
-        ({"messages": [{"role": "function", "content": "4", "name": "add"}]}, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "search"}}]}, "tools"),
-        ({"n": 2}, "n"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-    ],
-)
-@pytest.mark.parametrize("body", [OPEN_WEBUI, LIBRECHAT], ids=["open-webui", "librechat"])
-def test_what_cannot_be_done_is_refused_with_the_field(
-    client: TestClient, body: dict[str, Any], fields: dict[str, Any], param: str
-):
-    response = client.post(URL, json={**body, **fields})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert "not supported" in error["message"]
-
-
-def test_a_model_of_another_name_is_refused(client: TestClient):
-    response = client.post(URL, json={**OPEN_WEBUI, "model": "gpt-4o"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")

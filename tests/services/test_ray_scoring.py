@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -174,29 +173,6 @@ def test_a_sketch_has_all_of_its_marks_and_one_in_a_hundred_others():
     held = Sketches(1.0).held({"a": sketch.as_stats()}, [*marks, *(rng.getrandbits(64) for _ in range(10_000))], 0.0)
     assert held[0, :4096].all()
     assert 40 < held[0, 4096:].sum() < 160
-
-
-@pytest.mark.parametrize(("replicas", "milliseconds"), [(50, 0.5), (500, 2.0)])
-def test_a_choice_among_many_replicas_takes_little_of_the_event_loop(replicas: int, milliseconds: float):
-    rng = random.Random(0)
-    marks = [[rng.getrandbits(64) for _ in range(4096)] for _ in range(8)]
-    made = [Sketch.of(each, 100.0).as_stats() for each in marks]
-    stats = {f"replica-{row}": dict(made[row % 8]) for row in range(replicas)}
-    sketches, recent = Sketches(30.0), RecentRoutes(10.0)
-    passages = {**dict.fromkeys(marks[3][:5], 150), **{rng.getrandbits(64): 150 for _ in range(5)}}
-    for name in stats:
-        recent.add(name, [rng.getrandbits(64) for _ in range(20)], 100.0)
-    named, queues = list(stats), [number % 3 for number in range(replicas)]
-
-    def choose() -> tuple[float, int]:
-        started = time.thread_time()
-        held = sketches.held(stats, passages, 101.0) | recent.held(named, list(passages), 101.0)
-        first = ranked(passages, named, queues, held)[0]
-        return time.thread_time() - started, first
-
-    attempts = [choose() for _ in range(50)]
-    assert {first % 8 for _, first in attempts} == {3}
-    assert 1000 * min(seconds for seconds, _ in attempts) < milliseconds
 
 
 def test_the_text_for_prefix_routers_has_one_character_for_each_token():

@@ -90,13 +90,12 @@ def test_a_failing_upstream_is_502_in_the_dialect_of_the_path(path: str, tmp_pat
     assert [text for text in (KEY, BRIDGE, "secret") if text in caplog.text + response.text] == []
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_silent_upstream_is_504(path: str, tmp_path: Path):
+def test_a_silent_upstream_is_504(tmp_path: Path):
     silent = streamed("x", pause_before=-1)
     with upstream(silent) as server, service(server.model, tmp_path, timeout_seconds=0.2) as url:
-        response = httpx2.post(url + path, json=BODIES[path], timeout=60)
+        response = httpx2.post(url + CHAT, json=BODIES[CHAT], timeout=60)
     assert response.status_code == 504
-    assert "took too long" in message_of(path, response.json())
+    assert "took too long" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -142,12 +141,6 @@ def test_an_answer_without_text_is_502_with_a_reason(
     assert server.url not in response.text
 
 
-def test_a_model_that_says_nothing_is_no_failure(tmp_path: Path):
-    with upstream(streamed("")) as server, service(server.model, tmp_path) as url:
-        response = httpx2.post(url + CHAT, json=BODIES[CHAT], timeout=60)
-    assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, "")
-
-
 def test_a_server_that_is_busy_for_hours_costs_no_permit(tmp_path: Path):
     busy = error(429, "busy", retry_after="7200")
     with upstream(busy) as server, service(server.model, tmp_path, retries=2) as url:
@@ -179,12 +172,3 @@ def test_a_client_that_leaves_ends_the_request_upstream(stream: bool, tmp_path: 
                 with leaving(url, **BODIES[CHAT]):
                     wait_until(lambda: server.bodies)
         assert server.gone.wait(60)
-
-
-def test_another_method_is_refused_without_a_request(tmp_path: Path):
-    with upstream(streamed("x")) as server, service(server.model, tmp_path) as url:
-        body = {**BODIES[CHAT], "posfix": {"mitigation": "context_experts"}}
-        response = httpx2.post(url + CHAT, json=body, timeout=60)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported")
-    assert "mitigation='none'" in response.json()["error"]["message"]
-    assert server.bodies == []

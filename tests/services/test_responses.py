@@ -130,8 +130,6 @@ def test_a_failure_in_the_stream_is_its_last_event():
         ({"text": {"format": {"type": "json_object"}}}, 400, None),  # this generator writes no JSON
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text"),
         ({"text": {"format": {"type": "grammar"}}}, 422, "text.format.type"),
-        ({"documents": ["a"] * 4}, 413, "documents"),
-        ({"model": "gpt-9"}, 404, "model"),
     ],
 )
 def test_bad_requests_are_told_as_openai_does(fields: dict[str, Any], status: int, param: str | None):

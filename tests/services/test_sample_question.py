@@ -50,11 +50,6 @@ def test_without_an_index_or_with_one_that_cannot_be_listed_there_is_no_question
     assert asked(client_for(make_pipeline(retriever=ListRetriever(BRIDGE)))) is None
 
 
-def test_the_key_of_the_service_is_needed():
-    client = client_for(make_pipeline(retriever=index(title=("a", "b"))), api_key="k")
-    assert client.get(PATH).status_code == 401
-
-
 def test_a_key_with_a_filter_and_a_tenant_get_a_question_about_what_they_may_read(tmp_path: Path):
     retriever = index(title=("The bridge", "The harbour"), owner=("acme", "bolt"))
     tenants = Tenants(tmp_path, pipeline_with_embeddings(retriever=retriever), tenant_field="owner")

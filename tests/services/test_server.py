@@ -133,10 +133,6 @@ def test_the_openapi_document_is_current_and_tells_every_error(tmp_path: Path, c
     assert "usage" in capsys.readouterr().err
 
 
-def test_make_server_serves_the_pipeline():
-    assert server.make_server(Settings(), limits(), make_pipeline()).config.access_log is False
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 def test_a_hangup_before_the_server_runs_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch):
     def listen_and_be_signalled(*arguments):

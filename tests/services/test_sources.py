@@ -5,17 +5,10 @@ import json
 import pytest
 from langchain_core.documents import Document
 
-from tests.support.serving import ANSWER, BRIDGE, HARBOUR, QUESTION, client_for, make_pipeline
+from tests.support.serving import ANSWER, BRIDGE, CHAT_BODIES, HARBOUR, QUESTION, client_for, make_pipeline
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 FIELDS = {"title": "Bridges", "source": "policies/bridges.pdf", "page": 3}
-PATHS = {
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/responses": {"input": QUESTION},
-    "/v2/chat": {"model": "default", "messages": MESSAGES},
-    "/v1/messages": {"model": "default", "messages": MESSAGES, "max_tokens": 20},
-    "/api/chat": {"model": "default", "messages": MESSAGES, "stream": False},
-}
 
 
 class Shelf:
@@ -30,7 +23,7 @@ def client():
 
 
 def ask(client, path, **posfix):
-    response = client.post(path, json={**PATHS[path], "posfix": posfix})
+    response = client.post(path, json={**CHAT_BODIES[path], "posfix": posfix})
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -39,7 +32,7 @@ def documents_of(body):
     return {document["id"]: document for document in (body.get("posfix") or body)["documents"]}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", CHAT_BODIES)
 def test_retrieved_passages_have_title_source_page_and_text(client, path):
     documents = documents_of(ask(client, path))
     assert {name: documents["5f2a"][name] for name in (*FIELDS, "text")} == {**FIELDS, "text": BRIDGE}
@@ -48,7 +41,7 @@ def test_retrieved_passages_have_title_source_page_and_text(client, path):
     assert (hidden.get("text"), hidden["source"], hidden["page"]) == (None, "policies/bridges.pdf", 3)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", CHAT_BODIES)
 def test_the_operator_may_keep_the_text_of_the_index(path):
     service = client_for(make_pipeline(retriever=Shelf()), source_text=False)
     body = ask(service, path, source_text=True)
@@ -70,11 +63,6 @@ def test_responses_cite_files(client):
     assert message["content"][0]["annotations"].count(citation) == 1
     events = client.post("/v1/responses", json={"input": QUESTION, "stream": True}).text
     assert "response.output_text.annotation.added" in events
-
-
-def test_cohere_citations_have_the_fields_of_retrieved_documents(client):
-    citation = ask(client, "/v2/chat")["message"]["citations"][0]
-    assert {"id": "5f2a", "text": BRIDGE, **FIELDS} in [source["document"] for source in citation["sources"]]
 
 
 def test_anthropic_cites_search_results(client):

@@ -40,14 +40,6 @@ def test_the_answer_says_which_passages_support_it(path: str):
     assert extra["grounded"] is True
 
 
-@pytest.mark.parametrize("path", CHAT_BODIES)
-def test_every_format_has_the_fields(path: str):
-    response = client_for(make_pipeline()).post(path, json=CHAT_BODIES[path])
-    assert response.status_code == 200, response.text
-    extra = response.json()["posfix"]
-    assert (extra["support"], extra["supported_by"], extra["disagreements"]) == ("no", [], [])
-
-
 def test_a_chat_completion_and_its_stream_have_citations_where_the_other_formats_have_them():
     client = client_for(make_pipeline())
     whole = client.post(CHAT, json=chat(**sent())).json()

@@ -14,11 +14,9 @@ import pytest
 from fastapi.testclient import TestClient
 from opentelemetry.trace import SpanKind, StatusCode
 
-from rag_posfix.assembly.assembler import Assembler
-from rag_posfix.contracts.request import Chunk, GenerationRequest, Sampling
-from rag_posfix.generation.engine import Engine
+from rag_posfix.contracts.request import Chunk, GenerationRequest
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline.pipeline import Defaults, Pipeline
+from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.settings import Settings
 from rag_posfix_api.app import create_app
 from rag_posfix_api.http.metrics import JsonFormatter
@@ -28,18 +26,14 @@ from tests.support.serving import (
     BRIDGE,
     CHAT,
     HARBOUR,
-    DictCache,
     FailingGenerator,
     ListRetriever,
     WordReranker,
     chat,
     limits,
     make_pipeline,
-    post,
     running,
 )
-from tests.support.threads import in_threads
-from tests.support.tiny import loaded_model
 from tests.support.toy_encoder import ToyEncoder
 from tests.support.waiting import wait_until
 
@@ -180,39 +174,6 @@ def test_the_log_line_has_the_ids_of_the_span(caplog: pytest.LogCaptureFixture):
     assert line["span_id"] == f"{recorded.span(f'POST {CHAT}').context.span_id:016x}"
 
 
-@pytest.mark.slow
-def test_requests_at_the_same_time_have_traces_of_their_own():
-    recorded = RecordedTelemetry()
-    client = client_for(recorded)
-    in_threads(lambda number: client.post(CHAT, json=chat(f"Question {number}?", stream=bool(number % 2))), range(6))
-    traces: dict[int, list[str]] = {}
-    for span in recorded.spans:
-        traces.setdefault(span.context.trace_id, []).append(span.name)
-    assert len(traces) == 6
-    assert all(sorted(names) == sorted([f"POST {CHAT}", "chat fake", *STAGES]) for names in traces.values())
-
-
-def test_the_spans_of_a_real_model_have_its_tokens_and_its_times():
-    encoder: Any = ToyEncoder()
-    encoder.eos_ids = frozenset()
-    loaded = loaded_model(vocab_size=ToyEncoder.vocab_size, max_position_embeddings=4096)
-    engine = Engine(loaded, encoder, "fake", "print")
-    pipeline = Pipeline(
-        engine, Assembler(encoder, 4096), defaults=Defaults(sampling=Sampling(max_tokens=6)), cache=DictCache()
-    )
-    recorded = RecordedTelemetry()
-    with running(pipeline, telemetry=recorded.telemetry, max_concurrent=2) as (url, _):
-        body = post(url, stream=False).json()
-        wait_until(lambda: any(span.name.startswith("POST") for span in recorded.spans))
-    assert recorded.tree() == {f"POST {CHAT}": {"chat fake": {"assemble": {}, "prefill": {}, "decode": {}}}}
-    question, prefill, decode = map(recorded.span, ("chat fake", "prefill", "decode"))
-    assert prefill.attributes["gen_ai.usage.input_tokens"] == body["usage"]["prompt_tokens"]
-    assert decode.attributes["gen_ai.usage.output_tokens"] == 6
-    assert question.attributes["rag_posfix.cache"] == "miss"
-    for span in (prefill, decode):
-        assert question.start_time <= span.start_time < span.end_time <= question.end_time
-
-
 def test_a_stream_that_is_closed_within_the_service_is_no_error():
     class Slow(FakeGenerator):
         def stream(self, request: GenerationRequest) -> Iterator[Chunk]:
@@ -231,14 +192,6 @@ def test_a_stream_that_is_closed_within_the_service_is_no_error():
     for span in recorded.spans:
         assert span.status.status_code is StatusCode.UNSET, span.name
     assert recorded.attributes("decode")["error.type"] == "GenerationCancelled"
-
-
-def test_without_telemetry_there_is_no_span_and_no_trace_in_the_log(caplog: pytest.LogCaptureFixture):
-    client = TestClient(create_app(Settings(), make_pipeline(), limits()))
-    with caplog.at_level(logging.INFO, logger="rag_posfix_api.access"):
-        client.post(CHAT, json=chat(documents=[BRIDGE]), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
-    (line,) = [json.loads(JsonFormatter().format(r)) for r in caplog.records if r.name == "rag_posfix_api.access"]
-    assert "trace_id" not in line
 
 
 def test_a_pipeline_that_its_caller_traces_keeps_its_tracer_where_the_service_has_none():

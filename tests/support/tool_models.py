@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -11,32 +13,8 @@ from rag_posfix.generation.model.tokenizer import Tokenizer
 from tests.support.tiny import loaded_model, stock_model
 from tests.support.vocabularies import base
 
-QWEN = (
-    "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools><|im_end|>\n"
-    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
-    "</tool_response><|im_end|>\n{% elif m.tool_calls %}<|im_start|>assistant{% if m.content %}\n{{ m.content }}"
-    '{% endif %}{% for c in m.tool_calls %}\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA = (
-    "{% for m in messages %}{% if m.role == 'tool' %}<|start|>ipython<|end|>\n{{ m.content | tojson }}<|eot|>"
-    '{% elif m.tool_calls %}<|start|>assistant<|end|>\n{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
-    "{{ m.tool_calls[0].function.arguments | tojson }}}<|eot|>{% else %}<|start|>{{ m.role }}<|end|>\n"
-    "{% if tools and loop.first %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{{ m.content | trim }}"
-    "<|eot|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n{% endif %}"
-)
-MISTRAL = (
-    "{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}[AVAILABLE_TOOLS] "
-    "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]"
-    "{% elif m.role == 'tool' %}[TOOL_RESULTS] "
-    '{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
-    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if not loop.first %}, {% endif %}"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
-    "{% endfor %}]</s>{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
+_FOLDER = Path(__file__).resolve().parents[1] / "data" / "tool_templates"
+QWEN, LLAMA, MISTRAL = ((_FOLDER / f"{name}.jinja").read_bytes().decode() for name in ("qwen", "llama", "mistral"))
 ELEMENTS = QWEN.replace('{"name": "{{ c.function.name }}", "arguments": ', "<{{ c.function.name }}>").replace(
     "{{ c.function.arguments | tojson }}}", "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}"
 )

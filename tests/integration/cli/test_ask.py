@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 QUESTION = "Who designed the Maravel lighthouse?"
@@ -83,17 +81,6 @@ class TestAsk:
         assert 0 < found["documents"][0]["score"] < 1
         assert "rerank" in found["timings"]
 
-    def test_passages_may_be_found_by_words_or_by_both(self, run, index):
-        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json"]
-        dense, words, both = (
-            run(*arguments, "--retriever", name).json["documents"] for name in ("dense", "bm25", "hybrid")
-        )
-        assert {one["id"] for one in words} <= {one["id"] for one in dense} == {one["id"] for one in both}
-        assert [one["score"] for one in both] != [one["score"] for one in dense]
-        error = run(*arguments, "--retriever", "sparse").error
-        assert error["type"] == "ConfigError"
-        assert "retriever" in error["message"]
-
     def test_without_a_passage_it_says_so_and_ends_with_3_unless_memory_is_allowed(self, run, index):
         arguments = ["ask", "Zyzzyva?", "--index", index, "--retriever", "bm25", "--max-tokens", "2"]
         for options in ([], ["--stream"]):
@@ -106,17 +93,6 @@ class TestAsk:
         assert (allowed.code, allowed.json["grounded"], allowed.json["documents"]) == (0, False, [])
         assert allowed.json["usage"]["completion_tokens"] > 0
 
-    @pytest.mark.slow
-    def test_filters_choose_among_the_passages(self, run, index):
-        arguments = ["ask", QUESTION, "--index", index, "--max-tokens", "2", "--no-cache", "--json"]
-        ids = {document["id"] for document in run(*arguments).json["documents"]}
-        source = run(*arguments).json["documents"][0]["source"]
-        found = run(*arguments, "--filter", f"source={source}").json["documents"]
-        assert {document["source"] for document in found} == {source}
-        found = run(*arguments, "--filter", json.dumps({"source": {"$ne": source}})).json["documents"]
-        assert {document["id"] for document in found} < ids
-        assert "FIELD=VALUE or JSON" in run(*arguments, "--filter", "lighthouse").error["message"]
-
     def test_without_json_answer_and_sources_are_printed(self, run, index):
         plain = run("ask", QUESTION, "--index", index, "--max-tokens", "16")
         streamed = run("ask", QUESTION, "--index", index, "--max-tokens", "16", "--stream", "--no-cache")
@@ -127,50 +103,8 @@ class TestAsk:
             assert "prompt tokens" in result.out
         assert plain.out.splitlines()[0] == streamed.out.splitlines()[0]
 
-    @pytest.mark.parametrize(
-        ("options", "kind", "part"),
-        [
-            (["--mitigation", "none:x"], "ConfigError", "'x' in mitigation 'none:x'"),
-            (["--order", "revers"], "UnknownNameError", "'reverse'"),
-            (["--reranker", "likelihood:batch_size=0"], "ConfigError", "batch_size=0"),
-            (["--model", "/no/such/model"], "ConfigError", "/no/such/model"),
-        ],
-    )
-    def test_what_cannot_be_done_is_one_line(self, run, index, options, kind, part):
-        error = run("ask", QUESTION, "--index", index, *options, "--json").error
-        assert error["type"] == kind
-        assert part in error["message"]
-
-    def test_an_empty_question_is_refused(self, run, index):
-        assert run("ask", " ", "--index", index, "--json").error["type"] == "ConfigError"
-
-    def test_a_folder_that_is_no_index_is_refused(self, run, tmp_path):
-        for folder in (tmp_path, tmp_path / "missing"):
-            error = run("ask", QUESTION, "--index", folder, "--json").error
-            assert error["type"] == "RetrievalError"
-            assert str(folder) in error["message"]
-
-    def test_a_truncated_index_is_refused_whichever_file_was_cut(self, run, index, tmp_path):
-        names = [path.name for path in index.iterdir()]
-        assert len(names) >= 3
-        for name in names:
-            copy = tmp_path / name / "copy.index"
-            copy.mkdir(parents=True)
-            for path in index.iterdir():
-                data = path.read_bytes()
-                (copy / path.name).write_bytes(data[: len(data) // 2] if path.name == name else data)
-            error = run("ask", QUESTION, "--index", copy, "--json").error
-            assert error["type"] == "RetrievalError", name
-
 
 class TestCache:
-    def test_an_empty_cache_holds_nothing(self, run):
-        found = run("cache", "stats", "--json").json
-        assert [(tier["name"], tier["entries"]) for tier in found["tiers"]] == [("memory", 0)]
-        assert [tier["name"] for tier in found["passages"]["tiers"]] == ["memory"]
-        assert found["passages"]["bytes"] == 0
-        assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
-
     def test_answers_are_counted_and_cleared(self, run, cache_dir):
         from rag_posfix.caching.answers.tiered import build_answer_cache
         from rag_posfix.settings import CacheSettings
@@ -211,8 +145,3 @@ class TestCache:
         monkeypatch.setenv("RAG_POSFIX_PASSAGES_ENABLED", "false")
         assert run("cache", "stats", "--json").json["passages"] is None
         assert run("cache", "clear", "--json").json == {"cleared": 0, "cleared_passages": 0}
-
-    def test_a_bound_that_holds_nothing_is_an_error(self, run, monkeypatch):
-        monkeypatch.setenv("RAG_POSFIX_PASSAGES_DISK_BYTES", "10")
-        error = run("cache", "stats", "--json").error
-        assert (error["type"], "max_bytes=10 must be >= 65536" in error["message"]) == ("CacheError", True)

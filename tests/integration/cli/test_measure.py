@@ -6,7 +6,6 @@ import html
 import json
 import re
 import shlex
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,13 +16,10 @@ from rag_posfix.demo_data import load_passages, load_questions
 from rag_posfix.evaluation.record import read_record
 from tests.support.redis_server import free_port
 from tests.support.subprocesses import wait_until_ready
-from tests.support.upstream import Upstream, first_passage, upstream
-from tests.support.waiting import wait_until
+from tests.support.upstream import first_passage, upstream
 
 ROOT = Path(__file__).parents[3]
 QUESTIONS = 8
-PROMPTS = QUESTIONS * 5
-"""Three orders, and the first of them twice more."""
 
 
 @pytest.fixture(scope="module")
@@ -158,43 +154,6 @@ def test_questions_are_written_from_the_index_by_the_packaged_model_and_measured
     golds = {row["asked"]: row["passages"][0] for row in rows if row.get("condition") == "gold_only"}
     assert all(accepted[question] in passages[gold] for question, gold in golds.items())
     assert {path.suffix for path in out.glob("report*")} >= {".html", ".csv", ".tex", ".svg"}
-
-
-@pytest.mark.slow
-@pytest.mark.weights
-def test_a_killed_measurement_continues_where_it_was(run, folder, index, tmp_path, python):
-    def slowly(body):
-        time.sleep(0.05)
-        return first_passage(body)
-
-    out = tmp_path / "out"
-    with upstream(slowly) as server:
-        words = [str(word) for word in (*arguments(folder, index, server.model, out), "--minutes", 5)]
-        process = python.start(ROOT, "-m", "rag_posfix.cli.main", *words, output=tmp_path / "log")
-        try:
-            wait_until(lambda: _lines(out) >= 7, seconds=240)
-        finally:
-            process.kill()
-            process.wait(60)
-        kept, sent = _lines(out), _answers(server)
-        assert kept < PROMPTS
-        assert not (out / "record.json").exists()
-        result = run(*words, "--json").json
-        assert result["n"] == QUESTIONS
-        requests = {"canonical_rotations:rows=3": 3}  # for an answer; its rotations vote
-        n_requests = sum(requests.get(name, 1) for name in result["measured"] if name != "none")
-        n_failed = len(result["not_measured"])  # one question each
-        assert _answers(server) - sent <= PROMPTS - kept + n_requests * 2 * QUESTIONS + n_failed
-
-
-def _answers(server: Upstream) -> int:
-    """How many answers were asked for; the judge of a candidate asks for a few tokens for each passage."""
-    return sum(body["max_tokens"] > 8 for body in server.bodies)
-
-
-def _lines(out: Path) -> int:
-    journal = out / "flips-journal.jsonl"
-    return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
 def test_usage_errors_name_both_ways(run, folder, tmp_path):

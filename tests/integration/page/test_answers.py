@@ -6,18 +6,16 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; `pip install playwright`")
 
-from tests.integration.chromium import checked_page, wait_for
+from tests.integration.chromium import wait_for
 from tests.integration.page.question_page import (
     MARAVEL,
     TORVANE,
     answers,
     ask,
     letters,
-    open_page,
     settle,
     wait_for_answer,
 )
-from tests.support.serving import make_pipeline, serving
 
 pytestmark = pytest.mark.slow
 
@@ -56,14 +54,6 @@ def test_answers_are_stopped_and_what_was_written_stays(page, generator):
         generator.gate.set()
 
 
-def test_the_first_three_passages_are_shown_until_all_are_asked_for(page):
-    visible = page.locator(".card:visible")
-    assert visible.count() == 3
-    page.get_by_role("button", name="Show all 6 passages").click()
-    assert visible.count() == 6
-    assert page.get_by_role("button", name="Show all").count() == 0 or not page.locator(".more").is_visible()
-
-
 def test_the_keyboard_moves_a_passage_and_both_columns_are_asked_again(page):
     ask(page)
     handle = page.get_by_role("button", name="Move passage B, Torvane Lighthouse, place 2 of 6")
@@ -100,25 +90,6 @@ def test_the_mouse_drags_a_passage(page):
     assert page.locator(".sortable-fallback").count() == 0
 
 
-def test_a_dragged_card_keeps_its_height_its_text_and_its_number(page):
-    ask(page)
-    card = page.locator(".card").nth(1)
-    card.scroll_into_view_if_needed()
-    handle = card.locator(".handle").bounding_box()
-    page.mouse.move(handle["x"] + 8, handle["y"] + 8)
-    page.mouse.down()
-    page.mouse.move(handle["x"] + 12, handle["y"] + 20, steps=4)
-    copy = page.locator(".sortable-fallback")
-    copy.wait_for()
-    held = page.locator(".card.held")
-    assert copy.bounding_box()["height"] == held.bounding_box()["height"]
-    heights = [each.locator(".passage-text").bounding_box()["height"] for each in (copy, held)]
-    assert heights[0] == heights[1]
-    number = "(element) => getComputedStyle(element, '::after').content"
-    assert copy.locator(".handle").evaluate(number) == '"2"'
-    page.mouse.up()
-
-
 def test_buttons_move_and_shuffle(page):
     ask(page)
     page.get_by_role("button", name="Move passage A down").click()
@@ -130,15 +101,6 @@ def test_buttons_move_and_shuffle(page):
     shuffled = letters(page)
     assert shuffled != "BACDEF"
     assert sorted(shuffled) == list("ABCDEF")
-
-
-def test_without_asking_again_a_move_asks_nothing(page, generator):
-    ask(page)
-    page.get_by_label("ask again after each move").uncheck()
-    asked = len(generator.asked)
-    page.get_by_role("button", name="Move passage A down").click()
-    page.wait_for_timeout(800)
-    assert len(generator.asked) == asked
 
 
 def test_citations_light_up_their_passage(page):
@@ -168,27 +130,6 @@ def test_bars_show_the_share_of_each_passage(page):
         "return [bar.style.width, parseFloat(getComputedStyle(bar.parentNode).width)] })()"
     )
     assert (float(bar.rstrip("%")), whole > 100) == (pytest.approx(100 * 60 / 147, abs=0.1), True)
-
-
-@pytest.mark.parametrize("measure", ["weights", "attention"])
-def test_bars_of_the_default_method_say_what_they_are(page, generator, measure):
-    generator.weighted = measure == "weights"
-    try:
-        ask(page)
-        wait_for(page, "document.querySelector('.bar.default em').innerText !== ''")
-        assert f"order-invariant: share of the {measure}" in " ".join(page.inner_text("#passages-bars").split())
-        share = page.locator(".bar.default em").first.inner_text()
-        name = page.locator(".bar.default").first.get_attribute("aria-label")
-        assert name == f"order-invariant: {share} of the {measure}"
-    finally:
-        generator.weighted = False
-
-
-def test_a_generator_without_attention_has_no_bars(browser):
-    with serving(make_pipeline()) as url, checked_page(browser) as page:
-        open_page(page, url)
-        ask(page)
-        assert page.locator(".bars").first.is_hidden()
 
 
 def test_every_place_draws_the_curve(page):

@@ -95,10 +95,6 @@ def test_passages_come_from_a_collection(browser, generator):
         assert answers(page)["none"].startswith("Found ")
 
 
-def test_without_collections_there_is_no_picker(page):
-    assert page.get_by_role("button", name="Collection").count() == 0
-
-
 class Cached(OrderBiasedGenerator):
     """Says of each question that half of its prompt was cached."""
 

@@ -13,11 +13,9 @@ pytest.importorskip("playwright", reason="playwright is not installed; `pip inst
 
 from tests.integration.chromium import checked_page, wait_for
 from tests.integration.page.question_page import (
-    TORVANE,
     answers,
     ask,
     code_in,
-    has_no_horizontal_scroll,
     open_page,
     paste,
 )
@@ -47,32 +45,6 @@ def test_the_copied_texts_run(page):
     assert given["extra_body"]["posfix"] == {"mitigation": "default", "order": "original"}
 
 
-def test_the_langchain_text_runs(page):
-    code = code_in(page, "langchain")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, TORVANE + "\n"), done.stderr
-
-
-def test_the_text_is_copied(browser, url):
-    with checked_page(browser, permissions=["clipboard-read", "clipboard-write"]) as page:
-        open_page(page, url)
-        code = code_in(page, "curl")
-        page.get_by_role("button", name="Copy").click()
-        page.get_by_role("button", name="Copied").wait_for()
-        assert page.evaluate("navigator.clipboard.readText()") == code
-
-
-def test_the_page_of_the_api_shows_every_group_of_routes_and_tries_one_out(browser, url):
-    with checked_page(browser) as page:
-        page.goto(url + "/docs")
-        page.locator("#operations-info-info").click()
-        page.get_by_role("button", name="Try it out").click()
-        page.get_by_role("button", name="Execute").click()
-        page.locator(".live-responses-table .response-col_status", has_text="200").wait_for()
-        shown = set(page.locator(".opblock-tag").evaluate_all("(tags) => tags.map((tag) => tag.dataset.tag)"))
-        assert {"chat", "rerank", "collections", "keys", "evaluation"} <= shown
-
-
 def test_passages_and_answers_are_shown_as_text(page):
     script = "<img src=x onerror=document.title='run'><script>document.title='run'</script> is in it. Yes."
     paste(page, script, "Nothing. Else.")
@@ -82,58 +54,6 @@ def test_passages_and_answers_are_shown_as_text(page):
     assert answers(page)["none"] == script.split(". ")[0]
     assert page.locator(".card img, .card script, .answer img, .answer script").count() == 0
     assert page.title() == "rag_posfix"
-
-
-def test_on_a_narrow_page_the_name_keeps_one_line_and_stop_moves_nothing(browser, url):
-    with checked_page(browser, viewport={"width": 360, "height": 740}) as page:
-        open_page(page, url)
-        name = page.locator(".top h1").bounding_box()["height"]
-        page.evaluate("document.querySelector('.top .quiet').textContent = 'a long message of the service '.repeat(4)")
-        assert page.locator(".top h1").bounding_box()["height"] == name
-        question = page.locator("#question").bounding_box()
-        assert question["width"] == page.locator("form.ask").bounding_box()["width"]
-        form = page.locator("form.ask").bounding_box()["height"]
-        page.locator("form.ask button", has_text="Stop").evaluate("stop => stop.style.display = ''")
-        assert page.locator("form.ask").bounding_box()["height"] == form
-
-
-def test_it_works_at_360_pixels(browser, url):
-    with checked_page(browser, viewport={"width": 360, "height": 740}) as page:
-        open_page(page, url)
-        assert has_no_horizontal_scroll(page)
-        ask(page)
-        paste(page, "w" * 400 + ". x", "short. passage")
-        ask(page)
-        page.get_by_label("Accepted answers").fill("x")
-        page.get_by_role("button", name="Try every place").click()
-        wait_for(page, "document.querySelector('[role=status]').innerText === 'Every place has been tried.'")
-        code_in(page, "Python")
-        assert has_no_horizontal_scroll(page)
-        tops = [page.locator(f".answer.{name}").bounding_box()["y"] for name in ("none", "default")]
-        assert tops[1] > tops[0] + 40  # one below the other
-
-
-def contrast(page, text, ground):
-    """The WCAG contrast ratio of two CSS variables."""
-
-    def luminance(name):
-        value = page.evaluate("(name) => getComputedStyle(document.documentElement).getPropertyValue(name)", name)
-        channels = [int(value.strip().lstrip("#")[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted([luminance(text), luminance(ground)])
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize(("scheme", "ground"), [("light", "rgb(251, 250, 248)"), ("dark", "rgb(22, 23, 22)")])
-def test_light_and_dark_follow_the_system_and_can_be_read(browser, url, scheme, ground):
-    with checked_page(browser, color_scheme=scheme) as page:
-        open_page(page, url)
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
-        pairs = [("--ink", "--paper"), ("--quiet", "--paper"), ("--quiet", "--raised"), ("--accent", "--paper"),
-                 ("--on-accent", "--accent"), ("--ink", "--tint")]  # fmt: skip
-        assert {pair: contrast(page, *pair) >= 4.5 for pair in pairs} == dict.fromkeys(pairs, True)
 
 
 def answer_with(page, pattern, body):

@@ -123,14 +123,6 @@ class TestBadInput:
     def test_no_documents_are_no_documents(self):
         assert PosfixRanker(reranker=ByLength()).run(documents=[]) == {"documents": []}
 
-    def test_equal_texts_and_empty_ones_are_left_out(self):
-        documents = [Document(content="same", id="1", score=0.1), Document(content="same", id="2", score=0.9)]
-        assert ids(PosfixRanker().run(documents=[*documents, Document(content=" ", id="3")])) == ["2"]
-
-    def test_equal_ids_are_no_reason_to_lose_one(self):
-        documents = [Document(content="one", id="x", score=0.1), Document(content="two", id="x", score=0.9)]
-        assert [one.content for one in PosfixRanker().run(documents=documents)["documents"]] == ["two", "one"]
-
     @pytest.mark.parametrize(
         ("options", "asked", "message"),
         [
@@ -145,9 +137,6 @@ class TestBadInput:
     def test_what_makes_no_sense_is_refused(self, options, asked, message):
         with pytest.raises(ConfigError, match=message):
             PosfixRanker(**options).run(**asked)
-
-    def test_ten_thousand_documents_are_put_in_order(self):
-        assert ids(PosfixRanker(top_k=3).run(documents=ranked(10_000))) == ["0", "2", "1"]
 
 
 @pytest.mark.parametrize(

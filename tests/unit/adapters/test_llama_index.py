@@ -1,14 +1,11 @@
 """The LlamaIndex postprocessor in the real LlamaIndex."""
 
-import math
-
 import pytest
 from langchain_core.documents import BaseDocumentCompressor
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.postprocessor import LongContextReorder
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
@@ -39,29 +36,12 @@ def ids(nodes):
     return [one.node.node_id for one in nodes]
 
 
-def test_the_base_class_is_theirs():
-    assert BaseNodePostprocessor in PosfixNodePostprocessor.__mro__
-    assert PosfixNodePostprocessor.class_name() == "PosfixNodePostprocessor"
-
-
 def test_the_parity_flip_of_long_context_reorder():
     """Theirs puts the best node last where the number is even; ends_first puts it first for every number."""
     theirs = {n: "".join(ids(LongContextReorder().postprocess_nodes(ranked(n)))) for n in (3, 4, 5, 6)}
     assert theirs == {3: "132", 4: "2431", 5: "13542", 6: "246531"}
     ours = {n: "".join(ids(PosfixNodePostprocessor().postprocess_nodes(ranked(n)))) for n in (3, 4, 5, 6)}
     assert ours == {3: "132", 4: "1342", 5: "13542", 6: "135642"}
-
-
-@pytest.mark.parametrize("n", [1, 3, 11])
-def test_for_odd_numbers_the_two_agree(n):
-    assert ids(PosfixNodePostprocessor().postprocess_nodes(ranked(n))) == ids(
-        LongContextReorder().postprocess_nodes(ranked(n))
-    )
-
-
-def test_the_best_are_kept():
-    made = PosfixNodePostprocessor(order="reverse", top_n=2)
-    assert ids(made.postprocess_nodes(ranked(5))) == ["2", "1"]
 
 
 async def test_a_reranker_scores_first_by_both_ways_to_ask():
@@ -117,26 +97,6 @@ def test_it_goes_through_a_dictionary_and_back():
 class TestBadInput:
     def test_no_nodes_are_no_nodes(self):
         assert PosfixNodePostprocessor(reranker=ByLength()).postprocess_nodes([]) == []
-
-    def test_unscored_nodes_keep_their_order(self):
-        nodes = [NodeWithScore(node=TextNode(text=text)) for text in "abc"]
-        kept = PosfixNodePostprocessor(order="relevance", top_n=2).postprocess_nodes(nodes)
-        assert [(one.node.text, one.score) for one in kept] == [("a", None), ("b", None)]
-
-    def test_equal_texts_and_empty_ones_are_left_out(self):
-        nodes = [
-            NodeWithScore(node=TextNode(id_=str(i), text=text), score=score)
-            for i, (text, score) in enumerate([("same", 0.1), ("same", 0.9), ("  ", 0.5)])
-        ]
-        assert ids(PosfixNodePostprocessor().postprocess_nodes(nodes)) == ["1"]
-
-    def test_a_score_that_is_no_number_is_refused(self):
-        with pytest.raises(ConfigError, match="must be a finite number"):
-            PosfixNodePostprocessor().postprocess_nodes([NodeWithScore(node=TextNode(text="x"), score=math.nan)])
-
-    def test_a_reranker_without_a_question_is_refused(self):
-        with pytest.raises(ConfigError, match="a reranker needs the question"):
-            PosfixNodePostprocessor(reranker=ByLength()).postprocess_nodes(ranked(2))
 
     @pytest.mark.parametrize(
         ("options", "message"),

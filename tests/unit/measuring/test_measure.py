@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
-from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.documents import Document
 
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.assembly.templates import PromptTemplate
@@ -37,15 +37,13 @@ from rag_posfix.measuring.choice import (
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from rag_posfix.pipeline.build import build_pipeline
 from rag_posfix.pipeline.pipeline import Defaults, Pipeline, Question
-from rag_posfix.reranking import GuardedReranker
-from rag_posfix.reranking.embedding import EmbeddingReranker
 from rag_posfix.retrieval.base import as_retriever
 from rag_posfix.settings import Settings
 from tests.support.letter_embeddings import LetterEmbeddings
 from tests.support.measured import pipeline_of, shelf, texts
 from tests.support.order_biased import OrderBiasedGenerator
 from tests.support.pipelines import Shelf
-from tests.support.serving import make_pipeline
+from tests.support.serving import WordReranker, make_pipeline
 from tests.support.toy_encoder import ToyEncoder
 
 COUNT = 12
@@ -287,14 +285,6 @@ def test_a_profile_is_used_by_auto_and_refused_by_another_model(tmp_path, monkey
         build_pipeline(settings, retriever=Shelf(), generator=other)
 
 
-def test_without_a_profile_auto_is_the_default_method():
-    pipeline = pipeline_of(OrderBiasedGenerator())
-    answers = [
-        pipeline.ask(Question("Which colour?", mitigation=name, use_cache=False)) for name in ("auto", "default")
-    ]
-    assert [answer.mitigation for answer in answers] == ["context_experts"] * 2
-
-
 def weights(count):
     """Labelled questions whose gold passage has the words of the question."""
     return [
@@ -328,7 +318,7 @@ def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_langu
     templates = {"de": PromptTemplate(instruction="DEUTSCH.")}
     pipeline = Pipeline(
         generator, Assembler(generator.encoder, generator.context_window, PromptTemplate(instruction="OWN.")),
-        reranker=ByWords(), choose_reranker=lambda spec: ByWords(), defaults=Defaults(templates=templates),
+        reranker=WordReranker(), choose_reranker=lambda spec: WordReranker(), defaults=Defaults(templates=templates),
     )  # fmt: skip
     turns = ({"role": "user", "content": asked_before}, {"role": "assistant", "content": "OK."})
     history = turns if asked_before else ()
@@ -339,28 +329,12 @@ def test_labelled_questions_have_the_template_of_the_pipeline_and_of_their_langu
     assert read
 
 
-class ByWords:
-    """Scores documents by the words that they share with the question."""
-
-    def compress_documents(self, documents, query, callbacks=None):
-        words = set(query.split())
-        return [
-            document.model_copy(
-                update={
-                    "metadata": {
-                        **document.metadata,
-                        "relevance_score": len(words & set(document.page_content.split())) / 10,
-                    }
-                }
-            )
-            for document in documents
-        ]
-
-
 @pytest.mark.slow
 def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     examples = weights(12)
-    pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: ByWords())
+    pipeline = make_pipeline(
+        OrderBiasedGenerator(), reranker=WordReranker(), choose_reranker=lambda spec: WordReranker()
+    )
     options = MeasureOptions(documents=5)
     record = measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
     summary = record.summary
@@ -374,46 +348,6 @@ def test_labels_choose_by_accuracy_and_show_ceiling_and_floor(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert '{"level": "gold passage alone", "accuracy": 1.0}, {"level": "no passages", "accuracy": 0.0}' in page
     assert {"curve.svg", "curve.png", "cost.svg", "cost.png"} <= set(record.files)
-
-
-@pytest.mark.slow
-def test_a_later_run_scores_no_labelled_passage_again(tmp_path, no_charts):
-    embeddings = LetterEmbeddings()
-    reranker = GuardedReranker(reranker=EmbeddingReranker(embeddings=embeddings))
-    examples, options = weights(4), MeasureOptions(documents=5)
-
-    def scored():
-        pipeline = make_pipeline(OrderBiasedGenerator(), reranker=reranker, choose_reranker=lambda spec: ByWords())
-        measure(pipeline, from_examples(examples, 5), examples=examples, options=options, out=tmp_path)
-        count = len(embeddings.texts)
-        embeddings.texts.clear()
-        return count
-
-    estimate = 3 * 5  # prompts that are assembled for the estimate of tokens, and their passages
-    assert scored() > estimate
-    assert scored() == estimate
-
-
-@pytest.mark.slow
-def test_a_reranker_that_fails_costs_its_arrangement_and_not_the_measurement():
-    class Slow(BaseDocumentCompressor):
-        def compress_documents(self, documents, query, callbacks=None):
-            time.sleep(1)
-            return documents
-
-    examples = weights(12)
-    late = GuardedReranker(reranker=Slow(), deadline_seconds=0.01)
-    pipeline = make_pipeline(OrderBiasedGenerator(), reranker=ByWords(), choose_reranker=lambda spec: late)
-    summary = measure(
-        pipeline, from_examples(examples, 5), examples=examples, options=MeasureOptions(documents=5)
-    ).summary
-    failed = {name for name, reason in summary["not_measured"].items() if "took longer than 0.01 s" in reason}
-    assert failed == {label for label in summary["not_measured"] if parse_arrangement(label).reranker is not None}
-    assert failed
-    assert set(summary["measured"]) >= {"none", "/relevance/none"}
-    questions, _ = find_questions(pipeline_of(OrderBiasedGenerator()), texts(12))
-    summary = measure(pipeline, questions).summary  # without labels
-    assert {name for name, reason in summary["not_measured"].items() if "raise RAG_POSFIX" in reason} == failed
 
 
 @pytest.mark.parametrize("error", [UnsupportedModelError, PromptTooLongError, ConfigError])
@@ -430,7 +364,7 @@ def test_an_arrangement_that_the_model_refuses_costs_itself_and_not_the_measurem
             return super().generate(request)
 
     def measured(generator, examples):
-        pipeline = make_pipeline(generator, reranker=ByWords(), choose_reranker=lambda spec: ByWords())
+        pipeline = make_pipeline(generator, reranker=WordReranker(), choose_reranker=lambda spec: WordReranker())
         asked, options = from_examples(weights(4), 5), MeasureOptions(documents=5)
         return measure(pipeline, asked, examples=examples, options=options).summary
 

@@ -28,10 +28,6 @@ def test_the_page_shows_the_command_of_each_record_that_has_one_and_escapes_it()
     assert "<script" not in page
 
 
-def test_records_without_a_command_show_none():
-    assert commands(report_page([ExperimentRecord({"kind": "measure", "command": None})])) == []
-
-
 NUMBERS = {"worst": 0.25, "mean": 0.5, "best": 0.75, "second": 0.5, "well_formed": 1.0, "ttft_ratio": 1.0}
 
 

@@ -14,7 +14,7 @@ from rag_posfix.measuring.choice import JOURNAL, OUT_OF_TIME, Budget, estimate_t
 from rag_posfix.measuring.measure import MeasureOptions, measure
 from tests.support.measured import pipeline_of, texts
 from tests.support.order_biased import OrderBiasedGenerator
-from tests.support.serving import make_pipeline
+from tests.support.serving import WordReranker, make_pipeline
 
 VARIANTS = ("none", "default", "committee", "/reverse/none", "sorted_inter_document")
 SLOWER = {"none": 1.0, "default": 3.0, "committee": 4.0, "sorted_inter_document": 0.5}
@@ -53,20 +53,10 @@ def labelled(count):
     ]  # fmt: skip
 
 
-class AsGiven:
-    """Scores documents by their place."""
-
-    def compress_documents(self, documents, query, callbacks=None):
-        return [
-            document.model_copy(update={"metadata": {**document.metadata, "relevance_score": 0.9 - 0.1 * place}})
-            for place, document in enumerate(documents)
-        ]
-
-
 def timed(seconds, *, labels, minutes=1.0, count=12, out=None):
     """Return the summary of a measurement, the minutes that it took, and what it said, with the answers before it."""
     generator, told = Timed(seconds), []
-    pipeline = make_pipeline(generator, reranker=AsGiven()) if labels else pipeline_of(generator)
+    pipeline = make_pipeline(generator, reranker=WordReranker()) if labels else pipeline_of(generator)
     examples = labelled(count) if labels else ()
     asked = from_examples(examples, 4) if labels else find_questions(pipeline, texts(count))[0]
     record = measure(

@@ -14,7 +14,7 @@ from rag_posfix import Question, Sampling
 from rag_posfix.adapters.langchain.rag import PosfixRAG
 from rag_posfix.assembly.assembler import Assembler
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import ConfigError, PromptTooLongError, UnknownNameError
+from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.generation.batching.scheduler import BatchingGenerator, batched, unbatched
 from rag_posfix.generation.engine import Engine
 from rag_posfix.generation.fake import FakeGenerator
@@ -68,10 +68,6 @@ class TestAnswers:
             assert isinstance(unbatched(pipeline.generator), Engine)
             assert batched(pipeline.generator) is pipeline.generator
             assert pipeline.batch([]) == []
-
-    def test_wrong_input_raises_where_a_stream_is_asked_for(self, tiny):
-        with closing(BatchingGenerator(tiny)) as generator, pytest.raises(PromptTooLongError):
-            Pipeline(generator, Assembler(tiny.encoder, 2000)).stream(Question("x" * 600, allow_ungrounded=True))
 
 
 class TestFailures:
@@ -179,12 +175,3 @@ class TestLangchain:
         assert asyncio.run(rag.abatch([self.INPUTS[0]] * 3)) == [ANSWER] * 3
         with pytest.raises(ConfigError, match="max_concurrency"):
             rag.batch([self.INPUTS[0]], {"max_concurrency": 0})
-
-    @pytest.mark.slow
-    def test_its_answers_share_steps_in_a_chain_too(self, tiny):
-        together = []
-        with closing(BatchingGenerator(tiny, on_step=together.append)) as generator:
-            rag = PosfixRAG(pipeline=Pipeline(generator, Assembler(tiny.encoder, 512)), output="text")
-            chain = (lambda number: {"question": f"Q{number}?", "documents": ["Bread."]}) | rag
-            assert len(chain.batch(list(range(8)))) == 8
-        assert max(together) > 1

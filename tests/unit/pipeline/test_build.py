@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.assembly.documents import content_key
 from rag_posfix.contracts.method_spec import MethodSpec
 from rag_posfix.errors import ConfigError, UnknownNameError
 from rag_posfix.generation.batching.scheduler import unbatched
@@ -115,20 +114,6 @@ def test_questions_with_one_reranker_share_it_and_its_time_limit(loaded, tmp_pat
         assert pipeline.choose_reranker(MethodSpec("likelihood", {"top_n": 2})) is not first, "they are bounded"
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ("likelyhood", "Did you mean 'likelihood'"),
-        ("likelihood:batchsize=2", "Did you mean 'batch_size'"),
-        ("likelihood:batch_size", "must be parameter=value, for example top_n=5"),
-    ],
-)
-def test_a_reranker_that_does_not_exist_is_told_before_anything_is_loaded(monkeypatch, named, message):
-    monkeypatch.setattr(module, "load_engine", None)
-    with pytest.raises(ConfigError, match=message):
-        build_pipeline(Settings(reranker=named))
-
-
 def test_a_reranker_that_the_generator_cannot_serve_closes_what_was_loaded(tmp_path, monkeypatch):
     closed = []
     split = FakeGenerator(ToyEncoder())
@@ -199,21 +184,6 @@ def test_what_is_gone_from_the_index_is_gone_from_both_caches(pipeline, how):
     assert found(pipeline, ["paris", "bread"]) == kept
 
 
-def test_what_is_deleted_after_it_was_retrieved_is_not_kept(pipeline):
-    """A question that waits for its reranker or for the batch reads documents that are gone by then."""
-    store, generate = pipeline.retriever.retrievers[0].store, pipeline.generator.generate
-
-    def generate_later(request):
-        store.delete(["rome"])
-        return generate(request)
-
-    pipeline.generator.generate = generate_later
-    assert len(pipeline.ask("Which river?").documents) == 3
-    assert pipeline.passages.flush()
-    assert content_key(DOCUMENTS[0]) not in pipeline.passages.memory_tags()
-    assert [tier["entries"] for tier in pipeline.passages.stats()["tiers"]] == [3, 3], "the prefix and the other two"
-
-
 def test_a_model_that_is_loaded_later_forgets_what_is_deleted_before_and_after(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SentenceEmbeddings", lambda _name, **_: LetterEmbeddings())
     model = save_tiny(tmp_path / "model", num_hidden_layers=1)
@@ -224,14 +194,6 @@ def test_a_model_that_is_loaded_later_forgets_what_is_deleted_before_and_after(t
     with closing(build_pipeline(settings, deferred=True)) as pipeline:
         pipeline.invalidate([DOCUMENTS[0]])  # no model is loaded yet: what an earlier process left on the disk
         assert found(pipeline, ["rome"]) == found(pipeline, ["bread"])
-
-
-def test_an_index_that_is_emptied_leaves_nothing_but_the_words_around_it(pipeline):
-    assert found(pipeline, ["rome", "paris", "bread"]) == 0
-    assert found(pipeline, ["rome", "paris", "bread"]) > 0
-    pipeline.retriever.retrievers[0].store.delete()
-    assert pipeline.passages.stats()["tiers"][1]["entries"] == 1
-    assert found(pipeline, ["rome", "paris", "bread"]) == len("?user\n") + len(pipeline.assembler.template.opening)
 
 
 def test_a_document_that_was_read_cut_is_forgotten_like_any_other(pipeline):

@@ -99,14 +99,6 @@ def test_answers_are_cached_by_url_and_name(build, server: Upstream):
     assert len(server.bodies) == 2
 
 
-def test_the_listwise_reranker_asks_the_server(build, server: Upstream):
-    with closing(build(server.model, reranker="listwise")) as pipeline:
-        pipeline.ask(Question("Where?", documents=[Document(page_content=text) for text in TEXTS]))
-    ranking, answering = server.bodies
-    assert "Rank the 3 passages" in ranking["messages"][-1]["content"]
-    assert "Rank the 3 passages" not in answering["messages"][-1]["content"]
-
-
 def test_documents_are_judged_by_the_server_and_the_best_are_read(build, server: Upstream):
     odds = {"Bread": -3.0, "Paris": 2.0, "Rome": 1.0}
 

@@ -94,12 +94,6 @@ def test_the_text_of_the_settings_comes_first_and_own_templates_replace_shipped_
     assert made.ask(Question("Quand le phare fut-il allumé ?")).text == "Nothing."
 
 
-def test_the_text_for_no_passage_is_no_part_of_the_prompt():
-    template = shipped_templates()["short-fr"]
-    assert templates_by_language("own.toml", {}) == {}
-    assert template.no_passage
-
-
 @pytest.mark.parametrize(
     "question",
     [

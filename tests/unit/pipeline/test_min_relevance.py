@@ -62,11 +62,6 @@ def test_a_passage_with_exactly_the_lowest_similarity_or_gain_is_read():
     assert ask(Shelf(a=0.5), {"a": 0.8})[0] == {"a"}  # gain 0.8 - 0.0
 
 
-def test_without_a_passage_above_it_the_model_is_not_asked():
-    read, answer, _ = ask(Shelf(a=0.19))
-    assert (read, answer.grounded, answer.text, answer.usage.prompt_tokens) == (set(), False, NO_PASSAGE_TEXT, 0)
-
-
 def test_the_judge_decides_where_no_passage_is_clearly_similar():
     gains = {"a": 0.79, "b": 0.81, "c": 5.0}
     read, answer, reader = ask(Shelf(a=0.3, b=0.25, c=0.1), gains)

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 
-import orjson
 import pytest
 from langchain_core.documents import Document
 
@@ -198,28 +197,6 @@ class TestCache:
         assert (answer.text, answer.cached) == ("Rome lies on the Tiber", False)
         assert made.cache.kept["text"] == "Rome lies on the Tiber"
 
-    def test_a_stored_answer_is_plain_json(self):
-        kept = {}
-
-        class Dictionary:
-            def begin(self):
-                return None
-
-            def get(self, key):
-                return kept.get(key)
-
-            def put(self, key, value, document_ids=()):
-                kept[key] = orjson.loads(orjson.dumps(value))
-
-            def single_flight(self, key):
-                return nullcontext()
-
-        made = pipeline(cache=Dictionary())
-        first = made.ask(Question(QUESTION, [ROME]))
-        assert made.ask(Question(QUESTION, [ROME])).documents == first.documents
-        (key,) = kept
-        assert len(key) == 32
-
     def test_equal_questions_at_the_same_time_compute_once(self, monkeypatch):
         made, arrived = pipeline(cache=memory_cache()), []
         generate = made.generator.generate
@@ -309,13 +286,3 @@ class TestStream:
         ):
             with pytest.raises(error):
                 made.stream(question)
-
-    def test_what_the_generator_objects_to_raises_before_the_first_piece_is_asked_for(self):
-        made = pipeline()
-
-        def refuse(request):
-            raise ConfigError("no")
-
-        made.generator.stream = refuse
-        with pytest.raises(ConfigError, match="no"):
-            made.stream(Question(QUESTION, [ROME]))

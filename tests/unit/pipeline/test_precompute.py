@@ -150,14 +150,6 @@ def test_documents_that_only_assembly_calls_duplicates_are_read(loaded, other):
         assert cached(engine, layout_of([one])) == before_suffix(layout_of([one]))
 
 
-def test_a_score_that_is_none_matters_as_little_as_to_a_question(loaded):
-    """The retriever puts its own in its place."""
-    odd = Document(page_content=DOCUMENTS[0].page_content, metadata={"title": "Rome", "relevance_score": "high"})
-    engine = engine_of(loaded)
-    precompute(engine, [odd], WINDOWS)
-    assert cached(engine, layout_of(DOCUMENTS[:1])) == before_suffix(layout_of(DOCUMENTS[:1]))
-
-
 def test_documents_beyond_the_context_window_are_left_out(loaded):
     """Of such a document a question reads a part, of a length that nobody knows yet."""
     window = loaded.spec.shape.context_window
@@ -166,14 +158,6 @@ def test_documents_beyond_the_context_window_are_left_out(loaded):
     long = [Document(page_content="a" * count) for count in (fits, fits + 1)]
     precompute(engine_of(loaded), long, WINDOWS, progress=lambda *at: seen.append(at))
     assert seen == [(1, 1)]
-
-
-def test_progress_is_told_batch_by_batch(loaded, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_PASSAGES", 3)
-    seen = []
-    tokens = precompute(engine_of(loaded), DOCUMENTS, WINDOWS, progress=lambda *at: seen.append(at))
-    assert seen == [(3, 4), (4, 4)]
-    assert tokens == before_suffix(layout_of())
 
 
 @pytest.mark.parametrize("name", sorted(set(MITIGATIONS.names()) - {*APART, "committee"}))
@@ -311,14 +295,6 @@ def test_the_words_of_the_prompt_are_part_of_what_is_read(loaded):
     precompute(engine, DOCUMENTS, WINDOWS, template=template)
     assert cached(engine, layout_of()) == 0
     assert cached(engine, layout_of(template=template)) == before_suffix(layout_of(template=template))
-
-
-def test_documents_can_be_dropped_afterwards(loaded):
-    engine = engine_of(loaded)
-    precompute(engine, DOCUMENTS, WINDOWS)
-    assert engine.passages.drop([content_key(DOCUMENTS[1])]) == 1
-    layout = layout_of()
-    assert cached(engine, layout) == before_suffix(layout) - len(layout.passages[1])
 
 
 def test_what_is_deleted_after_the_documents_were_read_is_not_kept(loaded, tmp_path):

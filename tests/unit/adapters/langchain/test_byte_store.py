@@ -51,13 +51,6 @@ def test_keys_are_found_by_their_beginning_taken_literally(store):
     assert len(list(store.yield_keys())) == 6
 
 
-def test_what_is_on_disk_survives_the_process(tmp_path):
-    with closing(DiskTier(tmp_path, BlobCodec())) as tier:
-        RagPosfixStore(tier).mset([("key", b"value")])
-    with closing(DiskTier(tmp_path, BlobCodec())) as tier:
-        assert RagPosfixStore(tier).mget(["key"]) == [b"value"]
-
-
 def test_values_expire_and_are_listed_no_more(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr("rag_posfix.adapters.langchain.cache.time", SimpleNamespace(time=clock))
@@ -74,13 +67,6 @@ def test_a_value_that_is_too_large_leaves_its_key_without_one(tmp_path):
         store.mset([("key", b"version 1"), ("other", b"x")])
         store.mset([("key", bytes(100_000))])
         assert store.mget(["key", "other"]) == [None, b"x"]
-
-
-def test_a_disk_that_fails_holds_nothing(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    store = RagPosfixStore(DiskTier(tmp_path / "file", BlobCodec()))
-    store.mset([("key", b"value")])
-    assert (store.mget(["key"]), list(store.yield_keys())) == ([None], [])
 
 
 def test_only_tiers_that_can_be_listed_fit():

@@ -40,8 +40,6 @@ class TestConstruction:
             ({"mitigatoin": "none"}, "no parameter 'mitigatoin'. Did you mean 'mitigation'"),
             ({"mitigation": "context_expert"}, "Did you mean 'context_experts'"),
             ({"mitigation": "context_experts", "mitigation_parameters": {"expert": 2}}, "Did you mean 'experts'"),
-            ({"mitigation": "context_experts:expert=2"}, "Did you mean 'experts'"),
-            ({"order": "revers"}, "Did you mean 'reverse'"),
         ],
     )
     def test_what_is_unknown_is_refused_before_a_model_is_loaded(self, options, message):

@@ -78,11 +78,6 @@ def test_a_block_shares_nothing_with_its_document():
     assert document.metadata == {"page": 3}
 
 
-def test_a_question_is_the_text_of_the_message():
-    conversation = read_conversation([HumanMessage("Which city?")])
-    assert (conversation.question, conversation.documents, conversation.history) == ("Which city?", (), ())
-
-
 def test_several_human_messages_at_the_end_are_one_question_with_all_their_documents():
     conversation = read_conversation(
         [
@@ -94,11 +89,6 @@ def test_several_human_messages_at_the_end_are_one_question_with_all_their_docum
     assert conversation.question == "Read this.\n\nWhich city?"
     assert [document.id for document in conversation.documents] == ["1", "2"]
     assert conversation.history == ()
-
-
-def test_text_blocks_of_one_message_are_lines():
-    message = HumanMessage([{"type": "text", "text": "Which city?"}, "In France?"])
-    assert read_conversation([message]).question == "Which city?\nIn France?"
 
 
 def test_earlier_messages_are_history_and_their_documents_become_text():
@@ -125,9 +115,7 @@ def test_earlier_messages_are_history_and_their_documents_become_text():
         ([HumanMessage("a"), AIMessage("b")], "the last message is a AIMessage; it must be a human message"),
         ([ToolMessage("a", tool_call_id="1"), HumanMessage("b")], "a ToolMessage cannot be read"),
         ([HumanMessage([{"type": "image_url", "image_url": "x"}])], "of type 'image_url' cannot be read; allowed: te"),
-        ([HumanMessage([{"text": "no type"}])], "of type None cannot be read"),
         ([HumanMessage([{"type": "document", "document": {"data": {"text": 5}}}])], "holds int as text"),
-        ([HumanMessage([{"type": "document"}])], "holds NoneType as text"),
         ([HumanMessage([{"type": "document", "source": {"type": "url", "url": "x"}}])], "of type 'url'; it must be"),
     ],
 )

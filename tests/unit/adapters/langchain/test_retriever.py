@@ -1,5 +1,3 @@
-import math
-
 import pytest
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from langchain_core.retrievers import BaseRetriever
@@ -112,11 +110,6 @@ def test_nothing_found_asks_no_compressor():
     assert reranker.calls == []
 
 
-def test_any_runnable_from_a_question_to_documents_is_a_base():
-    retriever = PosfixRetriever(base_retriever=RunnableLambda(lambda question: [doc(question)]))
-    assert texts(retriever.invoke("Who?")) == ["Who?"]
-
-
 def test_a_trace_shows_the_base_and_every_compressor_under_the_retriever():
     runs = Runs()
     over(compressors=[ByLength(), Shout()]).invoke("q", {"callbacks": [runs]})
@@ -126,14 +119,6 @@ def test_a_trace_shows_the_base_and_every_compressor_under_the_retriever():
         ("ByLength", "chain", "PosfixRetriever"),
         ("Shout", "chain", "PosfixRetriever"),
     ]
-
-
-async def test_a_trace_shows_the_same_asynchronously():
-    runs = Runs()
-    await over(compressors=[ByLength()]).ainvoke("q", {"callbacks": [runs]})
-    assert [(name, parent) for name, _, parent in runs.tree()] == [
-        ("PosfixRetriever", None), ("Shelf", "PosfixRetriever"), ("ByLength", "PosfixRetriever"),
-    ]  # fmt: skip
 
 
 def test_a_failing_compressor_fails_its_run_and_the_retriever():
@@ -251,23 +236,6 @@ class TestBadInput:
         assert texts(over(found).invoke("q")) == ["same text", "other"]
         assert len(over(found, distinct=False).invoke("q")) == 4
 
-    @pytest.mark.parametrize(
-        ("found", "message"),
-        [
-            ([doc("one", math.nan, id="one")], "=nan must be a finite number"),
-            ([Document.model_construct(page_content=5, metadata={}, id="x")], r"documents\[0\]: page_content is int"),
-            ([doc("x"), "y"], r"documents\[1\] is str"),
-        ],
-    )
-    def test_what_is_no_document_is_refused(self, found, message):
-        with pytest.raises(ConfigError, match=message):
-            PosfixRetriever(base_retriever=RunnableLambda(lambda question: found)).invoke("q")
-
-    def test_ten_thousand_candidates_are_put_in_order(self):
-        found = [doc(f"text {i}", (i * 7919 % 10_000) / 10_000) for i in range(10_000)]
-        kept = over(found, order="ends_first", k=4).invoke("q")
-        assert [d.metadata["relevance_score"] for d in kept] == [0.9999, 0.9997, 0.9996, 0.9998]
-
     def test_unscored_documents_keep_the_order_of_the_base(self):
         assert texts(over([doc("z"), doc("y"), doc("x")], k=2).invoke("q")) == ["z", "y"]
 
@@ -275,10 +243,8 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"order": "best"}, "unknown order 'best'"),
-            ({"order": "profile"}, "needs the measured value of each slot"),
             ({"k": 0}, "greater than or equal to 1"),
             ({"top_n": 3}, "PosfixRetriever has no parameter 'top_n'"),
-            ({"compressors": ["bm25"]}, "instance of BaseDocumentCompressor"),
         ],
     )
     def test_options_that_make_no_sense_are_refused(self, options, message):

@@ -1,4 +1,3 @@
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -53,11 +52,6 @@ class TestSweep:
         assert first == pytest.approx(second, abs=1e-5)
         assert at("none")[0] != pytest.approx(at("none")[1], abs=1e-5)
 
-    def test_passages_are_scored_once_per_question_in_one_order(self, engine):
-        reranker = Alphabetical()
-        sweep(engine, reranker=reranker)
-        assert [sorted(names) for names in reranker.seen] == [["d00", "d01", "g0"], ["d10", "d11", "g1"]]
-
     def test_the_scorer_sees_the_passages_by_content_wherever_the_gold_passage_stands(self, engine):
         (first, second), names = EXAMPLES[:2], []
         for example in (first, second):
@@ -65,7 +59,7 @@ class TestSweep:
             names.append([document.id for document in sorted(passages, key=content_key)])
         for gold_positions in ([0], [2], [1, 0]):
             reranker = Alphabetical()
-            sweep(engine, names=("none",), gold_positions=gold_positions, reranker=reranker)
+            sweep(engine, gold_positions=gold_positions, reranker=reranker)
             assert reranker.seen == names
 
     def test_of_passages_with_equal_scores_the_content_decides_the_rank_of_the_gold_passage(self, engine):
@@ -82,17 +76,9 @@ class TestSweep:
             rows = sweep(engine, EXAMPLES[:1], ("none",), reranker=reranker)
             assert [row.gold_rank for row in rows] == [None, None, rank, rank]
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"n_documents": 5}, "documents=5 must be between 1 and 4"),
-            ({"gold_positions": [3]}, "gold position 3 must be between 0 and 2"),
-            ({"max_new_tokens": 20}, "question 0: . of 3 passages do not fit or repeat"),
-        ],
-    )
-    def test_what_cannot_be_asked_is_refused(self, engine, options, message):
-        with pytest.raises(EvaluationError, match=message):
-            sweep(engine, **options)
+    def test_passages_that_do_not_fit_are_refused(self, engine):
+        with pytest.raises(EvaluationError, match=r"question 0: . of 3 passages do not fit"):
+            sweep(engine, max_new_tokens=20)
 
     def test_a_reranker_that_fails_behind_a_guard_is_an_error(self, engine):
         class Failing(BaseDocumentCompressor):
@@ -412,11 +398,6 @@ class TestSummary:
         assert (summary["closed_book"]["accuracy"], summary["closed_book"]["log_probability"]) == (0.5, -3.0)
         assert (summary["gold_only"]["accuracy"], summary["gold_only"]["log_probability"]) == (1.0, -0.375)
         assert (summary["n"], summary["reused"], summarize_positions(OUTCOMES)["reused"]) == (2, 1, 0)
-
-    def test_the_order_of_the_outcomes_does_not_matter_to_the_means(self):
-        for some in itertools.islice(itertools.permutations(OUTCOMES[4:8]), 6):
-            none = summarize_positions([*OUTCOMES[:4], *some])["mitigations"]["none"]
-            assert (none["worst"], none["mean"], none["mean_log_probability"]) == (0.0, 0.5, -2.0)
 
 
 def test_answers_of_a_hostile_passage_are_counted(engine, monkeypatch):

@@ -100,23 +100,6 @@ class TestSquad:
         assert str(caught.value).startswith(f"{path}: data[1].paragraphs[1].{message}")
         assert str(caught.value).endswith("it needs question and answers with text")
 
-    @pytest.mark.parametrize(
-        "broken",
-        [
-            5,
-            {},
-            {"paragraphs": 5},
-            {"paragraphs": [{"context": "x"}]},
-            {"paragraphs": [{"context": " ", "qas": []}]},
-            {"paragraphs": [{"context": "x", "qas": None}]},
-        ],
-    )
-    def test_a_malformed_article_is_named_by_its_place(self, tmp_path, broken):
-        path = write_squad(tmp_path / "x.json", {"data": [article(0, 1), broken]})
-        with pytest.raises(EvaluationError) as caught:
-            load_examples(path)
-        assert str(caught.value).startswith(f"{path}: data[1] is not a SQuAD article (")
-
     @pytest.mark.parametrize("data", [[], [article(0)], [{"paragraphs": []}]])
     def test_without_questions_it_is_refused(self, tmp_path, data):
         with pytest.raises(EvaluationError, match="holds no rows after the first 0"):

@@ -35,11 +35,9 @@ def test_judgements_are_read_in_either_form(tmp_path, name, text):
     ("text", "said"),
     [
         ("", "holds no judgements"),
-        ("query-id\tcorpus-id\tscore\n", "holds no judgements"),
         ("1 a\n", ":1 has 2 columns"),
         ("1\ta\t1\n1\tb\tyes\n", ":2: grade 'yes' is not an integer"),
         ("1 0 a 0.5\n", ":1: grade '0.5' is not an integer"),
-        ("1 0 a nan\n", ":1: grade 'nan' is not an integer"),
         ("1 0 a 1\n1 0 a 0\n", ":2: query '1' and document 'a' are judged 1 and 0; keep one grade"),
     ],
 )
@@ -79,7 +77,6 @@ def test_scores_that_tie_are_ordered_as_trec_eval_orders_them(tmp_path):
         ("", "holds no ranking"),
         ("q Q0 a 1 0.5\n", ":1 has 5 columns"),
         ("q Q0 a 1 nan t\n", ":1: score 'nan' must be a finite number"),
-        ("q Q0 a 1 -inf t\n", ":1: score '-inf' must be a finite number"),
         ("q Q0 a 1 high t\n", ":1: score 'high' must be a finite number"),
         ("q Q0 a 1 1 t\nq Q0 b 2 1 t\nq Q0 a 3 0 t\n", ":3: document 'a' is listed twice for query 'q'"),
     ],

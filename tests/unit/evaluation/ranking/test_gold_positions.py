@@ -1,7 +1,6 @@
 import pytest
 from langchain_core.documents import Document
 
-from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.data.questions import PositionExample, with_hostile_passage
 from rag_posfix.evaluation.ranking.rankings import OpenedReranker, RankJournal, local_ranker
 from rag_posfix.evaluation.ranking.reranking import GoldRank, rank_gold_positions, summarize_gold_ranks
@@ -154,11 +153,6 @@ def test_each_list_is_ranked_once_however_often_it_is_asked_for(tmp_path):
     assert len(again.asked) == 3
     assert [one.reused for one in found] == [True, True, False] * 3
     assert summarize_gold_ranks(found)["reused"] == 6
-
-
-def test_a_position_outside_of_the_list_is_refused():
-    with pytest.raises(EvaluationError, match="gold position 4 must be between 0 and 3"):
-        ranks(AsItCame(), positions=(4,))
 
 
 def test_the_share_of_rankings_with_the_hostile_passage_first_is_reported():

@@ -77,11 +77,8 @@ def test_measures_are_named_freely_and_each_counts_once():
     ("text", "said"),
     [
         ("nDGC@10", "unknown measure 'nDGC@10'. Did you mean nDCG"),
-        ("quality", "unknown measure 'quality'."),
         ("nDCG@ten", "measure 'nDCG@ten' cannot be computed"),
-        ("P", "measure 'P' cannot be computed"),
         ("P@0", "the cutoff must be at least 1"),
-        ("RBP@10", "measure 'RBP@10' cannot be computed"),
         ("P(rel=0)@5", "measure 'P(rel=0)@5' cannot be computed"),
     ],
 )

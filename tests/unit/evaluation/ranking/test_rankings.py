@@ -156,14 +156,6 @@ class TestOneQuery:
         assert [d.page_content for d in candidates.documents] == ["some words", "words", "w0"]
         assert {d.metadata["relevance_score"] for d in candidates.documents} == {0.5}
 
-    def test_a_failure_says_which_reranker_and_which_query(self):
-        class Failing(ByLength):
-            def compress_documents(self, documents, query, callbacks=None):
-                raise ConfigError("no")
-
-        with pytest.raises(RerankingError, match=r"toy failed on query 'q0' \(ConfigError: no\); what was ranked"):
-            rerank_one(opened(Failing()), queries()[0])
-
     def test_a_guard_does_not_hide_a_failure_behind_the_scores_of_the_first_stage(self):
         class Failing(BaseDocumentCompressor):
             def compress_documents(self, documents, query, callbacks=None):
@@ -198,11 +190,6 @@ class TestWork:
                 engine.loaded.model(input_ids=torch.ones((2, width), dtype=torch.long))
         assert (work.forward_passes, work.tokens) == (2, 16)
         assert count_hooks(engine.loaded.model) == hooks
-
-    def test_of_nothing_nothing_is_count_work(self):
-        with count_work(None) as work:
-            pass
-        assert (work.forward_passes, work.tokens) == (0, 0)
 
 
 class TestNames:
@@ -268,14 +255,3 @@ class TestResuming:
             found = rerank(local_ranker(other), queries(), RankJournal(path, fresh=fresh))
             assert found.reused == frozenset()
             assert other.reranker.asked == [f"question {n}" for n in range(4)]
-
-    def test_progress_counts_what_is_known_and_what_is_done(self, tmp_path):
-        from contextlib import nullcontext
-
-        path, seen = tmp_path / "journal.jsonl", []
-        rerank(local_ranker(opened()), queries(2), RankJournal(path))
-        rerank(
-            local_ranker(opened()), queries(4), RankJournal(path),
-            lambda what: nullcontext(lambda done, total: seen.append((what, done, total))),
-        )  # fmt: skip
-        assert seen == [("toy", 2, 4), ("toy", 3, 4), ("toy", 4, 4)]

@@ -8,7 +8,7 @@ import pytest
 
 from rag_posfix.contracts.generator import TokenEncoder
 from rag_posfix.contracts.request import MitigationChoice
-from rag_posfix.errors import EvaluationError, PromptTooLongError, UnknownNameError
+from rag_posfix.errors import EvaluationError, PromptTooLongError
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.evaluation.speed.bench import (
     UNMODIFIED,
@@ -138,16 +138,6 @@ class TestRecord:
         assert record.to_json() == {**record.summary, "record": str(record.files["record"])}
         assert list(read_record(record.files["record"]).rows) == list(record.rows)
         assert steps[-1] == ("measuring", 6, 6)  # 2 and 1 method, then one round of 3
-
-    @pytest.mark.slow
-    def test_without_a_folder_nothing_is_written_and_no_path_is_told(self, engine):
-        record = measure_speed([NONE], documents=2, tokens=20, repeats=1, new_tokens=1, warm=False, engine=engine)
-        assert "record" not in record.to_json()
-        assert record.rows[1]["warm_ttft_s"] == {}
-
-    def test_a_method_that_does_not_exist_is_told_before_a_model_is_loaded(self):
-        with pytest.raises(UnknownNameError, match="unknown mitigation 'pine-apple'"):
-            measure_speed([MitigationChoice("pine-apple")])
 
 
 class TestSummary:
