@@ -229,18 +229,6 @@ def test_what_cannot_be_done_is_said_before_anything_is_loaded_or_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_page_is_valid_html_that_needs_no_other_file(evaluate):
-    found = evaluate([EMBEDDING, RerankerChoice("embedding", {"top_n": 1})])
-    page = Page(Path(found["page"]).read_text("utf-8"))
-    assert page.open == []
-    assert len(page.addresses) == 1
-    assert page.addresses[0].startswith("data:image/png;base64,iVBOR")
-    assert "script" not in page.tags
-    for words in ("embedding:top_n=1", "first_stage", "nDCG@10", "3 topics of", "p (Holm)", "bm25"):
-        assert words in page.words
-    assert Path(found["png"]).read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_names_hold_is_text_on_the_page_and_no_markup(evaluate):
     found = evaluate()
     record = read_record(Path(found["record"]))
