@@ -71,7 +71,7 @@ def real_maps(
 
 
 def _counters(decoder: Decoder, task: Text, kinds: Tensor, texts: int) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return for each counter its differences on excerpts that did not choose it, and layer, head and query."""
+    """Return of each counter its differences on excerpts that did not choose it; layer, head and kind of query."""
 
     def gates(first: int, count: int) -> Tensor:
         read = (
@@ -140,6 +140,6 @@ REAL_TEXT = (
         {"steps": 400, "p_max": 8, "length": 64, "words": 512, "texts": 16, "width": 64, "layers": 2},
         {"steps": 10_000, "length": 512, "words": 4096, "texts": 64, "width": 256, "layers": 4}, reads_model=False,
         see="The attention of the best counters on real sentences and paragraphs, the ends that they count as lines.",
-        beware="A difference of 1 is a perfect counter, one of 0.1 a tendency that a decoder may have untrained.",
+        beware="A difference of 1 is a perfect counter, one of 0.1 a tendency; one small decoder with one seed.",
     ),
 )  # fmt: skip
