@@ -72,7 +72,7 @@ def test_the_failures_of_raw_files_do_not_return(gate: Gate):
 
 def test_the_benchmark_of_indexing_times_the_command_and_an_update_of_one_file(capsys):
     index_files.main(["--files", "6"])
-    summary = json.loads(capsys.readouterr().out)
+    summary = json.loads(capsys.readouterr().out)["summary"]
     first, update = summary["first"], summary["one file changed"]
     assert first["added"] == first["passages"] >= 6
     assert 1 <= update["added"] < first["added"]
