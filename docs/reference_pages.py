@@ -35,6 +35,8 @@ ADAPTERS = (
     "rag_posfix.adapters.llama_index.PosfixNodePostprocessor",
 )
 ROWS = (
+    "rag_posfix.evaluation.answers.experiment.GradedAnswer",
+    "rag_posfix.evaluation.answers.experiment.AnswerRow",
     "rag_posfix.evaluation.answers.positions.PositionRow",
     "rag_posfix.evaluation.answers.positions.PermutationRow",
     "rag_posfix.evaluation.ranking.reranking.GoldRank",

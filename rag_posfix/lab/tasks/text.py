@@ -90,12 +90,12 @@ class Text(Task):
 
     def training_batch(self, size: int, generator: torch.Generator) -> Batch:
         """Return sequences of the text that is not held out; see ``Task.training_batch``."""
-        return self._excerpts(_ids(self.source, self.words)[0], self.length, size, generator)
+        return self._excerpts(split_ids(self.source, self.words)[0], self.length, size, generator)
 
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
         """Return sequences that begin somewhere in the held-out text."""
         length = self.length * (1 if split == TRAINED else int(split[1:]))
-        return self._excerpts(_ids(self.source, self.words)[1], length, size, generator)
+        return self._excerpts(split_ids(self.source, self.words)[1], length, size, generator)
 
     def _excerpts(self, text: Tensor, length: int, size: int, generator: torch.Generator) -> Batch:
         starts = torch.randint(0, len(text) - length + 1, (size, 1), generator=generator)
@@ -139,7 +139,7 @@ def vocabulary_of(source: str, words: int) -> tuple[str, ...]:
 
 
 @cache
-def _ids(source: str, words: int) -> tuple[Tensor, Tensor]:
+def split_ids(source: str, words: int) -> tuple[Tensor, Tensor]:
     """Return the token ids of the text that is trained on, and of the held-out one."""
     tokens, number = tokens_of(source), {token: index for index, token in enumerate(vocabulary_of(source, words))}
     ids = torch.tensor([number.get(token, 0) for token in tokens])

@@ -15,7 +15,7 @@ from rag_posfix.lab.tasks.counting import Counting
 from rag_posfix.lab.tasks.flip_flop import FlipFlop
 from rag_posfix.lab.tasks.key_value import KeyValue
 from rag_posfix.lab.tasks.language import Language
-from rag_posfix.lab.tasks.text import Text, _ids, tokens_of, vocabulary_of
+from rag_posfix.lab.tasks.text import Text, split_ids, tokens_of, vocabulary_of
 from tests.support.command_line import command_line
 
 TINY = TrainingSettings(steps=4, batch=4, evaluate_every=2, examples=16, layers=1, heads=2, width=16, warmup=1)
@@ -109,7 +109,7 @@ def test_a_record_has_the_digest_of_its_text_and_a_changed_file_is_trained_on_ag
     digests = set()
     for content in ("a word, and ", "other words "):
         text.write_text(content * 200, "utf-8")
-        for cached in (tokens_of, vocabulary_of, _ids):
+        for cached in (tokens_of, vocabulary_of, split_ids):
             cached.cache_clear()
         record = run_laboratory(
             Text(str(text), 8, 16), encodings("rope"), seeds=1, settings=TINY, out=tmp_path / "out"
