@@ -108,7 +108,7 @@ def test_a_record_has_the_digest_of_its_text_and_a_changed_file_is_trained_on_ag
     text = tmp_path / "text.txt"
     digests = set()
     for content in ("a word, and ", "other words "):
-        text.write_text(content * 200, "utf-8")
+        text.write_text(content * 400, "utf-8")
         for cached in (tokens_of, vocabulary_of, split_ids):
             cached.cache_clear()
         record = run_laboratory(
