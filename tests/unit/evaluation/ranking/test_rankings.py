@@ -199,7 +199,7 @@ class TestNames:
             check_rerankers([RerankerChoice("embeding")])
         with pytest.raises(ConfigError, match=r"embedding has no parameter 'topn'\. Did you mean 'top_n'"):
             check_rerankers([RerankerChoice("embedding", {"topn": 3})])
-        with pytest.raises(ConfigError, match="embedding: top_n=0 must be greater than or equal to 1"):
+        with pytest.raises(ConfigError, match="embedding: top_n=0 must be a whole number >= 1, or None"):
             check_rerankers([RerankerChoice("embedding", {"top_n": 0})])
 
     def test_one_reranker_twice_is_refused_and_with_other_parameters_it_is_another(self):
