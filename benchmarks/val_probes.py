@@ -1,10 +1,9 @@
 """Retrieval by position before and after IN2: ``python -m benchmarks.val_probes FILM_VAL --out DIR``.
 
 FILM_VAL holds the pieces of FILM's VaL probes: document_sentences, code_functions and database_entities, each
-``.jsonl.gz``. One piece stands among others, at the first, the middle and the last position. A part of a sentence asks
-for the sentence, a line of code for the name of the function before it, an id for the label after it. Training data
-are questions about the demo's passages and key-value retrieval, neither of the probes' form. At the end a record with
-the curves of both models is written; the model's log-probability of the answer is the finest number.
+``.jsonl.gz``. One piece stands among others at the first, the middle and the last position, and ``rag-posfix eval
+positions`` asks about it. Training data are questions about the demo's passages and key-value retrieval, neither of the
+probes' form. The record has the curves of both models; the log-probability of the answer is the finest number.
 
 Source: An et al. (2024), Make Your LLM Fully Utilize the Context, section 3, https://arxiv.org/abs/2404.16811
 Differs from the paper: a small model, contexts of a few hundred tokens, our questions.
@@ -13,10 +12,7 @@ Differs from the paper: a small model, contexts of a few hundred tokens, our que
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +22,8 @@ from rag_posfix.evaluation.answers.experiment import summarize_positions
 from rag_posfix.evaluation.record import environment, file_digest, read_record, write_record
 
 BATCH, HELD_OUT = 4, 4
-Piece = tuple[str, str, str]
-"""The text, the question, the answer."""
-
-
-def sentence(row: Mapping[str, str]) -> Piece:
-    question = f'Which sentence has the words "{row["piece"]}"? Write the whole sentence.'
-    return row["sentence"], question, row["sentence"]
-
-
-def function(row: Mapping[str, str]) -> Piece:
-    text = f"def {row['function_name']}():\n{row['function_define']}"
-    return text, f'Which function has the line "{row["piece"]}"? Write its name.', row["function_name"]
-
-
-def entity(row: Mapping[str, str]) -> Piece:
-    text = f"<id: {row['id']}, label: {row['label']}, description: {row['dcpt']}>"
-    return text, f"What is the label of the id {row['id']}?", row["label"]
-
-
-PROBES: Mapping[str, tuple[str, Callable[[Mapping[str, str]], Piece], str]] = {
-    "document": ("document_sentences", sentence, "piece"),
-    "code": ("code_functions", function, "piece"),
-    "database": ("database_entities", entity, "id"),
-}
-"""File of pieces, what makes a question of one, and the field that the question names."""
-
-
-def questions(folder: Path, probe: str, count: int, pieces: int) -> Iterator[dict[str, Any]]:
-    """Yield questions as rows of Lost in the Middle; what a question names and its answer are in one piece alone."""
-    name, ask, field = PROBES[probe]
-    with gzip.open(folder / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    draw = random.Random(probe)
-    while count:
-        chosen = draw.sample(rows, pieces)
-        texts = [ask(row)[0] for row in chosen]
-        _, question, answer = ask(chosen[0])
-        if all(sum(part in text for text in texts) == 1 for part in (chosen[0][field], answer)):
-            contexts = [{"title": "", "text": text, "isgold": text is texts[0]} for text in texts]
-            yield {"question": question, "answers": [answer], "ctxs": contexts}
-            count -= 1
+PROBES = ("document_sentences", "code_functions", "database_entities")
+"""Files of pieces, without their suffixes."""
 
 
 def train(chosen: argparse.Namespace) -> Path:
@@ -88,14 +45,15 @@ def train(chosen: argparse.Namespace) -> Path:
 def evaluate(chosen: argparse.Namespace, name: str, adapter: Path | None) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each probe with a model."""
     positions = ",".join(map(str, (0, chosen.pieces // 2, chosen.pieces - 1)))
-    command(
-        "eval", "positions", "--data", chosen.out / "probes.jsonl", "--documents", chosen.pieces,
-        "--gold-positions", positions, "--mitigation", "none", "--max-tokens", 16, "--reuse",
-        "--model", chosen.model, "--out", chosen.out / name, *(() if adapter is None else ("--adapter", adapter)),
-    )  # fmt: skip
-    rows: dict[str, list[dict[str, Any]]] = {probe: [] for probe in PROBES}
-    for row in read_record(last_record(chosen.out / name, "positions")).rows:
-        rows[list(PROBES)[int(row["question"]) // chosen.questions]].append(dict(row))
+    rows = {}
+    for probe in PROBES:
+        out = chosen.out / name / probe
+        command(
+            "eval", "positions", "--data", chosen.pieces_of / f"{probe}.jsonl.gz", "--documents", chosen.pieces,
+            "--limit", chosen.questions, "--gold-positions", positions, "--mitigation", "none", "--max-tokens", 16,
+            "--model", chosen.model, "--out", out, *(() if adapter is None else ("--adapter", adapter)),
+        )  # fmt: skip
+        rows[probe] = [dict(row) for row in read_record(last_record(out, "positions")).rows]
     return rows
 
 
@@ -115,11 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2")
     chosen = parser.parse_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    rows = [row for probe in PROBES for row in questions(chosen.pieces_of, probe, chosen.questions, chosen.pieces)]
-    (chosen.out / "probes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     before = evaluate(chosen, "before", None)
     after = evaluate(chosen, "after", train(chosen))
-    files = [chosen.pieces_of / f"{name}.jsonl.gz" for name, _, _ in PROBES.values()]
+    files = [chosen.pieces_of / f"{name}.jsonl.gz" for name in PROBES]
     head = {
         "kind": "val-probes", **environment(), "model": chosen.model,
         "data": {file.name: file_digest(file) for file in files},
