@@ -2,8 +2,8 @@
 
 FILM_VAL holds the pieces of FILM's VaL probes: document_sentences, code_functions and database_entities, each
 ``.jsonl.gz``. One piece stands among others at the first, the middle and the last position, and ``rag-posfix eval
-positions`` asks about it. Training data are questions about the demo's passages and key-value retrieval, neither of the
-probes' form. The record has the curves of both models; the log-probability of the answer is the finest number.
+positions`` asks about it. Training data are questions about the demo and key-value retrieval, and not of the
+form of the probes. The record has the curves of both models; the log-probability of the answer is the finest number.
 
 Source: An et al. (2024), Make Your LLM Fully Utilize the Context, section 3, https://arxiv.org/abs/2404.16811
 Differs from the paper: a small model, contexts of a few hundred tokens, our questions.
