@@ -74,9 +74,7 @@ def _counters(decoder: Decoder, task: Text, kinds: Tensor, texts: int) -> dict[s
     """Return of each counter its differences on excerpts that did not choose it; layer, head and kind of query."""
 
     def gates(first: int, count: int) -> Tensor:
-        read = (
-            task.batch(TRAINED, 1, torch.Generator().manual_seed(first + number)).ids[0] for number in range(count)
-        )
+        read = (task.excerpts(TRAINED, 1, torch.Generator().manual_seed(first + number))[0] for number in range(count))
         return mean_gates(decoder, read, kinds, len(KINDS))
 
     fitted, tested = gates(0, texts), [gates(seed, 1) for seed in range(texts, 2 * texts)]
@@ -91,7 +89,7 @@ def _counters(decoder: Decoder, task: Text, kinds: Tensor, texts: int) -> dict[s
 
 def _shown(task: Text, kinds: Tensor) -> Tensor:
     """Return the first held-out excerpt that has a paragraph end, and the most sentence ends of fifty such."""
-    excerpts = [task.batch("x2", 1, torch.Generator().manual_seed(seed)).ids[0, :SHOWN] for seed in range(200)]
+    excerpts = [task.excerpts("x2", 1, torch.Generator().manual_seed(seed))[0, :SHOWN] for seed in range(200)]
     with_end = [ids for ids in excerpts if (kinds[ids[4:-4]] == 3).any()][:50] or excerpts
     return max(with_end, key=lambda ids: int((kinds[ids] == 2).sum()))
 

@@ -90,16 +90,26 @@ class Text(Task):
 
     def training_batch(self, size: int, generator: torch.Generator) -> Batch:
         """Return sequences of the text that is not held out; see ``Task.training_batch``."""
-        return self._excerpts(split_ids(self.source, self.words)[0], self.length, size, generator)
+        return self._scored(self._drawn(split_ids(self.source, self.words)[0], self.length, size, generator))
 
     def batch(self, split: str, size: int, generator: torch.Generator) -> Batch:
-        """Return sequences that begin somewhere in the held-out text."""
-        length = self.length * (1 if split == TRAINED else int(split[1:]))
-        return self._excerpts(split_ids(self.source, self.words)[1], length, size, generator)
+        """Return sequences that end at evenly spaced words of the held-out text: each length scores the same words."""
+        text, length = split_ids(self.source, self.words)[1], self._length(split)
+        ends = torch.linspace(self.length * FACTORS[-1], len(text), size).long()
+        return self._scored(text[ends[:, None] - length + torch.arange(length)])
 
-    def _excerpts(self, text: Tensor, length: int, size: int, generator: torch.Generator) -> Batch:
+    def excerpts(self, split: str, size: int, generator: torch.Generator) -> Tensor:
+        """Return sequences that begin somewhere in the held-out text, (size, T)."""
+        return self._drawn(split_ids(self.source, self.words)[1], self._length(split), size, generator)
+
+    def _length(self, split: str) -> int:
+        return self.length * (1 if split == TRAINED else int(split[1:]))
+
+    def _drawn(self, text: Tensor, length: int, size: int, generator: torch.Generator) -> Tensor:
         starts = torch.randint(0, len(text) - length + 1, (size, 1), generator=generator)
-        ids = text[starts + torch.arange(length)]
+        return text[starts + torch.arange(length)]
+
+    def _scored(self, ids: Tensor) -> Batch:
         wanted = torch.ones_like(ids, dtype=torch.bool)
         scored = wanted.clone()
         scored[:, : -max(1, self.length // 4)] = False
