@@ -14,7 +14,7 @@ LOOP_SECONDS = 0.1
 """What ``loop`` takes on an idle core of the machines that the limit was chosen on."""
 LARGE_PACKAGES = {
     "torch", "transformers.modeling_utils", "sentence_transformers", "fastapi", "matplotlib.pyplot", "altair",
-    "vl_convert", "qdrant_client",
+    "vl_convert", "qdrant_client", "openai", "openai.resources.responses", "anthropic",
 }  # fmt: skip
 """The first test of a process that imports them pays for all later ones, as the first of hypothesis for its tables."""
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -29,7 +30,9 @@ def test_the_example_prints_what_the_page_says():
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_names_tasks_encodings_and_options_that_exist(line):
+def test_a_command_names_tasks_encodings_and_options_that_exist(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("prose.txt").write_text("The words of the text that a command above makes.\n" * 1000, "utf-8")
     command = typer.main.get_command(app).commands["lab"].commands["run"]
     _, _, _, task, *rest = shlex.split(line)
     options = {option for parameter in command.params for option in parameter.opts}

@@ -241,7 +241,7 @@ def test_what_names_hold_is_text_on_the_page_and_no_markup(evaluate):
     assert re.findall(r'(?:src|href)="(.{22})', written) == ["data:image/png;base64,"]
     for words in ("embedding", "first_stage", "nDCG@10", "3 topics of", "p (Holm)", "bm25"):
         assert words in written
-    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(found["png"]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_folder_nothing_is_written_and_the_same_is_found(tmp_path, evaluate, monkeypatch):
