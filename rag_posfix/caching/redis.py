@@ -28,7 +28,7 @@ _HEADROOM = 32  # 1/32 of the limit: after writing so much the entries are measu
 _WRITE_SECONDS = 60.0  # an indexed key without an entry may still be written for so long
 _CLOCK_SKEW_SECONDS = 60.0
 _DELETE_SECONDS = 10.0
-_INFO_SECONDS = 1.0
+INFO_SECONDS = 1.0
 _DELETE_ATTEMPTS = 3
 _T = TypeVar("_T")
 _Value = TypeVar("_Value")
@@ -181,7 +181,7 @@ class RedisTier(Generic[V]):
         if self._codec.redis_index is not None and not self._closed and self._servers.available:
             # Not as a look-up: a large index takes longer than its deadline, and would open the circuit breaker.
             with suppress(Exception):
-                stored = [size for _, _, size in self._servers.root.run(self._sizes, _INFO_SECONDS) if size]
+                stored = [size for _, _, size in self._servers.root.run(self._sizes, INFO_SECONDS) if size]
                 entries, n_bytes = len(stored), sum(stored)
         return TierStats.counted(
             self.name, self._counters, entries=entries, n_bytes=n_bytes, available=self._servers.available
@@ -207,7 +207,7 @@ class RedisTier(Generic[V]):
         if self._closed:
             return None
         use = f"the set of deletions in {self._servers.label}"
-        return self._deletions_guard.call(use, lambda: self._servers.root.run(operation, _INFO_SECONDS), None)
+        return self._deletions_guard.call(use, lambda: self._servers.root.run(operation, INFO_SECONDS), None)
 
     def _fetch(self, client: Any, keys: Sequence[str], used: Iterable[str]) -> list[object]:
         """Return the reply for each key, in one round trip, and record that the keys ``used`` were used."""

@@ -183,7 +183,7 @@ def test_answers_do_not_depend_on_a_store_that_is_damaged_meanwhile(
     loaded, redis_server, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr("rag_posfix.caching.disk.INLINE_BYTES", 256)  # files, as for entries of a real model
-    monkeypatch.setattr("rag_posfix.caching.redis._INFO_SECONDS", 30)  # generous, as the limit of the tier below
+    monkeypatch.setattr("rag_posfix.caching.redis.INFO_SECONDS", 30)  # generous, as the limit of the tier below
     different, asked = requests_of(random.Random(SEED))
     alone = [answer_alone(loaded, request) for request in different]
     assert min(lead for _, lead in alone) > MAX_ROUNDING, f"seed {SEED}: two tokens are as good as equal"
