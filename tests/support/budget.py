@@ -12,11 +12,8 @@ import pytest
 
 LOOP_SECONDS = 0.1
 """What ``loop`` takes on an idle core of the machines that the limit was chosen on."""
-LARGE_PACKAGES = {
-    "torch", "transformers.modeling_utils", "sentence_transformers", "fastapi", "matplotlib.pyplot", "altair",
-    "vl_convert", "qdrant_client", "openai", "openai.resources.responses", "anthropic",
-}  # fmt: skip
-"""The first test of a process that imports them pays for all later ones, as the first of hypothesis for its tables."""
+MAX_NEW_MODULES = 30
+"""A test that imports more pays for all later ones of its process, as the first of hypothesis for its tables."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,11 +50,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Fail an unmarked test that uses more; its fixtures are not counted."""
     limit = item.config.getoption("processor_limit", None)
     is_judged = limit and not any(map(item.get_closest_marker, ("slow", "hypothesis")))
-    imported = LARGE_PACKAGES & sys.modules.keys()
+    imported = len(sys.modules)
     start = processor_seconds()
     yield
     used = processor_seconds() - start
-    if not is_judged or used <= limit or imported != LARGE_PACKAGES & sys.modules.keys():
+    if not is_judged or used <= limit or len(sys.modules) - imported > MAX_NEW_MODULES:
         return
     used /= max(1.0, loop() / LOOP_SECONDS)
     if used > limit:
