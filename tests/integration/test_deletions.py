@@ -168,4 +168,4 @@ def test_a_deletion_of_many_documents_is_small_in_redis(redis_server, open_cache
     cache = open_cache()
     cache.drop_documents([f"document-{number}" for number in range(5000)])
     size = int(redis_server.command("MEMORY", "USAGE", DELETED)[1:])
-    assert size < 150 * 5000
+    assert size < 200 * 5000  # also while Redis moves the set to a larger table
