@@ -104,7 +104,7 @@ def test_a_client_that_goes_away_while_it_waits_never_reaches_the_model():
     with serving(make_pipeline(generator), max_concurrent=1) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, url)
         assert generator.entered.wait(60)
-        with leaving(url, **chat(documents=[BRIDGE], stream=True)):
+        with leaving(url, **chat(documents=[BRIDGE])):
             wait_until(lambda: in_flight(url) == 2)
         wait_until(lambda: in_flight(url) == 1)
         generator.gate.set()
