@@ -196,7 +196,7 @@ def _formatted_number(cell: Any) -> str:
         scale += 3 * (len(digits) - len(digits.rstrip(",")))
         literal = quoted or escaped or currency or shown
         before, after = (before, after + literal) if is_after else (before + literal, after)
-    if not (before + after).strip():
+    if not is_after or not (before + after).strip():
         return ""
     size = abs(value)
     number = f"{100 * size:.12g}" if is_percentage else f"{size / 10**scale:.12g}" if scale else _cell_text(size)

@@ -322,6 +322,7 @@ def test_a_header_of_merged_cells_counts_for_each_column(tmp_path, book):
         (12_000, '#,##0,"k"', "12k"),
         (3, '"Q"0', "Q3"),
         (4, "0.00", "4"),
+        (1, '"yes";;"no"', "1"),  # a text in place of the number
     ],
 )
 def test_a_number_has_the_unit_that_a_reader_sees(tmp_path, book, number, form, text):
