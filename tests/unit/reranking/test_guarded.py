@@ -103,8 +103,9 @@ async def test_three_failures_in_a_row_are_described_with_their_start_until_a_su
 def test_rerankers_that_share_their_health_are_counted_by_name():
     health = RerankerHealth()
     reader, _ = late_reader()
-    for reranker in (Acting(act=fail), Acting(act=fail), LikelihoodReranker(generator=reader)):
-        guarded = GuardedReranker(reranker=reranker, deadline_seconds=0.01, health=health)
+    late = LikelihoodReranker(generator=reader)
+    for reranker, seconds in ((Acting(act=fail), 60), (Acting(act=fail), 60), (late, 0.01)):
+        guarded = GuardedReranker(reranker=reranker, deadline_seconds=seconds, health=health)
         guarded.compress_documents(GIVEN, "why?")
     assert {name: failures.counts for name, failures in health.failures().items()} == {
         "Acting": {"error": 2, "timeout": 0},

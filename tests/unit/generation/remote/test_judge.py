@@ -253,9 +253,10 @@ def test_a_check_that_raises_ends_all_requests():
         if server.bodies:
             raise Late
 
-    with asking(Reply(pause_before=-1)) as (generator, server), pytest.raises(Late):
-        generator.log_odds(layout_of("passage 1"), YES, NO, check=late)
-    assert server.gone.wait(60)
+    with asking(Reply(pause_before=-1)) as (generator, server):
+        with pytest.raises(Late):
+            generator.log_odds(layout_of("passage 1"), YES, NO, check=late)
+        assert server.gone.wait(60)
 
 
 def test_tokens_of_judgements_are_counted():
