@@ -7,7 +7,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -20,6 +20,8 @@ BlockKind: TypeAlias = Literal["text", "list", "table", "code", "heading"]
 """``heading`` is a heading without any text below it; others are no blocks, but the ``headings`` of blocks."""
 
 HEADING_SEPARATOR = " > "
+BOLD_LEVEL = 10
+"""The level of a heading that is no more than a paragraph in bold letters."""
 _MAX_HEADING_WORDS = 30
 _MAX_HEADING_CHARACTERS = 400
 _NO_TITLES = frozenset({"default", "document", "index", "readme", "untitled"})
@@ -28,6 +30,7 @@ _KINDS: dict[str, BlockKind] = {
     "bullet_list_open": "list", "ordered_list_open": "list", "table_open": "table", "fence": "code",
     "code_block": "code",
 }  # fmt: skip
+_BELOW_BOLD = frozenset({"paragraph_open", "inline", *_KINDS})
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _FRONT_MATTER = re.compile(r"(---|\+\+\+)[^\S\n]*\r?\n(.*?)^(?:\1|\.\.\.)[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _FRONT_FIELD = re.compile(r"^([A-Za-z][\w-]*)[^\S\n]*:[^\S\n]*(\S[^\r\n]*?)[^\S\n]*\r?$", re.MULTILINE)
@@ -46,6 +49,10 @@ _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 _ITEM = re.compile(r"\s*(?:[-*+•\u2013]|\d{1,3}[.)]|[a-z][.)])\s+\S")
 _ITEM_BELOW = re.compile(r"\n(?=[^\S\n]*(?:[-*+•\u2013]|\d{1,3}[.)]|[a-z][.)])\s+\S)")
 _NO_HEADING_END = re.compile(r"[.!?,;:…。！？：，；]$")  # noqa: RUF001 - CJK marks
+_BOLD_LINE = re.compile(r"(\*\*|__)(?=\S)((?:(?!\1).)+)\1\s*")
+_HEADING_ID = re.compile(r"\s*\{#[^{}]*\}$")
+_NUMBERED = re.compile(r"\D{0,12}\d{1,2}\b")
+"""The beginning of a heading that is one of several: ``1 Scope``, ``Article 2``."""
 _MAX_TITLE_WORDS, _MAX_TITLE_CHARACTERS = 10, 80
 _MIN_TEXT_WORDS = 5
 _RAISED = str.maketrans(
@@ -193,12 +200,13 @@ class Item(NamedTuple):
     """A part of a file as a library types it.
 
     Attributes:
-        kind: Also ``more``, which goes on with the text of the item before it.
+        kind: Also ``more``, which goes on with the text of the item before it, and ``bold``, a paragraph in bold
+            letters: a heading below all others, if it can be one and text follows.
         level: Of a heading, from 1; one without text only ends the section before it.
         page: The page or slide on which it begins, from 1; 0 if its file has none.
     """
 
-    kind: BlockKind | Literal["more"]
+    kind: BlockKind | Literal["more", "bold"]
     text: str
     level: int = 1
     page: int = 0
@@ -211,7 +219,7 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
     blocks: list[Block] = []
     pages: list[int] = []
     length = 0
-    for kind, raw, level, page in items:
+    for kind, raw, level, page in _with_bold_headings(items):
         text = clean_text(raw).rstrip().strip("\n")
         name = " ".join(text.split())
         if not name and kind != "heading":
@@ -236,6 +244,29 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
         blocks_under(headings, blocks),
         losses=tuple(losses),
     )
+
+
+def _with_bold_headings(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items, with a paragraph in bold letters as a heading where text follows, and as text elsewhere."""
+    before = ""
+    for item, after in pairwise(chain(items, [Item("heading", "")])):
+        is_above = after.text.strip() and after.kind in ("text", "list", "table", "code")
+        if item.kind != "bold":
+            yield item
+        elif is_above and is_label(item.text) and not before.endswith(":"):
+            yield item._replace(kind="heading", level=BOLD_LEVEL)
+        else:
+            yield item._replace(kind="text")
+        before = item.text.rstrip() or before
+
+
+def is_label(text: str) -> bool:
+    """Return whether a paragraph in bold letters can be a heading: a few words or a question, and no amount."""
+    line = text.strip()
+    if not line or len(line) > _MAX_TITLE_CHARACTERS or "\n" in line or line[0].islower():
+        return False
+    has_words = sum(map(str.isalpha, line)) >= max(1, 3 * sum(map(str.isdecimal, line)))
+    return has_words and (line[-1] in "?\uff1f" or not _NO_HEADING_END.search(line))
 
 
 def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| --- ") -> list[Item]:
@@ -404,6 +435,8 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
     references: dict[str, Any] = {}
     tokens = parser.disable("inline").parse(source, references)  # only headings are read without their marks
     parser.enable("inline")
+    top = [token for token in tokens if not token.level and token.nesting >= 0]
+    follows = {id(token): after.type in _BELOW_BOLD for token, after in pairwise(top)}
     characters = 0
     for index, token in enumerate(tokens):
         if token.level or token.map is None or token.nesting < 0:
@@ -421,6 +454,15 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
             if is_heading_text(title):
                 headings.append(Heading(title, int(token.tag[1:]), first, last))
                 continue
+        bold = _BOLD_LINE.fullmatch(text, first, last) if token.type == "paragraph_open" else None
+        if (
+            bold is not None
+            and follows.get(id(token))
+            and is_label(bold[2])
+            and not text[:first].rstrip().endswith(":")
+        ):
+            headings.append(Heading(bold[2].strip(), BOLD_LEVEL, first, last))
+            continue
         if token.type == "hr" or (token.type == "html_block" and not _COMMENT.sub("", token.content).strip()):
             continue
         kind = _KINDS.get(token.type, "text")
@@ -431,7 +473,8 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
 
 def _inline_text(token: Token) -> str:
     """Return the words of a heading, without marks of Markdown."""
-    return " ".join("".join(child.content or " " for child in token.children or ()).split())
+    words = " ".join("".join(child.content or " " for child in token.children or ()).split())
+    return _HEADING_ID.sub("", words)
 
 
 def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
@@ -458,6 +501,10 @@ def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
             start = line_end + 1
         is_list = _ITEM.match(text, start) and _ITEM_BELOW.search(text, start, end)
         blocks.append(Block("list" if is_list else "text", start, end, header_end=start))
+    if headings and (number := _NUMBERED.match(headings[0].title)):
+        kinds = [_NUMBERED.match(heading.title) for heading in headings[1:]]
+        if any(kind and re.sub(r"\d+", "0", kind[0]) == re.sub(r"\d+", "0", number[0]) for kind in kinds):
+            headings[0] = replace(headings[0], level=2)
     return headings, blocks
 
 
