@@ -14,7 +14,7 @@ from zipfile import ZipFile
 from rag_posfix.errors import missing_extra
 from rag_posfix.retrieval.ingest.decoding import codec_of, decode_html, decode_text
 from rag_posfix.retrieval.ingest.html import html_items
-from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+from rag_posfix.retrieval.ingest.structure import FileText, Item, divided_tables, items_text, table_items
 from rag_posfix.text import split_words
 
 _MERGED = re.compile(rb'<mergeCell\b[^>]*\bref="([A-Z]+)(\d+):([A-Z]+)(\d+)"')
@@ -26,7 +26,6 @@ _FORMAT = re.compile(
     r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|(General|[0#?][0#?,./]*)|([%€$£¥₹ ])', re.IGNORECASE
 )
 """What the format of a number shows: text in quotes, an escaped character, a currency, the digits, another sign."""
-_UNIT = re.compile(r"(?<=\d)\s?[^\W\d_]{1,4}$")
 _COMMENTS, _COMMENT = re.compile(r"xl/(?:comments/)?comments?\d*\.xml"), re.compile(rb"<comment\b")
 _MAX_MERGED = 100_000
 
@@ -118,7 +117,7 @@ def read_workbook(handle: BinaryIO) -> FileText:
                 for n in empty:
                     row[n] = own[n]
         _fill_merged(rows, source)
-        tables = [table_items(table) for table in _tables(rows)]
+        tables = [table_items([rows[n] for n in table]) for table in divided_tables(rows)]
         if any(item.text for found in tables for item in found):
             items.append(Item("heading", sheet.title, level=2))
         for found in tables:
@@ -138,29 +137,6 @@ def read_workbook(handle: BinaryIO) -> FileText:
 def _rows(sheet: Any) -> list[list[str]]:
     sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
     return [[_formatted_number(cell) or _cell_text(cell.value) for cell in row] for row in sheet.iter_rows()]
-
-
-def _tables(rows: Sequence[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield the tables of a sheet: another begins after an empty row with names of columns that hold numbers."""
-    blocks = [list(group) for filled, group in itertools.groupby(rows, any) if filled]
-    table: list[list[str]] = []
-    for block in blocks:
-        header = next((number for number, row in enumerate(block) if sum(map(bool, row)) > 1), len(block))
-        names, below = block[header : header + 1], block[header + 1 :]
-        starts = any(
-            names and not any(map(_is_number, names[0])) and cell and _is_number(row[column])
-            for row in below
-            for column, cell in enumerate(names[0][: len(row)])
-        )
-        if starts and any(sum(map(bool, row)) > 1 for row in table):  # and not a title alone
-            yield table
-            table = []
-        table += block
-    yield table
-
-
-def _is_number(cell: str) -> bool:
-    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, _UNIT.sub("", cell)))
 
 
 def _fill_merged(rows: list[list[str]], source: bytes) -> None:

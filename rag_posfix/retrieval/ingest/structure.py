@@ -7,7 +7,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -55,6 +55,8 @@ _NUMBERED = re.compile(r"\D{0,12}\d{1,2}\b")
 """The beginning of a heading that is one of several: ``1 Scope``, ``Article 2``."""
 _MAX_TITLE_WORDS, _MAX_TITLE_CHARACTERS = 10, 80
 _MIN_TEXT_WORDS = 5
+_UNIT = re.compile(r"(?<=\d)\s?[^\W\d_]{1,4}$")
+_SAMPLED_ROWS = 20
 _RAISED = str.maketrans(
     "0123456789+-\u2212", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207b"
 )
@@ -287,6 +289,36 @@ def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| ---
         return [*items, Item("text", "\n".join("\t".join(row) for row in cells), page=page)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [*items, Item("table", "\n".join([lines[0], rule * len(used) + "|", *lines[1:]]), page=page)]
+
+
+def divided_tables(rows: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+    """Yield the numbers of the rows of each table of a sheet: another begins after an empty row with names of columns.
+
+    These have numbers below them, or stand below a title and where the table above has numbers.
+    """
+    blocks = [list(block) for filled, block in groupby(range(len(rows)), lambda number: any(rows[number])) if filled]
+    table: list[int] = []
+    wide, numeric = 0, dict[int, bool]()  # rows of several cells; whether a column has numbers below its name
+    for block in blocks:
+        header = next((place for place, number in enumerate(block) if sum(map(bool, rows[number])) > 1), len(block))
+        names, *below = [rows[number] for number in block[header:]] or [[]]
+        columns = [column for column, name in enumerate(names) if name]
+        if wide and below and not any(map(_is_number, names)):
+            has_numbers = any(_is_number(row[column]) for row in below for column in columns if column < len(row))
+            if has_numbers or (header and any(numeric.get(column) for column in columns)):
+                yield table
+                table, wide, numeric = [], 0, {}
+        table += block
+        for row in (rows[number] for number in block if len(blocks) > 1 and wide < _SAMPLED_ROWS):
+            filled = [column for column, cell in enumerate(row) if cell]
+            wide += len(filled) > 1
+            if wide > 1:
+                numeric |= {column: numeric.get(column, True) and _is_number(row[column]) for column in filled}
+    yield table
+
+
+def _is_number(cell: str) -> bool:
+    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, _UNIT.sub("", cell)))
 
 
 def read_markdown(text: str) -> FileText:
