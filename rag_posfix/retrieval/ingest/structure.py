@@ -51,6 +51,7 @@ _ITEM_BELOW = re.compile(r"\n(?=[^\S\n]*(?:[-*+•\u2013]|\d{1,3}[.)]|[a-z][.)])
 _NO_HEADING_END = re.compile(r"[.!?,;:…。！？：，；]$")  # noqa: RUF001 - CJK marks
 _BOLD_LINE = re.compile(r"(\*\*|__)(?=\S)((?:(?!\1).)+)\1\s*")
 _HEADING_ID = re.compile(r"\s*\{#[^{}]*\}$")
+_STEP = re.compile(r"[^\S\n]*\d{1,2}[.)][^\S\n]+(?=\S)")
 _NUMBERED = re.compile(r"\D{0,12}\d{1,2}\b")
 """The beginning of a heading that is one of several: ``1 Scope``, ``Article 2``."""
 _MAX_TITLE_WORDS, _MAX_TITLE_CHARACTERS = 10, 80
@@ -368,6 +369,8 @@ def read_plain(text: str) -> FileText:
     """
     if text.count("\n") > _MAX_LINES:
         return FileText(text, blocks=(Block("text", 0, len(text)),))
+    if _MARKUP_HEADINGS[".wiki"].search(text):
+        return read_markup(text, ".wiki")
     if _MARKED.search(_SHELL_COMMENT.sub("", text)):
         return read_markdown(text)
     headings, blocks = _parse_plain(text)
@@ -383,18 +386,20 @@ _MARKUP_HEADINGS = {
         r"^(?:(?P<over>[=\-`:.'\"~^_*+#])(?P=over){2,}\n)?[^\S\n]?(?P<title>\S.*)\n(?P<mark>[=\-`:.'\"~^_*+#])(?P=mark){2,}$",
         re.MULTILINE,
     ),
+    ".wiki": re.compile(r"^(?P<mark>={2,6})[^\S\n]*(?P<title>[^\s=].*?)[^\S\n]*(?P=mark)[^\S\n]*$", re.MULTILINE),
 }
 MARKUP_SUFFIXES = tuple(_MARKUP_HEADINGS)
 _MARKUP_FENCE = {  # what opens and closes code
     ".adoc": re.compile(r"^(-{4,}|\.{4,})$", re.MULTILINE),
     ".org": re.compile(r"^#\+(?:begin|end)_(\w+).*$", re.MULTILINE | re.IGNORECASE),
+    ".wiki": re.compile(r"^[^\S\n]*</?(pre|nowiki|syntaxhighlight)\b", re.MULTILINE | re.IGNORECASE),
 }
 _RST_CODE = re.compile(r"(?:(?<=::)|(?<=::\n))\n(?:(?:[^\S\n].*)?\n)+")
 _ORG_TITLE = re.compile(r"^#\+title:[^\S\n]*(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def read_markup(text: str, suffix: str) -> FileText:
-    """Return AsciiDoc, Org or reStructuredText with its blocks; what is within code is no heading.
+    """Return AsciiDoc, Org, wiki text or reStructuredText with its blocks; what is within code is no heading.
 
     In reStructuredText the level of a heading is that of the marks below it, in the order in which they first occur. A
     text of very many lines is one block.
@@ -519,8 +524,8 @@ def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
             following = paragraphs[index + 1] if index + 1 < len(paragraphs) else None
             if (
                 following
-                and _is_title(text[start:end])
-                and ((index == 0 and len(paragraphs) > 2) or _is_prose(text[slice(*following)]))
+                and _is_title(_STEP.sub("", text[start:end]))
+                and _is_above(text[start:end], text[slice(*following)], is_first=index == 0 and len(paragraphs) > 2)
             ):
                 headings.append(Heading(" ".join(text[start:end].split()), min(index + 1, 2), start, end))
                 continue
@@ -533,11 +538,30 @@ def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
             start = line_end + 1
         is_list = _ITEM.match(text, start) and _ITEM_BELOW.search(text, start, end)
         blocks.append(Block("list" if is_list else "text", start, end, header_end=start))
-    if headings and (number := _NUMBERED.match(headings[0].title)):
-        kinds = [_NUMBERED.match(heading.title) for heading in headings[1:]]
-        if any(kind and re.sub(r"\d+", "0", kind[0]) == re.sub(r"\d+", "0", number[0]) for kind in kinds):
+    if len(headings) > 1 and blocks:
+        first, *others = (_kind_of_heading(heading.title) for heading in headings)
+        if (
+            first
+            and first in others
+            and (first != "capitals" or headings[0].end <= blocks[0].start < headings[1].start)
+        ):
             headings[0] = replace(headings[0], level=2)
     return headings, blocks
+
+
+def _kind_of_heading(title: str) -> str | None:
+    """Return what is equal for headings of one kind: their words before a number, or that they are in capitals."""
+    if number := _NUMBERED.match(title):
+        return re.sub(r"\d+", "0", number[0])
+    return "capitals" if title.isupper() else None
+
+
+def _is_above(line: str, following: str, *, is_first: bool) -> bool:
+    """Return whether a line that can be a title stands above text; a numbered one, above no item of a list."""
+    if _STEP.match(line):
+        return _ITEM.match(following) is None and len(following.split()) >= _MIN_TEXT_WORDS
+    is_capital = _is_capital_line(line) and not _is_title(following)
+    return is_first or is_capital or _is_prose(following)
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
