@@ -166,6 +166,16 @@ def test_text_in_wide_characters_without_a_mark_is_read_and_that_is_said(tmp_pat
     )  # fmt: skip
 
 
+def test_lines_in_two_encodings_are_read_in_their_own_and_those_that_end_with_carriage_returns(tmp_path):
+    latin = "Das Café hat geöffnet.".encode("latin-1")
+    (tmp_path / "a.txt").write_bytes("Grüße aus Tull.\nGrüße aus Halden.\n".encode() + latin)
+    read = read_text(tmp_path / "a.txt")
+    assert read.text == "Grüße aus Tull.\nGrüße aus Halden.\nDas Café hat geöffnet."
+    assert str(read.encoding_note).startswith("1 lines are not UTF-8, read as cp1252: a guess")
+    (tmp_path / "a.txt").write_bytes(b"# Fees\r\rOne berth costs 40 euros.\r")
+    assert [document.metadata["title"] for document in read_documents([tmp_path])] == ["Fees"]
+
+
 @pytest.mark.parametrize(
     "data", [b"\0\0\0\0", b"a\0b\0c\0\0\0\xd8\0", b"\x89PNG\0\0\0\rIHDR\0\0", b"a\0", b"\0", b"a\0bcd"]
 )
