@@ -41,7 +41,7 @@ _SECTIONS = frozenset({"article", "aside", "blockquote", "main", "section"})
 """A footer within one of these is that of a part of the page, and text."""
 _HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
 _BOLD = frozenset({"b", "strong", "summary"})
-_PERMALINK = re.compile(r"\s*[\xb6#\xa7\U0001f517\u200b]?\s*")
+_PERMALINK = frozenset("\xb6#\xa7\U0001f517\u200b")
 """Marks of links to the heading in which they stand."""
 _OF_HEAD = frozenset({"base", "link", "meta", "noscript", "script", "style", "template", "title"})
 _NAVIGATION = re.compile(
@@ -391,7 +391,7 @@ class _Page(HTMLParser):
             data = data.strip()
         else:
             ends_with_space = False
-        if not data or (self._is_permalink and _PERMALINK.fullmatch(data)):
+        if not data or (self._is_permalink and _PERMALINK.issuperset(data)):
             return
         self._is_bold &= self._bold > 0
         if self._segments:

@@ -379,14 +379,14 @@ def read_plain(text: str) -> FileText:
 
 _MARKUP_HEADINGS = {
     ".adoc": re.compile(r"^(?P<mark>={1,6})[^\S\n]+(?P<title>\S.*)$", re.MULTILINE),
-    ".org": re.compile(
-        r"^(?P<mark>\*{1,6})[^\S\n]+(?:(?:TODO|DONE)[^\S\n]+)?(?P<title>\S.*?)(?:[^\S\n]+:[\w@:]+:)?$", re.MULTILINE
-    ),
+    ".org": re.compile(r"^(?P<mark>\*{1,6})[^\S\n]+(?:(?:TODO|DONE)[^\S\n]+)?(?P<title>\S.*)$", re.MULTILINE),
     ".rst": re.compile(
         r"^(?:(?P<over>[=\-`:.'\"~^_*+#])(?P=over){2,}\n)?[^\S\n]?(?P<title>\S.*)\n(?P<mark>[=\-`:.'\"~^_*+#])(?P=mark){2,}$",
         re.MULTILINE,
     ),
-    ".wiki": re.compile(r"^(?P<mark>={2,6})[^\S\n]*(?P<title>[^\s=].*?)[^\S\n]*(?P=mark)[^\S\n]*$", re.MULTILINE),
+    ".wiki": re.compile(
+        r"^(?P<mark>={2,6})[^\S\n]*(?P<title>[^\s=](?:.*\S)?)[^\S\n]*(?P=mark)[^\S\n]*$", re.MULTILINE
+    ),
 }
 MARKUP_SUFFIXES = tuple(_MARKUP_HEADINGS)
 _MARKUP_FENCE = {  # what opens and closes code
@@ -395,6 +395,7 @@ _MARKUP_FENCE = {  # what opens and closes code
     ".wiki": re.compile(r"^[^\S\n]*</?(pre|nowiki|syntaxhighlight)\b", re.MULTILINE | re.IGNORECASE),
 }
 _RST_CODE = re.compile(r"(?:(?<=::)|(?<=::\n))\n(?:(?:[^\S\n].*)?\n)+")
+_ORG_TAGS = re.compile(r":[\w@:]+:")
 _ORG_TITLE = re.compile(r"^#\+title:[^\S\n]*(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
@@ -421,7 +422,7 @@ def read_markup(text: str, suffix: str) -> FileText:
     marks = list(dict.fromkeys((match["mark"], match.groupdict().get("over")) for match in found))
     headings = [
         Heading(
-            match["title"].strip(),
+            _without_tags(match["title"].strip()),
             marks.index((match["mark"], match["over"])) + 1 if suffix == ".rst" else len(match["mark"]),
             *match.span(),
         )
@@ -432,6 +433,12 @@ def read_markup(text: str, suffix: str) -> FileText:
         headings.insert(0, Heading(title[1].strip(), 0, *title.span()))
     blocks = paragraph_blocks(text, headings)
     return FileText(text, stated_title(headings, blocks), blocks=blocks_under(headings, blocks))
+
+
+def _without_tags(title: str) -> str:
+    """Return a heading without the tags of Org at its end: ``Fees :now:``."""
+    words, _, last = title.rpartition(" ")
+    return words.rstrip() if words and _ORG_TAGS.fullmatch(last) else title
 
 
 def _markup_code(text: str, suffix: str) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ Headings are found by outline level, in any language; numbers of clauses are cou
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class _Word:
         from docx.table import Table
 
         rows = [[cell._tc for cell in row.cells] for row in Table(element, self.document).rows]
-        cells = {cell: list(self._cell(cell)) for row in rows for cell in row}
+        cells = {cell: list(self._cell(cell)) for cell in dict.fromkeys(itertools.chain(*rows))}
         inner = [item for items in cells.values() for item in items]
         if any(item.kind in ("heading", "table") for item in inner):
             yield from inner

@@ -229,6 +229,8 @@ def test_headings_of_other_markups_are_sections_and_code_has_none(tmp_path, name
         ("org", "* T\ntext\n" * 3000 + "#+begin_x\n" * 3000),
         ("rst", "T\n====\n\n::\n\n   code\n\n" * 2000),
         ("adoc", "== T\n\n----\ncode\n----\n\n" * 2400),
+        ("org", f"* T{' ' * 200_000}"),
+        ("wiki", f"== T{' ' * 200_000}="),
     ],
 )
 def test_code_that_is_never_closed_and_thousands_of_headings_take_no_time(suffix, text):
