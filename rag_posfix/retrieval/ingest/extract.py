@@ -152,7 +152,7 @@ def _letters(content: dict[str, Any]) -> str:
     return "".join(str(content.get("text", "")).split())
 
 
-def _first_level(nodes: Sequence[xberg.DocumentNode], contents: Sequence[dict[str, Any]]) -> int:
+def _first_level(nodes: Sequence[Any], contents: Sequence[dict[str, Any]]) -> int:
     """Return the level of the first heading: that of the others, if these are in letters of its size."""
     sizes = [
         (content.get("level", 1), node.bbox.y1 - node.bbox.y0)

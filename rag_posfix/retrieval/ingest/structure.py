@@ -239,7 +239,9 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
             blocks[-1] = replace(blocks[-1], end=length)
         else:
             header = text.find("\n", text.find("\n") + 1) + 1 if kind == "table" else 0
-            blocks.append(Block("text" if kind == "more" else kind, start, length, header_end=start + header))
+            blocks.append(
+                Block("text" if kind == "more" or kind == "bold" else kind, start, length, header_end=start + header)
+            )
     return FileText(
         "".join(segments),
         title or stated_title(headings, blocks),
