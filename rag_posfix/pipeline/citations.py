@@ -25,13 +25,14 @@ MAX_CHARACTERS = 350_000
 """Characters of a passage that are searched: as many as a context window of 90,000 tokens holds."""
 
 _ABBREVIATIONS = (
-    "Abb|Abs|Anm|Art|Bd|Capt|Col|Dipl|Dr|Fa|Fig|Frl|Gen|Gov|Hon|Hr|Hrsg|Ing|Jr|Kap|Lt|Mag|Mlle|Mme|Mr|Mrs|Ms|Mt|Nr|"
-    "Prof|Rep|Rev|Sen|Sgt|Sr|Sra|St|Tab|Vol|Ziff|approx|bzw|ca|cf|ed|eds|evtl|geb|gest|ggf|inkl|max|min|pp|sog|vgl|vs|"
+    "Abb|Abs|Anm|Art|Bd|Capt|Col|Dipl|Dr|Fa|Fig|Fr|Frl|Gen|Gov|Hon|Hr|Hrn|Hrsg|Ing|Jr|Kap|Lt|Mag|Mlle|Mme|Mr|Mrs|Ms|Mt|Nr|"
+    "Messrs|Prof|Rep|Rev|Sen|Sgt|Sig|Sr|Sra|St|Tab|Vol|Ziff|approx|btw|bzw|ca|cf|ed|eds|elev|evtl|excl|geb|gest|ggf|incl|"
+    "inkl|maks|max|min|pp|sog|ul|v|vgl|vs|"
     "z.B|d.h|e.g|i.e|u.a|h.c|o.g|v.a"
 ).replace(".", r"\.")
 _MONTHS = (
     "Jan|Feb|M\u00e4r|Mar|Apr|Jun|Jul|Aug|Sept?|Okt|Oct|Nov|Dez|Dec|janv|f\u00e9vr|avr|juil|ene|abr|ago|dic|No|Nos|p|S|"
-    "refs?|v|est|al|sec|ch|app|tel"
+    "refs?|v|est|al|sec|ch|app|tel|tlf|kl|b"
 )
 _OF_ORDINALS = r"am|im|zum|vom|beim|ab|bis|seit|zur|ein\w*|jede[mnrs]?|de[mnrs]|die|das"
 _GOES_ON = (  # what a full stop ends, and what follows it where it ends no sentence
@@ -56,7 +57,8 @@ _SOURCE = (
 _WHICH = r"[:#]?\s*(?:no\.?\s*)?(?:\[?\d{1,3}|[A-Z]\b|(?i:one|two|three)\b)"
 _MARKER = re.compile(  # of a source: [1], [Document 1, 2], (source 1: a.pdf), passage 1, a raised number behind a mark
     rf"[\[\u3010(<{{]\s*(?:(?:see|from)\s+)?(?i:{_SOURCE})\s*{_WHICH}[^\n()\u3011>}}]{{0,80}}[\])\u3011>}}]|"
-    r"[\[\u3010]\^?\d{1,3}(?:\s*[,;\u2020&\u2013-][^\n\]\u3011]{0,40})?[\]\u3011]|[({<]\d{1,2}[)}>](?=\s*(?:[.!?,;]|$))|"
+    rf"[\[(]\s*(?i:{_SOURCE})\s*:[^\n\])]{{1,80}}[\])]|<sup>\s*\[?\d{{1,3}}\]?\s*</sup>|(?<=[^\s\d])\s?\^\d{{1,2}}(?=\W|$)|"
+    r"\[\[\d{1,3}\]\](?:\(\S{0,80}?\))?|[\[\u3010]\^?\d{1,3}(?:\s*[,;\u2020&\u2013-][^\n\]\u3011]{0,40})?[\]\u3011]|[({<]\d{1,2}[)}>](?=\s*(?:[.!?,;]|$))|"
     rf"(?i:\b(?:according to|as stated in|as|in|see|per|from|by|laut|siehe)\s+)?\b(?i:{_SOURCE})\s+\d{{1,3}}\b"
     r"(?i:\s+(?:states?|says?|shows?|notes?|mentions?)\b)?|"
     r"(?:(?<=[^\w\s])|(?<=[^\W\d_]{4}))[\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"

@@ -81,13 +81,40 @@ def decode_text(data: bytes, source: str) -> tuple[str, str | None]:
         raise NotTextError(f"{source!r} is binary, not text; leave it out, or give the file its own suffix")
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
-        return clean_text(data.decode("utf-8")), None
+        return _with_line_feeds(clean_text(data.decode("utf-8"))), None
     except UnicodeDecodeError:
+        if (mixed := _decode_lines(data, source)) is not None:
+            return mixed
         encoding = guess_encoding(data, source)
     note = f"not UTF-8, read as {encoding}: a guess; check its accents, or save it in UTF-8"
     if encoding == "utf-8":
         note = "damaged UTF-8; undecodable bytes were replaced"
-    return clean_text(data.decode(encoding, "replace")), note
+    return _with_line_feeds(clean_text(data.decode(encoding, "replace"))), note
+
+
+def _with_line_feeds(text: str) -> str:
+    """Return a text whose lines end with a carriage return alone with line feeds in its place."""
+    return text if "\n" in text else text.replace("\r", "\n")
+
+
+def _decode_lines(data: bytes, source: str) -> tuple[str, str] | None:
+    """Return a text and what is said about it, if most of its lines with accents are UTF-8 and the others are not."""
+    lines = data.split(b"\n")
+    others = [line for line in lines if not _is_utf8(line)]
+    if sum(not line.isascii() for line in lines) < 2 * len(others):
+        return None
+    encoding = guess_encoding(b"\n".join(others), source)
+    if encoding == "utf-8":
+        return None
+    text = "\n".join(line.decode("utf-8" if _is_utf8(line) else encoding, "replace") for line in lines)
+    return clean_text(text), f"{len(others)} lines are not UTF-8, read as {encoding}: a guess; check their accents"
+
+
+def _is_utf8(line: bytes) -> bool:
+    with contextlib.suppress(UnicodeDecodeError):
+        line.decode("utf-8")
+        return True
+    return False
 
 
 def without_embedded(text: str) -> str:
@@ -144,7 +171,7 @@ def _is_western(data: bytes) -> bool:
     )
 
 
-def _codec_of(label: str) -> str:
+def codec_of(label: str) -> str:
     """Return Python's name of the encoding that browsers use for a label; LookupError for an unknown one."""
     name = _LABELS.get(label, label)
     for form, codec in _LABEL_FORMS:
@@ -167,7 +194,7 @@ def decode_html(data: bytes, source: str = "the page") -> tuple[str, str | None]
         return decode_text(data, source)
     name = label = declared.group(1).decode("ascii", "replace").lower()
     with contextlib.suppress(LookupError):
-        name = _codec_of(label)
+        name = codec_of(label)
     if name.startswith(("utf-16", "utf-32")):
         name = "utf-8"  # the declaration itself is readable as ASCII, so the file is not UTF-16 or UTF-32
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rag_posfix.errors import missing_extra
@@ -22,6 +22,9 @@ _TYPES = {
     ".rtf": "application/rtf",
 }
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_RTF_MARK = re.compile(rb"(?<!\\)((?:\\\\)*)\\([~_])")
+_RTF_LABEL = re.compile(rb"\{\\(?:listtext|pntext)\b([^{}]*)\}\s*(\\pard)?")
+_SAME_SIZE = 0.5
 _WORDS = ("text", "content", "title", "definition", "label")
 
 
@@ -62,7 +65,15 @@ def read_word_processor(data: bytes, suffix: str) -> FileText:
     Raises:
         ConfigError: xberg is not installed.
     """
+    if suffix == ".rtf":
+        data = _readable_rtf(data)
     return items_text(node_items(extract(data, suffix)))
+
+
+def _readable_rtf(data: bytes) -> bytes:
+    """Return rich text with labels of list items, and spaces and hyphens that break no line, as xberg reads them."""
+    data = _RTF_MARK.sub(lambda mark: mark[1] + (rb"\'20" if mark[2] == b"~" else rb"\'2d"), data)
+    return _RTF_LABEL.sub(lambda label: (label[2] or b"") + b"{" + label[1].replace(rb"\pard", b"") + b"}", data)
 
 
 def read_notebook(data: bytes) -> FileText:
@@ -101,30 +112,55 @@ def _joined(text: str | list[str]) -> str:
 
 
 def node_items(found: xberg.ExtractedDocument) -> Iterator[Item]:
-    """Yield the items of nodes. Groups repeat the headings below them; pictures have no words of their own."""
+    """Yield the items of nodes, heads of pages first where these are unknown.
+
+    Groups repeat the headings below them, and rich text its heads of pages; pictures have no words of their own.
+    """
     nodes = found.document.nodes if found.document is not None else []
+    contents = [json.loads(str(node.content)) for node in nodes]
+    edges = [not node.page and str(node.content_layer) in ("header", "footer") for node in nodes]
+    words = {_letters(content) for content, is_edge in zip(contents, edges, strict=True) if not is_edge}
+    first = _first_level(nodes, contents)
     numbers: dict[int, int] = {}
     ordered: set[int] = set()
-    for index, node in enumerate(nodes):
-        content = json.loads(str(node.content))
+    for index in sorted(range(len(nodes)), key=lambda index: not edges[index]):
+        node, content = nodes[index], contents[index]
         kind, page = content.pop("node_type"), node.page or 0
         if kind == "list" and content.get("ordered"):
             ordered.add(index)
-        if kind in ("group", "list", "image", "page_break", "slide"):
+        if kind in ("group", "list", "image", "page_break", "slide") or (edges[index] and _letters(content) in words):
             continue
         if kind == "table":
             yield from table_items(_grid(content["grid"]), page)
             continue
         text = ": ".join(str(content[name]) for name in ("key", "term", *_WORDS) if content.get(name))
         text = _TERMINAL.sub("", text)
+        is_bold = any("bold" in str(mark.kind) and mark.end - mark.start >= len(text) > 0 for mark in node.annotations)
         if kind == "list_item":
             parent = -1 if node.parent is None else node.parent
             numbers[parent] = numbers.get(parent, 0) + 1
-            yield Item("list", f"{numbers[parent]}. {text}" if parent in ordered else f"- {text}", page=page)
+            marker = (node.attributes or {}).get("list_marker", f"{numbers[parent]}." if parent in ordered else "-")
+            yield Item("bold" if is_bold and marker[0].isalnum() else "list", f"{marker} {text}", page=page)
         elif kind in ("heading", "title"):
-            yield Item("heading", text, content.get("level", 1), page)
+            level = content.get("level", 1)
+            yield Item("heading", text, first if level == 1 else level, page)
         else:
-            yield Item("code" if kind == "code" else "text", text, page=page)
+            yield Item("code" if kind == "code" else "bold" if is_bold else "text", text, page=page)
+
+
+def _letters(content: dict[str, Any]) -> str:
+    return "".join(str(content.get("text", "")).split())
+
+
+def _first_level(nodes: Sequence[Any], contents: Sequence[dict[str, Any]]) -> int:
+    """Return the level of the first heading: that of the others, if these are in letters of its size."""
+    sizes = [
+        (content.get("level", 1), node.bbox.y1 - node.bbox.y0)
+        for node, content in zip(nodes, contents, strict=True)
+        if content["node_type"] == "heading" and node.bbox is not None
+    ]
+    others = [size for level, size in sizes if level == 2]
+    return 2 if len(sizes) == len(others) + 1 and others and sizes[0][1] <= min(others) + _SAME_SIZE else 1
 
 
 def _grid(grid: dict[str, Any]) -> list[list[str]]:

@@ -40,10 +40,13 @@ _PARTS = frozenset({"a", "label", "span"})
 _SECTIONS = frozenset({"article", "aside", "blockquote", "main", "section"})
 """A footer within one of these is that of a part of the page, and text."""
 _HEADINGS = frozenset({"h1", "h2", "h3", "h4", "h5", "h6"})
+_BOLD = frozenset({"b", "strong", "summary"})
+_PERMALINK = frozenset("\xb6#\xa7\U0001f517\u200b")
+"""Marks of links to the heading in which they stand."""
 _OF_HEAD = frozenset({"base", "link", "meta", "noscript", "script", "style", "template", "title"})
 _NAVIGATION = re.compile(
     r"(?:^|\s)(?:nav(?:bar|igation)?|(?:main|site|top|sub|nav)-?(?:nav(?:bar|igation)?|menu)|breadcrumbs?|"
-    r"cookie-?(?:banner|bar|consent|notice)|skip-?(?:link|to-content)|site-?footer)(?:\s|$)",
+    r"cookie-?(?:banner|bar|consent|notice)|skip-?(?:link|to-?content)|mw-editsection|site-?footer)(?:_\w+)?(?:\s|$)",
     re.IGNORECASE,
 )
 """Classes and ids of what is navigation, though its element does not say so."""
@@ -104,18 +107,41 @@ def read_epub(data: bytes) -> FileText:
         name = "" if root is None else root.get("full-path", "")
         package = ElementTree.fromstring(archive.read(name))
         files = {item.get("id"): item.get("href", "") for item in package.iterfind(".//{*}item")}
+        labels = _contents(archive, package, name)
         for reference in package.iterfind(".//{*}itemref"):
-            path = posixpath.normpath(
-                posixpath.join(posixpath.dirname(name), unquote(files.get(reference.get("idref"), "")))
-            )
+            path = _path(name, files.get(reference.get("idref"), ""))
             try:
                 source, _ = decode_html(archive.read(names.get(path.casefold(), path)), path)
             except KeyError:
                 losses.append(f"the chapter {path!r} is missing")
                 continue
-            items += _read_page(source).all_items()
+            chapter = html_items(source)
+            if path in labels and not any(item.kind == "heading" for item in chapter):
+                items.append(Item("heading", labels[path]))
+            items += chapter
     title = next((element.text for element in package.iterfind(".//{*}title") if element.text), "")
     return items_text(items, " ".join(clean_text(title).split()), losses)
+
+
+def _path(base: str, href: str) -> str:
+    """Return the name in the archive of what a part of an e-book refers to."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(base), unquote(href.partition("#")[0])))
+
+
+def _contents(archive: ZipFile, package: ElementTree.Element, name: str) -> dict[str, str]:
+    """Return the first name of each part of an e-book in its table of contents."""
+    labels: dict[str, str] = {}
+    for item in package.iterfind(".//{*}item"):
+        is_contents = item.get("properties") == "nav" or item.get("media-type") == "application/x-dtbncx+xml"
+        path = _path(name, item.get("href", ""))
+        with suppress(KeyError, ElementTree.ParseError):
+            root = ElementTree.fromstring(archive.read(path)) if is_contents else ElementTree.Element("none")
+            for link in (*root.iterfind(".//{*}navPoint"), *root.iterfind(".//{*}a[@href]")):
+                content, text = link.find("{*}content"), link.find("{*}navLabel")
+                href = link.get("href", "") if content is None else content.get("src", "")
+                label = " ".join("".join((link if text is None else text).itertext()).split())
+                labels.setdefault(_path(path, href), clean_text(label))
+    return labels
 
 
 def _read_page(source: str) -> _Page:
@@ -148,10 +174,14 @@ def fragment_text(source: str) -> str:
     """Return the text of a fragment of HTML, as exports of help centers hold it; other text as it is."""
     if _FRAGMENT.match(source) is None or not source.rstrip().endswith(">"):
         return source
-    try:
-        return items_text(_read_page(source).all_items()).text
-    except ValueError:
-        return source
+    with suppress(ValueError):
+        return items_text(html_items(source)).text
+    return source
+
+
+def html_items(source: str) -> list[Item]:
+    """Return the items of a page or fragment that is decoded; ValueError as ``read_html``."""
+    return _read_page(source).all_items()
 
 
 @dataclass(slots=True)
@@ -202,8 +232,9 @@ class _Page(HTMLParser):
         self._segments: list[str] = []  # of the open block
         self._invisible: list[str] = []  # open invisible elements
         self._is_navigation = False
-        self._in_title = self._takes_title = self._is_raised = False
-        self._sections = self._pre = self._heading = self._drawings = 0
+        self._in_title = self._takes_title = self._is_raised = self._is_permalink = False
+        self._sections = self._pre = self._heading = self._drawings = self._bold = 0
+        self._is_bold = True  # all text of the open block
         self._lists: list[int | None] = []  # the number of the next item, None for bullets
         self._marker: str | None = None  # of the open list item; empty after its first block
         self._gap = ""  # white space to write before the next text
@@ -217,8 +248,8 @@ class _Page(HTMLParser):
 
     def end_block(self) -> None:
         """Make the text since the last block an item."""
-        text = "".join(self._segments)
-        self._segments, self._gap = [], ""
+        text, is_bold = "".join(self._segments), self._is_bold
+        self._segments, self._gap, self._is_bold = [], "", True
         if not text.strip():
             return
         sink = self._items
@@ -233,7 +264,7 @@ class _Page(HTMLParser):
             sink.append(Item("list", f"{self._marker}{text}"))
             self._marker = ""
         else:
-            sink.append(Item("text", text))
+            sink.append(Item("bold" if is_bold and not self._tables else "text", text))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._drawings += tag == "svg"
@@ -265,7 +296,11 @@ class _Page(HTMLParser):
     def _begin(self, tag: str, values: dict[str, str]) -> None:
         self._sections += tag in _SECTIONS
         self._pre += tag == "pre"
-        self._is_raised = tag == "sup"
+        self._bold += tag in _BOLD
+        self._is_raised = tag == "sup" or "noteref" in values.get("role", values.get("epub:type", ""))
+        self._is_permalink = tag == "a" and values.get("href", "").startswith("#")
+        if tag == "dt":  # below a term is its text
+            self.end_block()
         if tag in _HEADINGS:
             self._heading = int(tag[1])
         elif tag in ("ul", "ol", "menu"):
@@ -311,6 +346,7 @@ class _Page(HTMLParser):
             return
         if tag not in _VOID:
             self._separate(tag)
+        self._bold -= tag in _BOLD and self._bold > 0
         if tag == "pre" and self._pre:
             self._pre -= 1
         elif tag in _HEADINGS:
@@ -326,7 +362,7 @@ class _Page(HTMLParser):
             self._close_table()
         elif tag in ("td", "th") and self._tables:
             self._tables[-1].in_cell = False
-        self._is_raised = False
+        self._is_raised = self._is_permalink = False
         self._edge = 1 if tag in _PARTS else self._edge
 
     def _close_table(self) -> None:
@@ -355,8 +391,9 @@ class _Page(HTMLParser):
             data = data.strip()
         else:
             ends_with_space = False
-        if not data:
+        if not data or (self._is_permalink and _PERMALINK.issuperset(data)):
             return
+        self._is_bold &= self._bold > 0
         if self._segments:
             before = self._segments[-1]
             is_edge = self._edge == 2 and not self._pre and len(before + data) > 2  # and no letters of one word

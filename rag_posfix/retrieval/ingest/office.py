@@ -12,8 +12,9 @@ from typing import Any, BinaryIO
 from zipfile import ZipFile
 
 from rag_posfix.errors import missing_extra
-from rag_posfix.retrieval.ingest.html import read_html
-from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, table_items
+from rag_posfix.retrieval.ingest.decoding import codec_of, decode_html, decode_text
+from rag_posfix.retrieval.ingest.html import html_items
+from rag_posfix.retrieval.ingest.structure import FileText, Item, divided_tables, items_text, table_items
 from rag_posfix.text import split_words
 
 _MERGED = re.compile(rb'<mergeCell\b[^>]*\bref="([A-Z]+)(\d+):([A-Z]+)(\d+)"')
@@ -25,7 +26,6 @@ _FORMAT = re.compile(
     r'"([^"]*)"|\\(.)|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|(General|[0#?][0#?,./]*)|([%€$£¥₹ ])', re.IGNORECASE
 )
 """What the format of a number shows: text in quotes, an escaped character, a currency, the digits, another sign."""
-_UNIT = re.compile(r"(?<=\d)\s?[^\W\d_]{1,4}$")
 _COMMENTS, _COMMENT = re.compile(r"xl/(?:comments/)?comments?\d*\.xml"), re.compile(rb"<comment\b")
 _MAX_MERGED = 100_000
 
@@ -117,7 +117,7 @@ def read_workbook(handle: BinaryIO) -> FileText:
                 for n in empty:
                     row[n] = own[n]
         _fill_merged(rows, source)
-        tables = [table_items(table) for table in _tables(rows)]
+        tables = [table_items([rows[n] for n in table]) for table in divided_tables(rows)]
         if any(item.text for found in tables for item in found):
             items.append(Item("heading", sheet.title, level=2))
         for found in tables:
@@ -137,29 +137,6 @@ def read_workbook(handle: BinaryIO) -> FileText:
 def _rows(sheet: Any) -> list[list[str]]:
     sheet.reset_dimensions()  # the size that a program wrote into the file may be wrong
     return [[_formatted_number(cell) or _cell_text(cell.value) for cell in row] for row in sheet.iter_rows()]
-
-
-def _tables(rows: Sequence[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield the tables of a sheet: another begins after an empty row with names of columns that hold numbers."""
-    blocks = [list(group) for filled, group in itertools.groupby(rows, any) if filled]
-    table: list[list[str]] = []
-    for block in blocks:
-        header = next((number for number, row in enumerate(block) if sum(map(bool, row)) > 1), len(block))
-        names, below = block[header : header + 1], block[header + 1 :]
-        starts = any(
-            names and not any(map(_is_number, names[0])) and cell and _is_number(row[column])
-            for row in below
-            for column, cell in enumerate(names[0][: len(row)])
-        )
-        if starts and any(sum(map(bool, row)) > 1 for row in table):  # and not a title alone
-            yield table
-            table = []
-        table += block
-    yield table
-
-
-def _is_number(cell: str) -> bool:
-    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, _UNIT.sub("", cell)))
 
 
 def _fill_merged(rows: list[list[str]], source: bytes) -> None:
@@ -214,30 +191,59 @@ def _cell_text(value: Any) -> str:
 
 
 def read_mail(data: bytes) -> FileText:
-    """Return a mail under its subject, with sender, receivers, date and attached texts; other attachments are losses.
+    """Return a mail under its subject, with its people, date, texts and forwarded mails; other attachments are losses.
 
-    Of a text and a web page that say the same, that with more words is read.
-
-    Raises:
-        LookupError: the encoding of a text is unknown.
+    Of a text and a web page that say the same, that with more words is read. The encoding of a text that is not in the
+    one that the mail states is guessed.
     """
     mail = message_from_bytes(data, policy=email.policy.default)
-    subject = " ".join(str(mail["Subject"] or "").split())
-    headers = "\n".join(f"{name}: {mail[name]}" for name in ("From", "To", "Cc", "Date") if mail[name])
-    items = [Item("heading", subject), Item("text", headers)]
-    bodies = [part for form in ("plain", "html") if (part := mail.get_body((form,))) is not None]
-    body = max(bodies, key=lambda part: len(split_words(_mail_text(part))), default=None)  # the first of equal ones
-    losses = []
-    for part in mail.walk():
-        name = part.get_filename()
-        if part is body or (name and part.get_content_type() == "text/plain"):
-            items += [Item("heading", name, 2)] if name else []
-            items += [Item("text", paragraph) for paragraph in _mail_text(part).split("\n\n")]
-        elif name:
-            losses.append(f"the attachment {name!r} is not read")
-    return items_text(items, subject, losses)
+    losses: list[str] = []
+    return items_text(_message(mail, losses), _subject(mail), losses)
 
 
-def _mail_text(part: Any) -> str:
-    text = str(part.get_content()).replace("\r\n", "\n")
-    return read_html(text.encode("utf-8-sig")).text if part.get_content_subtype() == "html" else text
+def _subject(mail: Any) -> str:
+    return " ".join(str(mail["Subject"] or "").split())
+
+
+def _message(mail: Any, losses: list[str], level: int = 1) -> Iterator[Item]:
+    yield Item("heading", _subject(mail), level)
+    yield Item("text", "\n".join(f"{name}: {mail[name]}" for name in ("From", "To", "Cc", "Date") if mail[name]))
+    yield from _part(mail, losses, level)
+
+
+def _part(part: Any, losses: list[str], level: int) -> Iterator[Item]:
+    kind, name = part.get_content_type(), part.get_filename()
+    inner = part.get_payload() if part.is_multipart() else []
+    if kind == "multipart/alternative":  # and of a calendar, which says more than the text beside it
+        forms = [(form.get_content_type(), list(_part(form, losses, level))) for form in inner]
+        best = max((items for form, items in forms if form != "text/calendar"), key=_count_words, default=[])
+        yield from itertools.chain(best, *(items for form, items in forms if form == "text/calendar"))
+    elif kind == "message/rfc822":
+        for message in inner:
+            yield from _message(message, losses, level + 1)
+    elif inner:
+        for other in inner:
+            yield from _part(other, losses, level)
+    elif part.get_content_maintype() == "text":
+        yield from [Item("heading", name, level + 1)] if name else []
+        text = _part_text(part, losses)
+        if kind == "text/html":
+            yield from (item._replace(level=item.level + level + bool(name)) for item in html_items(text))
+        else:
+            yield from (Item("text", paragraph) for paragraph in text.split("\n\n"))
+    elif name:
+        losses.append(f"the attachment {name!r} is not read")
+
+
+def _count_words(items: Sequence[Item]) -> int:
+    return sum(len(split_words(item.text)) for item in items)
+
+
+def _part_text(part: Any, losses: list[str]) -> str:
+    data, charset, note = part.get_payload(decode=True) or b"", part.get_content_charset("us-ascii"), None
+    try:
+        text = data.decode(codec_of("utf-8" if charset == "us-ascii" else charset))
+    except (LookupError, UnicodeError):
+        text, note = (decode_html if part.get_content_subtype() == "html" else decode_text)(data, "the mail")
+    losses += [] if note is None else [f"a text of the mail is {note}"]
+    return text.replace("\r\n", "\n")

@@ -171,6 +171,7 @@ _BREAKS = {
     "heading": (_SENTENCE, _WORD),
 }
 _WHOLE = frozenset({"list", "table", "code"})
+_OPEN_ENDS = ("?", ":", "\uff1f", "\uff1a")
 
 
 def split_passages(text: str, size: PassageSize | None = None) -> list[CharSpan]:
@@ -248,24 +249,34 @@ def _split_section(text: str, blocks: Sequence[Block], size: PassageSize) -> Ite
     headings = blocks[0].headings
     budget = size.limit - size.overlap
     begin: _Piece | None = None
-    end = length = 0
+    last: _Piece | None = None
+    end = length = before_last = 0
     for piece in _pieces(text, blocks, size):
         between = text[end : piece.start].strip() if begin is not None else ""  # rules and comments of Markdown
         joined = length + piece.length + (size.length(between) if between else 0)
         if begin is not None and joined <= budget:
             lead_characters = len(begin.lead) + 1 if begin.lead else 0
             if lead_characters + piece.end - begin.start <= size.max_characters:
+                last, before_last = piece, end
                 end, length = piece.end, joined
                 continue
-        start = piece.start
-        if begin is not None:
+        if begin is not None and last is not None and _is_question(text, last, piece, size.without_overlap()):
+            yield _passage(text, begin, before_last, headings)
+            piece = last._replace(end=piece.end, length=last.length + piece.length)
+        elif begin is not None:
             yield _passage(text, begin, end, headings)
             if piece.overlaps and size.overlap:
-                start = _overlap_start(text, begin.start, piece, size)
-        begin = piece._replace(start=start)
+                piece = piece._replace(start=_overlap_start(text, begin.start, piece, size))
+        begin, last = piece, None
         end, length = piece.end, piece.length + (size.length(piece.lead) if piece.lead else 0)
     if begin is not None:
         yield _passage(text, begin, end, headings)
+
+
+def _is_question(text: str, before: _Piece, piece: _Piece, size: PassageSize) -> bool:
+    """Return whether a piece ends with a question or colon, and fits into a passage with its answer."""
+    is_short = before.length + piece.length <= size.limit and piece.end - before.start <= size.max_characters
+    return is_short and text[before.start : before.end].endswith(_OPEN_ENDS) and 4 * before.length <= size.limit
 
 
 def _passage(text: str, begin: _Piece, end: int, headings: tuple[str, ...]) -> Passage:

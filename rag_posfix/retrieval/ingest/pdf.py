@@ -208,7 +208,7 @@ def _without(items: list[Item], lines: Sequence[str]) -> list[Item]:
 
 
 def _plain(item: Item) -> Item:
-    return item._replace(kind="text") if item.kind == "heading" else item
+    return item._replace(kind="text") if item.kind in ("heading", "bold") else item
 
 
 def _outline_entries(
@@ -273,7 +273,8 @@ def _with_whole_headings(items: Sequence[Item]) -> Iterator[Item]:
     for item in items:
         if (
             before is not None
-            and (before.kind, item.kind, before.page) == ("heading", "text", item.page)
+            and (before.kind, before.page) == ("heading", item.page)
+            and item.kind in ("text", "bold")
             and len(before.text) >= _MIN_WRAPPED
             and len(item.text) <= 2 * len(before.text)
             and item.text[:1].islower()

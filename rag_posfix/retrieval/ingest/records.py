@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import html
 import io
 import json
 import re
@@ -23,7 +24,7 @@ from langchain_core.documents import Document
 from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.decoding import MAX_RATIO, MIN_UNPACKED, decode_text, without_embedded
 from rag_posfix.retrieval.ingest.html import fragment_text
-from rag_posfix.retrieval.ingest.structure import passage_title, title_from_path
+from rag_posfix.retrieval.ingest.structure import divided_tables, passage_title, title_from_path
 from rag_posfix.text import allow_long_cells, clean_json, clean_text, content_hash, parse_json
 
 JSON_SUFFIXES = (".geojson", ".json", ".jsonl", ".jsonl.gz", ".ndjson")
@@ -50,7 +51,9 @@ _TEXTS = (
     "content", "body", "text", "answer", "description", "message", "passage", "article", "abstract", "summary",
     "details", "comment", "comments", "note", "notes", "resolution", "solution", "response", "reply", "review",
 )  # fmt: skip
-_SPEAKERS = ("from", "sender", "speaker", "username")
+_SPEAKERS = ("author", "from", "sender", "speaker", "user", "username")
+_PERSONS = {"firstname", "fullname", "givenname", "lastname", "surname"}
+"""Columns beside which a title is that of a person."""
 _LISTS = ("data", "items", "records", "results", "rows", "entries", "documents", "docs", "hits")
 _ENVELOPE = (
     "encoding", "format", "message", "next", "object", "previous", "schema", "status", "total", "type", "version",
@@ -61,6 +64,8 @@ _WRAPPERS = ("response", "result", "payload", "body")
 _MIN_PROSE_WORDS = 8
 _MIN_LONG_PROSE_WORDS = 30
 _MAX_HEADING_CHARACTERS = 200
+_MAX_METADATA_CHARACTERS = 10_000
+"""A longer value is no metadata: each passage of a long record would have it."""
 _MAX_LISTED_NUMBERS = 16
 _HEADER_SHARE = 0.6
 """The row of names has this share of the cells of the widest row, at least; a title above it has fewer."""
@@ -125,8 +130,9 @@ def _find_roles(records: Sequence[Mapping[str, Any]], requested: FieldRoles, *, 
     names = list(dict.fromkeys(name for record in records for name in record if name and name not in nested))
     plain = {name: _plain(name) for name in names}
     known = next((name for name in _TEXT_FIELDS if name in names), "")
+    titles = _TITLES[1:] if _PERSONS & {*plain.values()} else _TITLES
     title = requested.title or next(
-        (name for wanted in _TITLES for name in names if plain[name] == wanted and _is_text(records, name)), ""
+        (name for wanted in titles for name in names if plain[name] == wanted and _is_text(records, name)), ""
     )
     title = title or ("title" if known and "title" in names else "")
     text = requested.text or ((known,) if known else ())
@@ -343,18 +349,22 @@ def _json_records(text: str, source: str, report: Callable[[str], None]) -> Iter
     except ValueError as error:
         raise RetrievalError(f"{source}: not JSON ({error})") from error
     caption = ""
-    while isinstance(value, dict):
-        name = _list_of_records(value)
-        if not name or _has_own_text(value, name):
+    while isinstance(value := _rows_of_columns(value), dict):
+        names = _lists_of_records(value)
+        if not names or _has_own_text(value, names[0]):
             break
         title = next((key for key in value if _plain(key) in _TITLES and isinstance(value[key], str)), None)
-        stated = name if isinstance(value[name], dict) and _plain(name) not in (*_LISTS, *_WRAPPERS) else ""
-        caption = passage_title(caption, [part for part in (str(value.get(title, "")), stated) if part])
-        left_out = {title, name, *(key for key in value if _is_envelope(key, value[key]))}
+        is_said = isinstance(value[names[0]], dict) and _plain(names[0]) not in (*_LISTS, *_WRAPPERS)
+        caption = passage_title(caption, [str(value.get(title, ""))] * bool(value.get(title)) + names[:1] * is_said)
+        left_out = {title, *names, *(key for key in value if _is_envelope(key, value[key]))}
         others = {key: item for key, item in value.items() if key not in left_out}
         if any(map(_has_words, others.values())):
             yield Record(others, source, {}, caption)
-        value = value[name]
+        if len(names) > 1:
+            for name in names:
+                yield from _listed(value[name], source, report, passage_title(caption, [name]))
+            return
+        value = value[names[0]]
     if isinstance(value, dict):
         value = [{"key": key, **item} for key, item in value.items()] if _holds_records(value) else [value]
     elif isinstance(value, str):
@@ -381,15 +391,27 @@ def _is_envelope(name: str, value: Any) -> bool:
     return _plain(name) in (_ENVELOPE if not isinstance(value, dict | list) else _ENVELOPE_OBJECTS)
 
 
-def _list_of_records(value: Mapping[str, Any]) -> str:
-    """Return the field of an object that holds records: its only list of objects, or an object beside no words."""
+def _lists_of_records(value: Mapping[str, Any]) -> list[str]:
+    """Return the fields of an object that hold records: its lists of objects, or an object beside no words."""
     lists = [name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
     if lists:
-        return lists[0] if len(lists) == 1 else ""
+        return lists
     said = [name for name, item in value.items() if not _is_envelope(name, item) and _has_words(item)]
     if len(said) != 1 or not isinstance(inner := value[said[0]], dict):
-        return ""
-    return said[0] if _list_of_records(inner) or _holds_records(inner) else ""
+        return []
+    return said if _lists_of_records(inner) or _holds_records(inner) else []
+
+
+def _rows_of_columns(value: Any) -> Any:
+    """Return the rows of a table that is written by column, as pandas does; other values as they are."""
+    if not isinstance(value, dict) or not value:
+        return value
+    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
+        return [value["columns"], *value["data"]]
+    numbers = [list(item) if isinstance(item, dict) else [] for item in value.values()]
+    if not numbers[0] or not all(names == numbers[0] for names in numbers) or not all(map(str.isdecimal, numbers[0])):
+        return value
+    return [{name: column[number] for name, column in value.items()} for number in numbers[0]]
 
 
 def _holds_records(value: Mapping[str, Any]) -> bool:
@@ -411,12 +433,20 @@ def _unwrapped(record: dict[str, Any]) -> dict[str, Any]:
     inner = record.get(wrapper)
     if isinstance(inner, dict):
         record = {name: record[name] for name in _ID_FIELDS if name in record} | inner
-    return {name: _plain_id(value) if name in _ID_FIELDS else value for name, value in record.items()}
+    return {name: _plain_value(value) for name, value in record.items()}
 
 
-def _plain_id(value: Any) -> Any:
-    """Return an id; that of MongoDB's export is in an object."""
-    return next(iter(value.values())) if isinstance(value, dict) and list(value) in (["$oid"], ["$uuid"]) else value
+def _plain_value(value: Any) -> Any:
+    """Return a value without what exports wrap it in: an id of MongoDB, HTML of WordPress, a text in parts."""
+    if isinstance(value, dict) and list(value) in (["$oid"], ["$uuid"]):
+        return next(iter(value.values()))
+    if isinstance(value, dict) and isinstance(text := value.get("rendered"), str):
+        return text if "<" in text else html.unescape(text)
+    if isinstance(value, list) and any(isinstance(part, str) for part in value):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in value]
+        if parts != value and all(isinstance(part, str) for part in parts):
+            return "".join(map(str, parts))
+    return value
 
 
 def _has_own_text(record: Mapping[str, Any], list_name: str) -> bool:
@@ -437,6 +467,17 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
     not count.
     """
     rows = list(_table_rows(text, source, report))
+    tables = [[rows[number] for number in table] for table in divided_tables([row for _, row in rows])]
+    width = [max((sum(map(bool, row)) for _, row in table), default=0) for table in tables[:2]]
+    if len(tables) > 1 and width[0] < _HEADER_SHARE * width[1]:  # what stands above the first table
+        tables[:2] = [tables[0] + tables[1]]
+    for table in tables:
+        yield from _rows_of_table(table, source, report)
+
+
+def _rows_of_table(
+    rows: Sequence[tuple[int, list[str]]], source: str, report: Callable[[str], None]
+) -> Iterator[Record]:
     widths = [sum(map(bool, row)) for _, row in rows[:_SAMPLED_ROWS]]
     least = _HEADER_SHARE * max(widths, default=0)
     first = next((index for index, width in enumerate(widths) if width >= max(least, min(2, max(widths)))), 0)
@@ -448,7 +489,12 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
         names = [f"column {number}" for number in range(1, max(len(row) for _, row in rows[first:]) + 1)]
         first -= 1
     else:
-        names = _column_names(rows[first][1], below)
+        header = rows[first][1]
+        if below and _continues_names(header, below[0]):
+            above = [name or next(filter(None, header[column::-1]), "") for column, name in enumerate(header)]
+            header = [f"{name} {more}".strip() for name, more in zip(above, below.pop(0), strict=True)]
+            first += 1
+        names = _column_names(header, below)
     for line, row in rows[first + 1 :]:
         while len(row) > len(names) and not row[-1]:
             row.pop()
@@ -457,6 +503,14 @@ def _table_records(text: str, source: str, report: Callable[[str], None]) -> Ite
             continue
         fields: dict[str, Any] = {name: cell for name, cell in zip(names, row, strict=False) if name}
         yield Record(fields, f"{source}:{line}", {"row": line}, caption, title_from_path(source))
+
+
+def _continues_names(header: Sequence[str], row: Sequence[str]) -> bool:
+    """Return whether a row has the second part of the names of columns, whose first part counts for several."""
+    parts = header[1:]
+    is_shared = "" in parts or len({*parts}) < len(parts)
+    is_whole = len(row) == len(header) and all(map(str.__add__, parts, row[1:])) and any(row[1:])
+    return is_shared and is_whole and not row[0] and all(not _kind_of(cell) or _YEAR.fullmatch(cell) for cell in row)
 
 
 def _is_row_of_values(row: Sequence[str], below: Sequence[Sequence[str]]) -> bool:
@@ -508,7 +562,7 @@ def _column_names(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line at which each row ends, and its cells; empty rows and comments above the first are left out.
+    """Yield the line at which each row ends, and its cells; empty rows and comments before the first are left out.
 
     A row whose quote is never closed is reported, and reading continues on the next line; in ``.tsv`` files, where
     quotes need not be marks, such a quote is a character of its cell.
@@ -527,7 +581,7 @@ def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterat
     while True:
         first = start + rows.line_num + 1
         try:
-            row = [cell.strip() for cell in next(rows)]
+            row = ["" if cell == "\\N" else cell.strip() for cell in next(rows)]  # NULL in exports of databases
         except StopIteration:
             return
         except csv.Error as error:
@@ -540,7 +594,7 @@ def _table_rows(text: str, source: str, report: Callable[[str], None]) -> Iterat
                 start = first
                 rows = read(lines[start:])
             continue
-        if any(row) and not (is_first and row[0].startswith(_COMMENTS)):
+        if not is_first or (any(row) and not row[0].startswith(_COMMENTS)):
             is_first = False
             yield start + rows.line_num, row
 
@@ -578,10 +632,11 @@ def _document(record: Record, roles: FieldRoles, source: str) -> Document:
         by_rank = dict.fromkeys((*roles.text, *_TEXT_FIELDS))
         names: tuple[str, ...] = tuple(name for name in by_rank if fields.get(name) is not None)[:1]
         text = fields[names[0]] if names else None
-        if isinstance(text, dict | list) or (text is None and not roles.beside):
+        if isinstance(text, dict | list) or text is None:
             left_out = {roles.title, *roles.beside, *_ID_FIELDS}
             names = tuple(name for name in fields if name not in left_out and not _is_metadata(name, fields[name]))
-            text = "\n".join(line for name in names for line in _lines(name, fields[name])) or None
+            text = "\n".join(line for name in names for line in _lines(name, fields[name]))
+            text = text or (text if any(fields.get(name) for name in roles.beside) else None)
         if not isinstance(text, str):
             raise ValueError(f"no text; the record needs a string in one of {', '.join(_TEXT_FIELDS)}")
         if title not in (None, "") and not isinstance(title, str):
@@ -649,6 +704,7 @@ def _metadata(record: Record, used: set[str], source: str) -> dict[str, Any]:
         name: value
         for name, value in record.fields.items()
         if name and name not in used and not _is_metadata(name, value) and value not in (None, "")
+        if len(str(value)) <= _MAX_METADATA_CHARACTERS
     }
     return {"source": source, **others, **(nested if isinstance(nested, dict) else {}), **record.metadata}
 

@@ -7,7 +7,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -20,6 +20,8 @@ BlockKind: TypeAlias = Literal["text", "list", "table", "code", "heading"]
 """``heading`` is a heading without any text below it; others are no blocks, but the ``headings`` of blocks."""
 
 HEADING_SEPARATOR = " > "
+BOLD_LEVEL = 10
+"""The level of a heading that is no more than a paragraph in bold letters."""
 _MAX_HEADING_WORDS = 30
 _MAX_HEADING_CHARACTERS = 400
 _NO_TITLES = frozenset({"default", "document", "index", "readme", "untitled"})
@@ -28,6 +30,7 @@ _KINDS: dict[str, BlockKind] = {
     "bullet_list_open": "list", "ordered_list_open": "list", "table_open": "table", "fence": "code",
     "code_block": "code",
 }  # fmt: skip
+_BELOW_BOLD = frozenset({"paragraph_open", "inline", *_KINDS})
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _FRONT_MATTER = re.compile(r"(---|\+\+\+)[^\S\n]*\r?\n(.*?)^(?:\1|\.\.\.)[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _FRONT_FIELD = re.compile(r"^([A-Za-z][\w-]*)[^\S\n]*:[^\S\n]*(\S[^\r\n]*?)[^\S\n]*\r?$", re.MULTILINE)
@@ -46,8 +49,15 @@ _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 _ITEM = re.compile(r"\s*(?:[-*+•\u2013]|\d{1,3}[.)]|[a-z][.)])\s+\S")
 _ITEM_BELOW = re.compile(r"\n(?=[^\S\n]*(?:[-*+•\u2013]|\d{1,3}[.)]|[a-z][.)])\s+\S)")
 _NO_HEADING_END = re.compile(r"[.!?,;:…。！？：，；]$")  # noqa: RUF001 - CJK marks
+_BOLD_LINE = re.compile(r"(\*\*|__)(?=\S)((?:(?!\1).)+)\1\s*")
+_HEADING_ID = re.compile(r"\s*\{#[^{}]*\}$")
+_STEP = re.compile(r"[^\S\n]*\d{1,2}[.)][^\S\n]+(?=\S)")
+_NUMBERED = re.compile(r"\D{0,12}\d{1,2}\b")
+"""The beginning of a heading that is one of several: ``1 Scope``, ``Article 2``."""
 _MAX_TITLE_WORDS, _MAX_TITLE_CHARACTERS = 10, 80
 _MIN_TEXT_WORDS = 5
+_UNIT = re.compile(r"(?<=\d)\s?[^\W\d_]{1,4}$")
+_SAMPLED_ROWS = 20
 _RAISED = str.maketrans(
     "0123456789+-\u2212", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207b"
 )
@@ -193,12 +203,13 @@ class Item(NamedTuple):
     """A part of a file as a library types it.
 
     Attributes:
-        kind: Also ``more``, which goes on with the text of the item before it.
+        kind: Also ``more``, which goes on with the text of the item before it, and ``bold``, a paragraph in bold
+            letters: a heading below all others, if it can be one and text follows.
         level: Of a heading, from 1; one without text only ends the section before it.
         page: The page or slide on which it begins, from 1; 0 if its file has none.
     """
 
-    kind: BlockKind | Literal["more"]
+    kind: BlockKind | Literal["more", "bold"]
     text: str
     level: int = 1
     page: int = 0
@@ -211,7 +222,7 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
     blocks: list[Block] = []
     pages: list[int] = []
     length = 0
-    for kind, raw, level, page in items:
+    for kind, raw, level, page in _with_bold_headings(items):
         text = clean_text(raw).rstrip().strip("\n")
         name = " ".join(text.split())
         if not name and kind != "heading":
@@ -228,7 +239,9 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
             blocks[-1] = replace(blocks[-1], end=length)
         else:
             header = text.find("\n", text.find("\n") + 1) + 1 if kind == "table" else 0
-            blocks.append(Block("text" if kind == "more" else kind, start, length, header_end=start + header))
+            blocks.append(
+                Block("text" if kind == "more" or kind == "bold" else kind, start, length, header_end=start + header)
+            )
     return FileText(
         "".join(segments),
         title or stated_title(headings, blocks),
@@ -236,6 +249,29 @@ def items_text(items: Iterable[Item], title: str = "", losses: Iterable[str] = (
         blocks_under(headings, blocks),
         losses=tuple(losses),
     )
+
+
+def _with_bold_headings(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items, with a paragraph in bold letters as a heading where text follows, and as text elsewhere."""
+    before = ""
+    for item, after in pairwise(chain(items, [Item("heading", "")])):
+        is_above = after.text.strip() and after.kind in ("text", "list", "table", "code")
+        if item.kind != "bold":
+            yield item
+        elif is_above and is_label(item.text) and not before.endswith(":"):
+            yield item._replace(kind="heading", level=BOLD_LEVEL)
+        else:
+            yield item._replace(kind="text")
+        before = item.text.rstrip() or before
+
+
+def is_label(text: str) -> bool:
+    """Return whether a paragraph in bold letters can be a heading: a few words or a question, and no amount."""
+    line = text.strip()
+    if not line or len(line) > _MAX_TITLE_CHARACTERS or "\n" in line or line[0].islower():
+        return False
+    has_words = sum(map(str.isalpha, line)) >= max(1, 3 * sum(map(str.isdecimal, line)))
+    return has_words and (line[-1] in "?\uff1f" or not _NO_HEADING_END.search(line))
 
 
 def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| --- ") -> list[Item]:
@@ -256,6 +292,36 @@ def table_items(rows: Sequence[Sequence[str]], page: int = 0, rule: str = "| ---
         return [*items, Item("text", "\n".join("\t".join(row) for row in cells), page=page)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [*items, Item("table", "\n".join([lines[0], rule * len(used) + "|", *lines[1:]]), page=page)]
+
+
+def divided_tables(rows: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+    """Yield the numbers of the rows of each table of a sheet: another begins after an empty row with names of columns.
+
+    These have numbers below them, or stand below a title and where the table above has numbers.
+    """
+    blocks = [list(block) for filled, block in groupby(range(len(rows)), lambda number: any(rows[number])) if filled]
+    table: list[int] = []
+    wide, numeric = 0, dict[int, bool]()  # rows of several cells; whether a column has numbers below its name
+    for block in blocks:
+        header = next((place for place, number in enumerate(block) if sum(map(bool, rows[number])) > 1), len(block))
+        names, *below = [rows[number] for number in block[header:]] or [[]]
+        columns = [column for column, name in enumerate(names) if name]
+        if wide and below and not any(map(_is_number, names)):
+            has_numbers = any(_is_number(row[column]) for row in below for column in columns if column < len(row))
+            if has_numbers or (header and any(numeric.get(column) for column in columns)):
+                yield table
+                table, wide, numeric = [], 0, {}
+        table += block
+        for row in (rows[number] for number in block if len(blocks) > 1 and wide < _SAMPLED_ROWS):
+            filled = [column for column, cell in enumerate(row) if cell]
+            wide += len(filled) > 1
+            if wide > 1:
+                numeric |= {column: numeric.get(column, True) and _is_number(row[column]) for column in filled}
+    yield table
+
+
+def _is_number(cell: str) -> bool:
+    return any(map(str.isdecimal, cell)) and not any(map(str.isalpha, _UNIT.sub("", cell)))
 
 
 def read_markdown(text: str) -> FileText:
@@ -305,6 +371,8 @@ def read_plain(text: str) -> FileText:
     """
     if text.count("\n") > _MAX_LINES:
         return FileText(text, blocks=(Block("text", 0, len(text)),))
+    if _MARKUP_HEADINGS[".wiki"].search(text):
+        return read_markup(text, ".wiki")
     if _MARKED.search(_SHELL_COMMENT.sub("", text)):
         return read_markdown(text)
     headings, blocks = _parse_plain(text)
@@ -313,25 +381,28 @@ def read_plain(text: str) -> FileText:
 
 _MARKUP_HEADINGS = {
     ".adoc": re.compile(r"^(?P<mark>={1,6})[^\S\n]+(?P<title>\S.*)$", re.MULTILINE),
-    ".org": re.compile(
-        r"^(?P<mark>\*{1,6})[^\S\n]+(?:(?:TODO|DONE)[^\S\n]+)?(?P<title>\S.*?)(?:[^\S\n]+:[\w@:]+:)?$", re.MULTILINE
-    ),
+    ".org": re.compile(r"^(?P<mark>\*{1,6})[^\S\n]+(?:(?:TODO|DONE)[^\S\n]+)?(?P<title>\S.*)$", re.MULTILINE),
     ".rst": re.compile(
         r"^(?:(?P<over>[=\-`:.'\"~^_*+#])(?P=over){2,}\n)?[^\S\n]?(?P<title>\S.*)\n(?P<mark>[=\-`:.'\"~^_*+#])(?P=mark){2,}$",
         re.MULTILINE,
+    ),
+    ".wiki": re.compile(
+        r"^(?P<mark>={2,6})[^\S\n]*(?P<title>[^\s=](?:.*\S)?)[^\S\n]*(?P=mark)[^\S\n]*$", re.MULTILINE
     ),
 }
 MARKUP_SUFFIXES = tuple(_MARKUP_HEADINGS)
 _MARKUP_FENCE = {  # what opens and closes code
     ".adoc": re.compile(r"^(-{4,}|\.{4,})$", re.MULTILINE),
     ".org": re.compile(r"^#\+(?:begin|end)_(\w+).*$", re.MULTILINE | re.IGNORECASE),
+    ".wiki": re.compile(r"^[^\S\n]*</?(pre|nowiki|syntaxhighlight)\b", re.MULTILINE | re.IGNORECASE),
 }
 _RST_CODE = re.compile(r"(?:(?<=::)|(?<=::\n))\n(?:(?:[^\S\n].*)?\n)+")
+_ORG_TAGS = re.compile(r":[\w@:]+:")
 _ORG_TITLE = re.compile(r"^#\+title:[^\S\n]*(\S.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 def read_markup(text: str, suffix: str) -> FileText:
-    """Return AsciiDoc, Org or reStructuredText with its blocks; what is within code is no heading.
+    """Return AsciiDoc, Org, wiki text or reStructuredText with its blocks; what is within code is no heading.
 
     In reStructuredText the level of a heading is that of the marks below it, in the order in which they first occur. A
     text of very many lines is one block.
@@ -353,7 +424,7 @@ def read_markup(text: str, suffix: str) -> FileText:
     marks = list(dict.fromkeys((match["mark"], match.groupdict().get("over")) for match in found))
     headings = [
         Heading(
-            match["title"].strip(),
+            _without_tags(match["title"].strip()),
             marks.index((match["mark"], match["over"])) + 1 if suffix == ".rst" else len(match["mark"]),
             *match.span(),
         )
@@ -364,6 +435,12 @@ def read_markup(text: str, suffix: str) -> FileText:
         headings.insert(0, Heading(title[1].strip(), 0, *title.span()))
     blocks = paragraph_blocks(text, headings)
     return FileText(text, stated_title(headings, blocks), blocks=blocks_under(headings, blocks))
+
+
+def _without_tags(title: str) -> str:
+    """Return a heading without the tags of Org at its end: ``Fees :now:``."""
+    words, _, last = title.rpartition(" ")
+    return words.rstrip() if words and _ORG_TAGS.fullmatch(last) else title
 
 
 def _markup_code(text: str, suffix: str) -> Iterator[tuple[int, int]]:
@@ -404,6 +481,8 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
     references: dict[str, Any] = {}
     tokens = parser.disable("inline").parse(source, references)  # only headings are read without their marks
     parser.enable("inline")
+    top = [token for token in tokens if not token.level and token.nesting >= 0]
+    follows = {id(token): after.type in _BELOW_BOLD for token, after in pairwise(top)}
     characters = 0
     for index, token in enumerate(tokens):
         if token.level or token.map is None or token.nesting < 0:
@@ -421,6 +500,15 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
             if is_heading_text(title):
                 headings.append(Heading(title, int(token.tag[1:]), first, last))
                 continue
+        bold = _BOLD_LINE.fullmatch(text, first, last) if token.type == "paragraph_open" else None
+        if (
+            bold is not None
+            and follows.get(id(token))
+            and is_label(bold[2])
+            and not text[:first].rstrip().endswith(":")
+        ):
+            headings.append(Heading(bold[2].strip(), BOLD_LEVEL, first, last))
+            continue
         if token.type == "hr" or (token.type == "html_block" and not _COMMENT.sub("", token.content).strip()):
             continue
         kind = _KINDS.get(token.type, "text")
@@ -431,7 +519,8 @@ def _parse_markdown(text: str, start: int) -> tuple[list[Heading], list[Block]]:
 
 def _inline_text(token: Token) -> str:
     """Return the words of a heading, without marks of Markdown."""
-    return " ".join("".join(child.content or " " for child in token.children or ()).split())
+    words = " ".join("".join(child.content or " " for child in token.children or ()).split())
+    return _HEADING_ID.sub("", words)
 
 
 def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
@@ -444,8 +533,8 @@ def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
             following = paragraphs[index + 1] if index + 1 < len(paragraphs) else None
             if (
                 following
-                and _is_title(text[start:end])
-                and ((index == 0 and len(paragraphs) > 2) or _is_prose(text[slice(*following)]))
+                and _is_title(_STEP.sub("", text[start:end]))
+                and _is_above(text[start:end], text[slice(*following)], is_first=index == 0 and len(paragraphs) > 2)
             ):
                 headings.append(Heading(" ".join(text[start:end].split()), min(index + 1, 2), start, end))
                 continue
@@ -458,7 +547,30 @@ def _parse_plain(text: str) -> tuple[list[Heading], list[Block]]:
             start = line_end + 1
         is_list = _ITEM.match(text, start) and _ITEM_BELOW.search(text, start, end)
         blocks.append(Block("list" if is_list else "text", start, end, header_end=start))
+    if len(headings) > 1 and blocks:
+        first, *others = (_kind_of_heading(heading.title) for heading in headings)
+        if (
+            first
+            and first in others
+            and (first != "capitals" or headings[0].end <= blocks[0].start < headings[1].start)
+        ):
+            headings[0] = replace(headings[0], level=2)
     return headings, blocks
+
+
+def _kind_of_heading(title: str) -> str | None:
+    """Return what is equal for headings of one kind: their words before a number, or that they are in capitals."""
+    if number := _NUMBERED.match(title):
+        return re.sub(r"\d+", "0", number[0])
+    return "capitals" if title.isupper() else None
+
+
+def _is_above(line: str, following: str, *, is_first: bool) -> bool:
+    """Return whether a line that can be a title stands above text; a numbered one, above no item of a list."""
+    if _STEP.match(line):
+        return _ITEM.match(following) is None and len(following.split()) >= _MIN_TEXT_WORDS
+    is_capital = _is_capital_line(line) and not _is_title(following)
+    return is_first or is_capital or _is_prose(following)
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, int]]:

@@ -5,16 +5,14 @@ Headings are found by outline level, in any language; numbers of clauses are cou
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from rag_posfix.errors import missing_extra
 from rag_posfix.retrieval.ingest.structure import FileText, Item, items_text, raised_number, table_items
-
-if TYPE_CHECKING:
-    from docx.table import _Cell
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _M = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
@@ -24,7 +22,7 @@ _LEFT_OUT = {f"{_W}{name}" for name in ("del", "moveFrom", "txbxContent", "pPr",
     _FALLBACK
 }
 _MARKS = {f"{_W}tab": "\t", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphen": "-"}
-_NOTES = {f"{_W}footnoteReference": "footnotes", f"{_W}endnoteReference": "endnotes"}
+_NOTES = {f"{_W}{kind}Reference": f"{kind}s" for kind in ("footnote", "endnote", "comment")}
 _HEADING_STYLE = re.compile(
     "(?:heading|\u00fcberschrift|titre|t\u00edtulo|titolo|kop|rubrik|overskrift|otsikko|nag\u0142\u00f3wek|nadpis|"
     "\u0437\u0430\u0433\u043e\u043b\u043e\u0432\u043e\u043a|\u6807\u9898|\u6a19\u984c|\u898b\u51fa\u3057|\uc81c\ubaa9)\\s*([1-9])",
@@ -32,12 +30,13 @@ _HEADING_STYLE = re.compile(
 )
 """Names of styles without an outline level, as some programs write them."""
 _MAX_STYLES = 20
+_ON = {"1", "on", "true"}
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"),
           (9, "ix"), (5, "v"), (4, "iv"), (1, "i"))  # fmt: skip
 
 
 def read_docx(handle: BinaryIO) -> FileText:
-    """Return what a Word file says: headers and footers first, then its body, each footnote below its paragraph.
+    """Return what a Word file says: headers and footers first, then its body, each note below its paragraph.
 
     Raises:
         ConfigError: python-docx is not installed.
@@ -52,7 +51,7 @@ def read_docx(handle: BinaryIO) -> FileText:
     }
     reader = _Word(
         document,
-        {name: _root(parts.get(name)) for name in ("footnotes", "endnotes")},
+        {name: _root(parts.get(name)) for name in _NOTES.values()},
         _Numbers(_root(parts.get("numbering"))),
         {style.get(f"{_W}styleId"): style for style in document.styles.element.iter(f"{_W}style")},
     )
@@ -101,14 +100,7 @@ class _Word:
 
     def items(self, element: Any) -> Iterator[Item]:
         """Yield the items of a paragraph or table. The title of the document has level 0."""
-        if element.tag == f"{_W}tbl":
-            from docx.table import Table
-
-            yield from table_items(
-                [[_cell_text(cell) for cell in row.cells] for row in Table(element, self.document).rows]
-            )
-        else:
-            yield from self._paragraph(element)
+        yield from self._table(element) if element.tag == f"{_W}tbl" else self._paragraph(element)
         for box in element.iter(f"{_W}txbxContent"):
             if not any(parent.tag in (_FALLBACK, f"{_W}txbxContent") for parent in box.iterancestors()):
                 for inner in _blocks(box):
@@ -118,6 +110,22 @@ class _Word:
             for note in () if notes is None else notes:
                 if note.get(f"{_W}id") == number:
                     yield Item("text", " ".join(_text(note).split()))
+
+    def _table(self, element: Any) -> Iterator[Item]:
+        """Yield a table; where it only lays a page out, which shows by headings and tables in it, their items."""
+        from docx.table import Table
+
+        rows = [[cell._tc for cell in row.cells] for row in Table(element, self.document).rows]
+        cells = {cell: list(self._cell(cell)) for cell in dict.fromkeys(itertools.chain(*rows))}
+        inner = [item for items in cells.values() for item in items]
+        if any(item.kind in ("heading", "table") for item in inner):
+            yield from inner
+        else:
+            yield from table_items([[" ".join(item.text for item in cells[cell]) for cell in row] for row in rows])
+
+    def _cell(self, cell: Any) -> Iterator[Item]:
+        for element in _blocks(cell):
+            yield from self._table(element) if element.tag == f"{_W}tbl" else self._paragraph(element)
 
     def _paragraph(self, element: Any) -> Iterator[Item]:
         text = _text(element)
@@ -133,8 +141,11 @@ class _Word:
             yield Item("text", text, level=0)
         elif level < 10:
             yield Item("heading", label.removeprefix("- ") + text, level=level)
+        elif number is not None:
+            yield Item("list", label + text)
         else:
-            yield Item("text" if number is None else "list", label + text)
+            bold = {_value(run.find(f"{_W}rPr"), "b", "1") for run in element.iter(f"{_W}r") if _text(run).strip()}
+            yield Item("bold" if bold and bold <= _ON else "text", text)
 
     def _properties(self, paragraph: Any) -> tuple[list[Any], list[str]]:
         """Return the properties of a paragraph and of its style and those that this is based on, and their names."""
@@ -150,10 +161,6 @@ class _Word:
             if holder is None:
                 break
         return chain, names
-
-
-def _cell_text(cell: _Cell) -> str:
-    return " ".join(_text(paragraph) for paragraph in cell._tc.iter(f"{_W}p"))
 
 
 def _text(element: Any) -> str:
@@ -248,9 +255,10 @@ class _Numbers:
         )
 
 
-def _value(element: Any, name: str) -> str | None:
+def _value(element: Any, name: str, default: str | None = None) -> str | None:
+    """Return the value of a property, ``default`` if none is written, and None without the property."""
     found = None if element is None else element.find(f"{_W}{name}")
-    return None if found is None else found.get(f"{_W}val")
+    return None if found is None else found.get(f"{_W}val", default)
 
 
 def _number(number: int, style: str | None) -> str:

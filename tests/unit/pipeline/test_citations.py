@@ -170,6 +170,10 @@ def test_nine_of_ten_citations_of_the_labelled_answers_are_right():
         "(Source: 1)",
         "\u30101\u2020source\u3011",
         "(p. 1)",
+        "[[1]](#ref1)",
+        "[source: leave.pdf]",
+        "<sup>1</sup>",
+        "^1",
         "[1, p. 3]",
         "{1}",
         "(Passage [1])",
@@ -252,6 +256,8 @@ def test_a_decimal_or_time_is_one_number_however_it_is_written(answer, passages)
         "Die Fa. Korv GmbH & Co. KG liefert usw. an Ludwig II. von Bayern.",
         "See Vol. 2, pp. 3-5 of the Ph.D. thesis, Kap. 3.",
         "The firm of Anna Korv (est. 1871) sells v. 3.1, see Smith et al. 2020.",
+        "The case Holt v. Torvane ended at elev. 1,250 for Messrs. Holt and Sig. Rossi.",
+        "Det skjedde kl. 8.30, incl. btw. Hrn. Holt fra ul. Korv, maks. 40 km/t.",
     ],
 )
 def test_a_sentence_goes_on_behind_abbreviations_and_ordinals(sentence):

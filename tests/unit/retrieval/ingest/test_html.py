@@ -210,6 +210,51 @@ def test_each_part_of_an_e_book_is_its_text(part, text):
     assert read.losses == ("the chapter 'OEBPS/gone.xhtml' is missing",)
 
 
+@pytest.mark.parametrize(
+    ("part", "title"),
+    [
+        ("<h2>Fees<a class='headerlink' href='#fees'>\xb6</a></h2>", "Harbour > Fees"),
+        ("<h2>Fees</h2><span class='mw-editsection'>[<a>edit</a>]</span>", "Harbour > Fees"),
+        ("<p><strong>Is it open?</strong></p>", "Harbour > Is it open?"),
+        ("<details><summary>Old way</summary>", "Harbour > Old way"),
+        ("<p>It costs:</p><p><b>Nine crowns</b></p>", "Harbour"),
+        ("<p><b>1,250.50 EUR</b></p>", "Harbour"),
+        ("<p><b>Note</b> this</p>", "Harbour"),
+        ("<table><tr><td><b>Boat</b></td></tr></table>", "Harbour"),
+    ],
+)
+def test_paragraphs_in_bold_letters_are_headings_and_marks_beside_headings_are_none(tmp_path, part, title):
+    page = f"<title>Harbour</title><div class='skipToContent_x1'>Skip</div>{part}<p>Nine boats lie there.</p>"
+    (tmp_path / "a.html").write_text(page)
+    document = read_documents([tmp_path])[-1]
+    assert (document.metadata["title"], "Nine boats" in document.page_content) == (title, True)
+    assert not any(word in document.page_content for word in ("edit", "Skip", "\xb6"))
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        '<a xmlns="n"><navPoint><navLabel><text>Two\n lamps</text></navLabel><content src="b.xhtml"/></navPoint></a>',
+        '<html xmlns="h"><nav><a href="../text/b.xhtml#x">Two <i>lamps</i></a></nav></html>',
+    ],
+)
+def test_a_chapter_without_a_heading_has_its_name_in_the_contents(contents):
+    kind = 'properties="nav"' if "nav>" in contents else 'media-type="application/x-dtbncx+xml"'
+    items = f'<item id="n" href="toc" {kind}/><item id="a" href="a.xhtml"/><item id="b" href="b.xhtml"/>'
+    book = io.BytesIO()
+    with zipfile.ZipFile(book, "w") as archive:
+        archive.writestr("META-INF/container.xml", '<a xmlns="u"><rootfile full-path="text/c.opf"/></a>')
+        archive.writestr("text/c.opf", f'<package xmlns="p">{items}<itemref idref="a"/><itemref idref="b"/></package>')
+        archive.writestr("text/toc", contents)
+        archive.writestr("text/a.xhtml", "<h1>One</h1><p>The mill<a role='doc-noteref' href='#n'>1</a> is old.")
+        archive.writestr("text/b.xhtml", "<p>The lamp burns.")
+    read = read_epub(book.getvalue())
+    assert [(block.headings, read.text[block.start : block.end]) for block in read.blocks] == [
+        (("One",), "The mill\xb9 is old."),
+        (("Two lamps",), "The lamp burns."),
+    ]
+
+
 def test_footers_of_pages_and_menus_by_role_or_class_are_left_out_and_counted(tmp_path):
     found = text_of(
         tmp_path, "<div class='x main-menu'><div>Go home</div>now</div><div role=navigation>Up</div><p>Yes.</p>"

@@ -102,6 +102,28 @@ def test_a_style_is_a_heading_by_its_outline_level_or_that_of_the_style_it_is_ba
     assert found == [("Germany", "Fourteen months."), ("France", "Six.")]
 
 
+def test_paragraphs_in_bold_letters_are_headings_where_text_follows(word):
+    lines = ("Is it open?", "From eight on.", "Total due:", "Nine crowns", "Pay at once.", "Signed")
+    word(*((line, None) for line in lines))
+    for paragraph in word.document.paragraphs[::2] + word.document.paragraphs[3:4]:
+        paragraph.runs[0].bold = paragraph.text != "Pay at once."
+    assert word() == [("Is it open?", line) for line in lines[1:]]
+
+
+def test_a_table_with_headings_lays_a_page_out_and_a_comment_is_text(word):
+    table = word.document.add_table(rows=1, cols=2)
+    for cell, name in zip(table.row_cells(0), ("Crane", "Pier"), strict=True):
+        cell.paragraphs[0].text = "Numbered list"
+        cell.paragraphs[0].style = "List Number"
+        cell.add_paragraph(name, style="Heading 2")
+        cell.add_paragraph(f"The {name.lower()} is old.")
+    word.document.add_comment(table.cell(0, 1).paragraphs[2].runs, text="Ask Orla.", author="Bo", initials="B")
+    assert word() == [
+        ("", "1. Numbered list"), ("Crane", "The crane is old."), ("Crane", "2. Numbered list"),
+        ("Pier", "The pier is old."), ("Pier", "Ask Orla."),
+    ]  # fmt: skip
+
+
 def test_a_second_line_in_the_style_of_titles_is_text(word):
     word.document.add_heading("Lease", 0)
     word.document.add_heading("of the shed", 0)
@@ -501,6 +523,42 @@ def test_of_the_two_forms_of_a_mail_that_with_more_words_is_read(tmp_path, plain
     mail.add_alternative("<table><tr><td>Pier</td><td>4</td></tr><tr><td>Depth</td><td>6 m</td></tr></table>", "html")
     (tmp_path / "a.eml").write_bytes(bytes(mail))
     assert text in read_here(tmp_path / "a.eml").text
+
+
+PLAIN = "Content-Type: text/plain\n\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "found", "loss"),
+    [
+        (f"--b\n{PLAIN}One.\n--b\n{PLAIN}Two.\n", [("S", "One."), ("S", "Two.")], None),
+        (f"--b\nContent-Type: message/rfc822\n\nFrom: o@x\nSubject: Crane\n{PLAIN}It lifts.\n",
+         [("S > Crane", "From: o@x"), ("S > Crane", "It lifts.")], None),
+        ("--b\nContent-Type: text/html\n\n<h2>Fees</h2>9 \u20ac.\n", [("S > Fees", "9 \u20ac.")], None),
+        (f"--b\n{PLAIN}Gr\u00fc\u00dfe.\n", [("S", "Gr\u00fc\u00dfe.")], None),
+        ("--b\nContent-Type: text/plain; charset=unknown-8bit\n\nTwo.\n", [("S", "Two.")], None),
+        ("--b\nContent-Type: text/csv; name=a.csv\n\nBoat,Price\n", [("S > a.csv", "Boat,Price")], None),
+        (f"--b\nContent-Type: multipart/alternative; boundary=c\n\n--c\n{PLAIN}See.\n--c\n"
+         "Content-Type: text/calendar\n\nSUMMARY:Crane\n--c--\n", [("S", "See."), ("S", "SUMMARY:Crane")], None),
+        ("--b\nContent-Type: application/pdf; name=a.pdf\n\nx\n", [], "the attachment 'a.pdf' is not read"),
+    ],
+)  # fmt: skip
+def test_all_texts_of_a_mail_are_read(tmp_path, parts, found, loss):
+    mail = f"From: a@x\nSubject: S\nContent-Type: multipart/mixed; boundary=b\n\n{parts}--b--\n"
+    (tmp_path / "a.eml").write_text(mail)
+    assert [section for section in sections(tmp_path / "a.eml") if section[1] != "From: a@x"] == found
+    assert read_here(tmp_path / "a.eml").losses == (() if loss is None else (loss,))
+
+
+def test_rich_text_has_the_labels_of_its_clauses_and_marks_that_break_no_line(tmp_path):
+    label = r"{\listtext\pard\plain\f0 %d.\tab}\pard\s1\outlinelevel0 "
+    (tmp_path / "a.rtf").write_text(
+        r"{\rtf1\ansi{\stylesheet{\s0 Normal;}{\s1\outlinelevel0 heading 1;}}{\header Draft\par}" + label % 4
+        + r"Scope\par\pard\s0 Part AX\_900 lifts 12\~tonnes.\par" + label % 5 + r"Term\par\pard\s0 Nine days.\par}"
+    )  # fmt: skip
+    assert sections(tmp_path / "a.rtf") == [
+        ("", "Draft"), ("4. Scope", "Part AX-900 lifts 12 tonnes."), ("5. Term", "Nine days."),
+    ]  # fmt: skip
 
 
 def test_an_opendocument_text_and_rich_text_are_read_with_tables_lists_and_footnotes(tmp_path):

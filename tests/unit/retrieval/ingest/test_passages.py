@@ -12,7 +12,7 @@ from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.retrieval.ingest.ingest import read_documents, read_files
 from rag_posfix.retrieval.ingest.passages import CharSpan, PassageSize, split_blocks, split_document, split_passages
 from rag_posfix.retrieval.ingest.readers import read_text
-from rag_posfix.retrieval.ingest.structure import read_markdown
+from rag_posfix.retrieval.ingest.structure import Block, read_markdown
 from tests.support.pdf_files import pdf_of
 
 LEAVE = """# Benefits in Germany
@@ -156,6 +156,40 @@ def test_a_heading_without_text_is_lost_nowhere(tmp_path):
         ("Help", "## In an emergency dial 112"),
         ("Other", "More."),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "headings"),
+    [
+        ("a.txt", "1 SCOPE\n\n{}\n\n2 TERM\n\n{}\n", ["1 SCOPE", "2 TERM"]),
+        ("a.txt", "Article 1 Scope\n\n{}\n\nArticle 2 Term\n\n{}\n", ["Article 1 Scope", "Article 2 Term"]),
+        ("a.txt", "Lease\n\n1. Rent\n\n{}\n\n2. Notice\n\n{}\n", ["Lease > 1. Rent", "Lease > 2. Notice"]),
+        ("a.txt", "FISH SOUP\n\nOne:\n- {}\n\nCOD PIE\n\nTwo:\n- {}\n", ["FISH SOUP", "COD PIE"]),
+        ("a.txt", "LEAVE\n\nGERMANY\n\n{}\n\nFRANCE\n\n{}\n", ["LEAVE > GERMANY", "LEAVE > FRANCE"]),
+        ("a.txt", "== Fees ==\n{}\n=== Dogs ===\n{}\n", ["Fees", "Fees > Dogs"]),
+        ("a.md", "**Is it open?**\n\n{}\n\n__Who has keys?__\n\n{}\n", ["Is it open?", "Who has keys?"]),
+        ("a.md", "# Fees {{#fees}}\n\n{}\n\n## Dogs\n\n{}\n", ["Fees", "Fees > Dogs"]),
+        ("a.md", "Due:\n\n**Nine crowns**\n\n{}\n\n**Mind the gap.**\n\n{}\n", [None]),
+    ],
+)
+def test_headings_of_one_kind_are_of_one_level(tmp_path, name, text, headings):
+    prose = [f"The {word} of the harbour is old and long." for word in ("pier", "crane")]
+    documents = read_documents(write(tmp_path / name, text.format(*prose)))
+    assert [document.metadata.get("title") for document in documents] == headings
+    assert all(any(sentence in document.page_content for document in documents) for sentence in prose)
+
+
+def test_steps_of_a_list_that_stand_apart_are_no_headings(tmp_path):
+    (document,) = read_documents(write(tmp_path / "a.txt", "How to stop.\n\n1. Press the red button\n\n2. Wait\n"))
+    assert "1. Press the red button\n\n2. Wait" in document.page_content
+
+
+@pytest.mark.parametrize("mark", ["?", ":"])
+def test_a_question_is_in_the_passage_of_its_answer(mark):
+    text = "\n\n".join(f"What is number {n}{mark}\n\n{words(12 + n % 3, 20 * n)}" for n in range(9))
+    passages = split_blocks(text, [Block("text", 0, len(text))], PassageSize(words=40))
+    assert len(passages) > 4
+    assert all(passage.text.startswith("What is number") for passage in passages)
 
 
 def test_a_list_keeps_its_lead_sentence_and_a_table_its_header():

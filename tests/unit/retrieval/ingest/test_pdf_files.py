@@ -147,6 +147,32 @@ def test_what_a_browser_prints_around_a_page_or_two_is_left_out(tmp_path, count)
     assert text_of(tmp_path / "a.pdf", pages).split("\n\n") == [f"The {name} is old." for name in NAMES[:count]]
 
 
+def lines_of(*lines):
+    """Return a page of lines, each with its font and size."""
+    heights = range(800, 0, -30)
+    return " ".join(
+        f"BT /{font} {size} Tf 50 {height} Td ({line}) Tj ET"
+        for height, (line, font, size) in zip(heights, lines, strict=False)
+    )
+
+
+def test_clauses_keep_their_numbers_and_lines_in_bold_letters_are_headings(tmp_path):
+    sentence = SENTENCE.replace("\n", " ")
+    page = lines_of(("3. Scope", "F2", 11), (sentence, "F1", 11), ("7. Term", "F2", 11), (sentence, "F1", 11),
+                    ("9\\) Pay the fee of the yard.", "F1", 11))  # fmt: skip
+    (tmp_path / "a.pdf").write_bytes(assemble_pdf([page]))
+    first, second = read_documents(tmp_path)
+    assert (first.metadata["title"], first.page_content) == ("3. Scope", sentence)
+    assert (second.metadata["title"], second.page_content) == ("7. Term", f"{sentence}\n\n9) Pay the fee of the yard.")
+
+
+def test_a_first_heading_in_letters_of_the_size_of_others_is_not_above_them(tmp_path):
+    names = ["Contents", "Lifts", "Piers"]
+    pages = [lines_of((name, "F2", 18), (f"The {name} of the yard in Halden are old.", "F1", 11)) for name in names]
+    (tmp_path / "a.pdf").write_bytes(assemble_pdf(pages))
+    assert [document.metadata["title"] for document in read_documents(tmp_path)] == names
+
+
 def test_the_second_line_of_a_heading_in_smaller_letters_is_no_paragraph(tmp_path):
     lines = "BT /F2 18 Tf 50 800 Td (Rules for guests who stay in the) Tj ET BT /F2 17 Tf 50 778 Td (boathouse) Tj ET"
     small = " ".join(f"({line}) Tj T*" for line in f"{SENTENCE}\n{SENTENCE}".split("\n"))

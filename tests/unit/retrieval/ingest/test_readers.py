@@ -166,6 +166,16 @@ def test_text_in_wide_characters_without_a_mark_is_read_and_that_is_said(tmp_pat
     )  # fmt: skip
 
 
+def test_lines_in_two_encodings_are_read_in_their_own_and_those_that_end_with_carriage_returns(tmp_path):
+    latin = "Das Café hat geöffnet.".encode("latin-1")
+    (tmp_path / "a.txt").write_bytes("Grüße aus Tull.\nGrüße aus Halden.\n".encode() + latin)
+    read = read_text(tmp_path / "a.txt")
+    assert read.text == "Grüße aus Tull.\nGrüße aus Halden.\nDas Café hat geöffnet."
+    assert str(read.encoding_note).startswith("1 lines are not UTF-8, read as cp1252: a guess")
+    (tmp_path / "a.txt").write_bytes(b"# Fees\r\rOne berth costs 40 euros.\r")
+    assert [document.metadata["title"] for document in read_documents([tmp_path])] == ["Fees"]
+
+
 @pytest.mark.parametrize(
     "data", [b"\0\0\0\0", b"a\0b\0c\0\0\0\xd8\0", b"\x89PNG\0\0\0\rIHDR\0\0", b"a\0", b"\0", b"a\0bcd"]
 )
@@ -219,6 +229,8 @@ def test_headings_of_other_markups_are_sections_and_code_has_none(tmp_path, name
         ("org", "* T\ntext\n" * 3000 + "#+begin_x\n" * 3000),
         ("rst", "T\n====\n\n::\n\n   code\n\n" * 2000),
         ("adoc", "== T\n\n----\ncode\n----\n\n" * 2400),
+        ("org", f"* T{' ' * 200_000}"),
+        ("wiki", f"== T{' ' * 200_000}="),
     ],
 )
 def test_code_that_is_never_closed_and_thousands_of_headings_take_no_time(suffix, text):

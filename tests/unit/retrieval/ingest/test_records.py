@@ -92,6 +92,37 @@ def test_a_first_row_of_values_is_a_row_and_no_names(tmp_path, table, first):
     assert rows_of(tmp_path, table)[0][1] == first
 
 
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("Region,2024,,2025\n,Q1,Q2,Q1\nNorth,1,2,3\n", [("", "Region: North\n2024 Q1: 1\n2024 Q2: 2\n2025 Q1: 3")]),
+        (",2024,2024\n,Q1,Q2\nNorth,1,2\n", [("", "column 1: North\n2024 Q1: 1\n2024 Q2: 2")]),
+        ("Boats\nBoat,Price\nRaft,12\n\nCrew\nRole,Home\nMate,Tull\n", [
+            ("Boats", "Boat: Raft\nPrice: 12"), ("Crew", "Role: Mate\nHome: Tull"),
+        ]),
+        ("Boat,Price\nRaft,12\n\nPart,Weight\nRope,4\n", [
+            ("", "Boat: Raft\nPrice: 12"), ("", "Part: Rope\nWeight: 4"),
+        ]),
+        ("Account;7\nMonth;May\n;\nDay;Payee;Place;Sum\n2.5.;Yard;Tull;41\n", [
+            ("Account 7 Month May", "Day: 2.5.\nPayee: Yard\nPlace: Tull\nSum: 41"),
+        ]),
+        ("First name,Title,Room\nIlse,Dr.,4\n", [("", "First name: Ilse\nTitle: Dr.\nRoom: 4")]),
+        ("Part,Note\nRope,\\N\n", [("", "Part: Rope")]),
+    ],
+)  # fmt: skip
+def test_names_in_two_rows_several_tables_titles_of_persons_and_missing_values(tmp_path, table, expected):
+    assert rows_of(tmp_path, table) == expected
+
+
+def test_a_very_long_value_is_text_and_no_metadata_of_each_passage(tmp_path):
+    paths = {f"/p{number}": {"summary": f"Lists boats of pier {number}."} for number in range(500)}
+    (tmp_path / "a.json").write_text(json.dumps({"version": "3", "paths": paths}))
+    documents = [entry.document for entry in read_files([tmp_path]).entries]
+    assert len(documents) > 9
+    assert all("paths" not in document.metadata for document in documents)
+    assert any("boats of pier 499." in document.page_content for document in documents)
+
+
 def test_columns_without_a_name_or_with_the_same_name_keep_their_values(tmp_path):
     ((_, text),) = rows_of(tmp_path, "Price,Price,,Price\n1,2,three,4\n")
     assert text == "Price: 1\nPrice 2: 2\ncolumn 3: three\nPrice 3: 4"
@@ -156,6 +187,17 @@ def test_a_quote_in_tab_separated_values_is_a_character_unless_all_are_closed(tm
         (["First text.", "Second text."], [("", "First text."), ("", "Second text.")]),
         ([["boat", "price"], ["Canoe", 41]], [("", "boat: Canoe\nprice: 41")]),
         ("Words alone.", [("", "Words alone.")]),
+        ({"Boat": {"0": "Canoe", "1": "Raft"}, "Price": {"0": 41, "1": 12}},
+         [("", "Boat: Canoe\nPrice: 41"), ("", "Boat: Raft\nPrice: 12")]),
+        ({"columns": ["Boat", "Price"], "index": [0], "data": [["Canoe", 41]]}, [("", "Boat: Canoe\nPrice: 41")]),
+        ({"name": "Refit", "cards": [{"name": "Hull", "desc": "Blue."}], "members": [{"id": "m1", "role": "mate"}]},
+         [("Refit > cards > Hull", "desc: Blue."), ("Refit > members", "id: m1\nrole: mate")]),
+        ([{"id": 5, "title": {"rendered": "Crane &amp; pier"}, "excerpt": {"rendered": "<p>It <b>lifts</b>.</p>"}}],
+         [("Crane & pier", "id: 5\nexcerpt: It lifts.")]),
+        ({"name": "Crew", "messages": [{"from": "Ilse", "text": ["Gate ", {"type": "bold", "text": "4471"}, "."]},
+          {"type": "service", "from": "Bo"}]},
+         [("Crew > from: Ilse", "Gate 4471."), ("Crew > from: Bo", "type: service")]),
+        ([{"text": "Key 7.", "user": "Bo"}], [("user: Bo", "Key 7.")]),
         ({"author": {"name": "Anna"}, "place": {"city": "Rome"}}, [("", "author.name: Anna\nplace.city: Rome")]),
         ([{"a": {"b": {"c": ["x", 1]}}, "vector": [0.5] * 99, "shape": [[1, 2], [3, 4]], "years": [1999, 2004]}],
          [("", "a.b.c: x, 1\nyears: 1999, 2004")]),
