@@ -432,6 +432,7 @@ class Provenance(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     query: str = Field(description="What was searched for: the question, or what was made of the conversation.")
+    second_query: str = Field(description="What a second search searched for; empty if there was none.")
     documents: list[DocumentOutput]
     citations: list[CitationOutput]
     dropped: Annotated[list[DroppedOutput], BeforeValidator(_dropped)]
