@@ -76,10 +76,13 @@ class GateQuestion:
 
 
 def load_questions(name: str = "questions") -> list[GateQuestion]:
-    """Return committed questions: ``questions``, ``unseen``, on which nothing was ever chosen, ``OWN_FILES``, or ``TWO_FILES``."""
+    """Return committed questions: of a set, or ``unseen``, on which nothing was ever chosen."""
     lists = ("answers", "history", "unwanted", "documents")
     return [
-        GateQuestion(**{**row, **{field: tuple(row.get(field, ())) for field in lists}}, whole_words=name in (OWN_FILES, TWO_FILES))
+        GateQuestion(
+            **{**row, **{field: tuple(row.get(field, ())) for field in lists}},
+            whole_words=name in (OWN_FILES, TWO_FILES),
+        )
         for row in map(json.loads, (HERE / f"{name}.jsonl").read_text("utf-8").splitlines())
     ]
 
@@ -91,13 +94,8 @@ def half_of(questions: Sequence[GateQuestion], half: Half) -> list[GateQuestion]
 
 def write_files(folder: Path, name: str = "questions") -> list[Path]:
     """Write the files that questions are about into an empty folder and return them."""
-    if name == TWO_FILES:
-        shutil.copytree(HERE / TWO_FILES, folder)
-        for other in (OWN_FILES, "questions"):
-            write_files(folder / other, other)
-    elif name == OWN_FILES:
+    if name == OWN_FILES:
         shutil.copytree(HERE / OWN_FILES, folder)
-    if name in (OWN_FILES, TWO_FILES):
         return sorted(path for path in folder.rglob("*") if path.is_file())
     shutil.copytree(CORPUS, folder, ignore=shutil.ignore_patterns("made"))
     made = folder / "made"
@@ -110,6 +108,8 @@ def write_files(folder: Path, name: str = "questions") -> list[Path]:
             _write_docx(target, text)
         else:
             target.with_suffix(".md").write_text(_manual(text), "utf-8")
+    for other in (OWN_FILES, TWO_FILES) if name == TWO_FILES else ():
+        shutil.copytree(HERE / other, folder / other)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

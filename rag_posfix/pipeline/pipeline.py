@@ -56,7 +56,7 @@ from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query
 from rag_posfix.pipeline.run import CachedPrompt, PreparedQuestion, PromptCache, RequestContext, document_values
-from rag_posfix.pipeline.second_step import SEARCHED, second_step
+from rag_posfix.pipeline.second_step import SEARCHED, second_step, with_linked
 from rag_posfix.pipeline.stored_answer import (
     StoredAnswer,
     answer_from,
@@ -503,10 +503,10 @@ class Pipeline(AskedInBatches):
             stage.on_result(hits)
         older = {identity for identity, reason in run.left_out if reason == "older_version"}
         linked = step.linked([document for document in hits if document_id(document) not in older])
-        ids = {document_id(document) for document in linked}
-        others = [document for document in documents if document_id(document) not in ids]
-        joined = leave_out_older(run, [*others[: max(1, width - len(linked))], *linked]) if linked else documents
-        run.second.linked = frozenset(ids & {document_id(document) for document in joined})
+        if not linked:
+            return documents
+        joined = leave_out_older(run, with_linked(documents, linked, width))
+        run.second.linked = frozenset(document_id(document) for document in joined if document in linked)
         run.left_out[:] = [entry for entry in run.left_out if entry[0] not in run.second.linked]
         return joined
 

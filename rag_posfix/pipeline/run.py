@@ -204,9 +204,7 @@ class RequestContext:
         )
 
     @contextmanager
-    def stage(
-        self, timing: str, name: str, documents: Sequence[Document] = (), searched: str = ""
-    ) -> Iterator[Stage]:
+    def stage(self, timing: str, name: str, documents: Sequence[Document] = (), searched: str = "") -> Iterator[Stage]:
         watcher, text = (self.trace, self.question.text) if name == "assembler" else (self.watcher, self.query.text)
         text = searched or text
         with self.timed(timing), watcher.stage(name, text, documents) as stage:

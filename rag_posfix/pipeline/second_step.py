@@ -1,4 +1,4 @@
-"""A second search, for questions that need two passages: with names that the first one tells and the question describes.
+"""A second search, for questions that need two passages: with names that the first tells and the question describes.
 
 "Which extension has the keeper of the key?": one passage says who keeps the key, another has the extension of this
 person. The question leads to the first alone, and with its name to the second.
@@ -60,7 +60,9 @@ class SecondStep:
         source = self.best.metadata.get("source")
         found = []
         for document in documents:
-            if document_id(document) == document_id(self.best) or (source and document.metadata.get("source") == source):
+            if document_id(document) == document_id(self.best) or (
+                source and document.metadata.get("source") == source
+            ):
                 continue
             words = set(split_words(_text(document)))
             if any(name <= words for name in self.names) and shared_words(self.missing, words):
@@ -86,6 +88,13 @@ def second_step(question: str, query: SearchQuery, best: Document) -> SecondStep
     return SecondStep(second, tuple(names.values()), missing, best)
 
 
+def with_linked(documents: Sequence[Document], linked: Sequence[Document], width: int) -> list[Document]:
+    """Return at most ``width`` passages: the first of ``documents``, then the linked ones."""
+    ids = {document_id(document) for document in linked}
+    others = [document for document in documents if document_id(document) not in ids]
+    return [*others[: max(1, width - len(linked))], *linked]
+
+
 def told_names(text: str, known: str) -> dict[str, frozenset[str]]:
     """Return names in a text, at least half of whose words are not in ``known``, with their words.
 
@@ -98,7 +107,9 @@ def told_names(text: str, known: str) -> dict[str, frozenset[str]]:
         while parts and not set(split_words(parts[0])) - stop_words(text):
             del parts[0]
         words = frozenset(split_words(" ".join(parts)))
-        alone = len(parts) < 2 and (is_german or _SENTENCE_START.search(text[max(0, match.start() - 9) : match.start()]))
+        alone = len(parts) < 2 and (
+            is_german or _SENTENCE_START.search(text[max(0, match.start() - 9) : match.start()])
+        )
         new = {word for word in words if word not in known_words and not _DATE.fullmatch(word)}
         if new and not alone and 2 * len(new) >= len(words):
             names.setdefault(" ".join(parts), words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from langchain_core.documents import Document
+from pydantic import Field
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.retrieval import SearchQuery, SimilarityRange
@@ -28,7 +29,7 @@ PHONE = f"{WANTED} Hanne Lorvik"
 class Counting(BM25Retriever):
     """Counts words, best first, and remembers what was searched for."""
 
-    asked: list[str] = []
+    asked: list[str] = Field(default_factory=list)
 
     def similarity_range(self):
         return SimilarityRange(low=0.0, clear=0.01)
