@@ -2,7 +2,7 @@
 
     python -m benchmarks.second_step [--hotpotqa distractor-10paragraphs.jsonl.gz] [--folder DIR] [--out DIR]
 
-Sets: the questions of the gate that need two files (``seen``: the rule was made on them, ``unseen``: written after it),
+Sets: questions of the gate that need two files (``seen``: the rule was made on them, ``unseen``: written after it),
 those that one passage answers (``one file``: what it must not lose), and HotpotQA over all paragraphs of its rows.
 """
 

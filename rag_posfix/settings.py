@@ -272,8 +272,7 @@ class Settings(CheckedSettings):
             index, ``KIND:key=value,...`` (docs/retrieval.md).
         min_relevance: Which retrieved passages are read: ``auto`` (those about the question: by similarity, and where
             that does not decide by the model), ``off`` (all), or the lowest similarity, 0 to 1.
-        second_step: Whether a second search follows where the best passage lacks words of the question and tells a
-            name that the question lacks: for answers in two documents.
+        second_step: Whether a second search may follow with names of the best passage.
         template: Prompt template: the name of a shipped one (``short``, ``full``, ``citations``, ``unknown``; with
             ``-de``, ``-fr``, ``-es``, ``-zh`` or ``-ko`` for another language), or a file in TOML or Jinja2.
         follow_language: Whether questions in these languages get the translation of a shipped English template, and

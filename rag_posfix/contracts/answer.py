@@ -116,8 +116,8 @@ class Question:
             ``rewrite`` (a question that a model writes).
         min_relevance: Which retrieved passages are read: ``auto`` (those about the question, by similarity and a
             judge), ``off`` (all), or the lowest similarity, 0 to 1, with the judge.
-        second_step: Whether a second search may add passages to the first: those with a name that the best passage
-            tells. Never with ``min_relevance="off"``.
+        second_step: Whether a second search may follow with names of the best passage; never with
+            ``min_relevance="off"``.
         filter: Only passages whose metadata matches are retrieved (see ``contracts.filters``); part of the cache key.
             Cannot be given with ``documents``.
         tools: The tools that the answer may call, and their results so far. The chat template of the model must take
