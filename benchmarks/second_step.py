@@ -12,7 +12,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from langchain_core.documents import Document
 
@@ -23,6 +23,7 @@ from benchmarks.tables import filled, table
 from rag_posfix.contracts.retrieval import Retriever, SearchQuery, retrieve_query
 from rag_posfix.evaluation.data.questions import load_examples
 from rag_posfix.pipeline.build import build_embeddings
+from rag_posfix.pipeline.pipeline import Pipeline
 from rag_posfix.pipeline.retrievers_and_servers import open_retriever
 from rag_posfix.pipeline.second_step import SEARCHED, second_step, with_linked
 from rag_posfix.retrieval.bm25 import BM25Retriever
@@ -31,17 +32,13 @@ from rag_posfix.retrieval.indexing import update_index
 from rag_posfix.settings import Settings
 from rag_posfix.text import titled_text
 
-if TYPE_CHECKING:
-    from rag_posfix.pipeline.pipeline import Pipeline
-
 SIZES = (5, 10)
+IsGold = Callable[[Document], bool]
 COLUMNS = {
     "questions": "{name} ({questions})", "second searches": "{searches}", "passages added": "{added}",
     "one search, 5": "{one_5}", "two, 5": "{two_5}", "one search, 10": "{one_10}", "two, 10": "{two_10}",
 }  # fmt: skip
 """Of the table: numbers of questions all of whose passages are among the first 5 or 10."""
-
-IsGold = Callable[[Document], bool]
 
 
 class Case(NamedTuple):
@@ -54,9 +51,7 @@ class Case(NamedTuple):
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = study_options("second_step", __doc__)
-    parser.add_argument(
-        "--hotpotqa", type=Path, default=None, help="rows of HotpotQA; without them that set is left out"
-    )
+    parser.add_argument("--hotpotqa", type=Path, default=None, help="rows of HotpotQA; None leaves that set out")
     parser.add_argument("--folder", type=Path, default=None, help="keep the indexes here; later runs read them again")
     return parser.parse_args(arguments)
 
@@ -76,7 +71,7 @@ def cases_of_files(files: Path) -> Iterator[Case]:
         for each in half_of(questions, cast(Any, half)):
             yield Case(name, each.question, [holds(each.bridge, ""), holds(each.evidence, each.gold)])
     for questions_of, root in ((OWN_FILES, files / OWN_FILES), ("questions", files)):
-        gate = Gate(cast("Pipeline", None), root, ())
+        gate = Gate(cast(Pipeline, None), root, ())
         for each in load_questions(questions_of):
             if each.answers and each.gold and not (each.history or each.filter or each.kind == "lists"):
                 yield Case("one file", each.question, [lambda passage, g=gate, q=each: g.is_right(q, passage)])
@@ -148,9 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = summarize(rows)
     tables = {"second-step": filled(COLUMNS, summary)}
     print(table([{"kind": "second-step", "tables": tables}]))
-    write_study(
-        chosen, "second-step", summary, rows, settings={"embedding_model": settings.embedding_model}, tables=tables
-    )
+    write_study(chosen, "second-step", summary, rows, settings={"embeddings": settings.embedding_model}, tables=tables)
 
 
 if __name__ == "__main__":
