@@ -10,6 +10,7 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.retrieval import SearchQuery, SimilarityRange
 from rag_posfix.errors import ConfigError
 from rag_posfix.pipeline.best_passage import BestPassage
+from rag_posfix.pipeline.defaults import RelevanceTest
 from rag_posfix.pipeline.pipeline import Defaults
 from rag_posfix.pipeline.second_step import second_step, told_names
 from rag_posfix.reranking.language_model import without_copies
@@ -151,6 +152,26 @@ def test_a_small_reader_reads_the_two_passages_together_in_one_plain_prompt():
     assert answer.mitigation == "none"
     assert {reason for _, reason in answer.dropped} == {"margin"}
     assert ask(Question(WANTED, k=5, mitigation="default"), defaults=defaults).mitigation != "none"
+
+
+class Unclear(Counting):
+    def similarity_range(self):
+        return SimilarityRange(low=0.0, clear=1.0)
+
+
+class NothingGains:
+    """A judge that finds no passage about the question."""
+
+    def compress_documents(self, documents, query, callbacks=None):
+        gain = {"reranking": {"raw_score": -1.0}}
+        return [each.model_copy(update={"metadata": {**each.metadata, **gain}}) for each in documents]
+
+
+def test_without_the_passage_that_tells_the_name_the_linked_one_is_not_read():
+    retriever = Unclear.from_documents([KEEPER, STAFF, OTHER, DINNER, SAME])
+    answer = ask(Question(WANTED, k=3), retriever, relevance=RelevanceTest(NothingGains))
+    assert (ids(answer), answer.grounded, answer.second_query) == ([], False, PHONE)
+    assert ("keeper", "min_relevance") in answer.dropped
 
 
 def test_a_wrong_value_is_an_error():
