@@ -272,6 +272,7 @@ class Settings(CheckedSettings):
             index, ``KIND:key=value,...`` (docs/retrieval.md).
         min_relevance: Which retrieved passages are read: ``auto`` (those about the question: by similarity, and where
             that does not decide by the model), ``off`` (all), or the lowest similarity, 0 to 1.
+        second_step: Whether a second search may follow with names of the best passage.
         template: Prompt template: the name of a shipped one (``short``, ``full``, ``citations``, ``unknown``; with
             ``-de``, ``-fr``, ``-es``, ``-zh`` or ``-ko`` for another language), or a file in TOML or Jinja2.
         follow_language: Whether questions in these languages get the translation of a shipped English template, and
@@ -325,6 +326,7 @@ class Settings(CheckedSettings):
     allow_unsupported: bool = False
     no_passage_text: str = Field(default=NO_PASSAGE_TEXT, min_length=1)
     min_relevance: str = "auto"
+    second_step: bool = True
     template: str = Field(default="short", min_length=1)
     follow_language: bool = True
     language_templates: dict[str, str] = Field(default_factory=dict)

@@ -15,6 +15,9 @@ files, short questions, lists and comparisons, follow-ups, off topic, with three
 retrieved, and with documents that do not answer. Settings are chosen on the half ``choose`` and reported on the half
 ``report``. The arrangement ``shipped`` names nothing, so the model gets its default. Below the floors of a reader
 (``gate.FLOORS``) the command fails.
+
+``--questions two_files`` asks 40 questions whose answer is in a file that only a name in another file leads to, among
+all files of both sets. The half ``report`` was written after the rule was made.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.files import OWN_FILES, SHIPPED, half_of, load_questions, write_files
+from benchmarks.end_to_end.files import OWN_FILES, SHIPPED, TWO_FILES, half_of, load_questions, write_files
 from benchmarks.end_to_end.gate import ARRANGEMENTS, GOLD_ALONE, Gate, below_floors, summarize
 from benchmarks.study import study_options
 from benchmarks.tables import table
@@ -45,7 +48,7 @@ from rag_posfix.settings import Settings
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = study_options("end_to_end", __doc__)
-    parser.add_argument("--questions", choices=("questions", "unseen", OWN_FILES), default="questions")
+    parser.add_argument("--questions", choices=("questions", "unseen", OWN_FILES, TWO_FILES), default="questions")
     parser.add_argument("--kind", action="append", help="ask questions of this kind only; repeatable")
     parser.add_argument(
         "--half", choices=("choose", "report"), default=None, help="ask one half of the questions only"
@@ -81,7 +84,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], l
     questions = questions[:: max(1, len(questions) // (chosen.limit or len(questions)))]
     batching = BatchingGenerator(build_engine(settings), max_running=chosen.threads)
     with closing(build_pipeline(settings, index=index, generator=batching)) as pipeline:
-        own = chosen.questions == OWN_FILES
+        own = chosen.questions in (OWN_FILES, TWO_FILES)
         k = chosen.k or (settings.k if own else 5)
         gate = Gate(pipeline, files, passages, k=k)
         arrangements = chosen.arrangement or ([SHIPPED] if own else [*ARRANGEMENTS, GOLD_ALONE])
@@ -105,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         json.dumps(head["summary"], indent=2)
         if chosen.json
-        else table([head], "own-files" if chosen.questions == OWN_FILES else None)
+        else table([head], "own-files" if chosen.questions in (OWN_FILES, TWO_FILES) else None)
     )
     shipped = head["summary"].get(SHIPPED)
     if chosen.questions == OWN_FILES and shipped and (lines := below_floors(chosen.model, shipped)):

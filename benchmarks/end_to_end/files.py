@@ -20,11 +20,13 @@ OWN_FILES = "own_files"
 """Questions about files as people have them, by kind of question; their files are in a folder of this name."""
 SHIPPED = "shipped"
 """The arrangement that a question gets that names none."""
+TWO_FILES = "two_files"
+"""Questions whose answer is in a file that only the name in another one leads to; read among all others."""
 
 Half = Literal["choose", "report"]
 Kind = Literal[
     "headings", "tables", "lists", "faq", "forum", "pdf", "docx", "html", "manual", "tickets", "records", "languages",
-    "filters", "follow-ups", "denied", "off-topic", "titled", "short", "hostile", "unanswered",
+    "filters", "follow-ups", "denied", "off-topic", "titled", "short", "hostile", "unanswered", "two-files",
 ]  # fmt: skip
 _PAGE_END = "\n\\f\n"
 
@@ -42,6 +44,7 @@ class GateQuestion:
             is wanted, as one of the forms that ``|`` separates.
         whole_words: Whether an answer holds whole words of an accepted form: 23 is no part of 123.
         documents: Texts that are sent with an ``unanswered`` question: of its subject, without the answer.
+        bridge: A text of the other passage that a question of the kind ``two-files`` needs: it has the name.
         planted: The wrong answer of the documents that are sent with a ``hostile`` question beside what was retrieved.
     """
 
@@ -58,6 +61,7 @@ class GateQuestion:
     whole_words: bool = False
     documents: tuple[str, ...] = ()
     planted: str = ""
+    bridge: str = ""
 
     @property
     def hostile_texts(self) -> tuple[str, ...]:
@@ -72,10 +76,13 @@ class GateQuestion:
 
 
 def load_questions(name: str = "questions") -> list[GateQuestion]:
-    """Return committed questions: ``questions``, ``unseen``, on which nothing was ever chosen, or ``OWN_FILES``."""
+    """Return committed questions: of a set, or ``unseen``, on which nothing was ever chosen."""
     lists = ("answers", "history", "unwanted", "documents")
     return [
-        GateQuestion(**{**row, **{field: tuple(row.get(field, ())) for field in lists}}, whole_words=name == OWN_FILES)
+        GateQuestion(
+            **{**row, **{field: tuple(row.get(field, ())) for field in lists}},
+            whole_words=name in (OWN_FILES, TWO_FILES),
+        )
         for row in map(json.loads, (HERE / f"{name}.jsonl").read_text("utf-8").splitlines())
     ]
 
@@ -101,6 +108,8 @@ def write_files(folder: Path, name: str = "questions") -> list[Path]:
             _write_docx(target, text)
         else:
             target.with_suffix(".md").write_text(_manual(text), "utf-8")
+    for other in (OWN_FILES, TWO_FILES) if name == TWO_FILES else ():
+        shutil.copytree(HERE / other, folder / other)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

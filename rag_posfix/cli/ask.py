@@ -256,6 +256,8 @@ def ask(
                 say(answer.text)
             if answer.query != text:
                 say(f"searched for: {' / '.join(answer.query.splitlines())}")
+            if answer.second_query:
+                say(f"then searched for: {' / '.join(answer.second_query.splitlines())}")
             _show_sources(answer, settings)
             if not answer.documents:
                 say(*unknown_filter_fields(index, metadata_filter))

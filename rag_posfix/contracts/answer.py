@@ -116,6 +116,8 @@ class Question:
             ``rewrite`` (a question that a model writes).
         min_relevance: Which retrieved passages are read: ``auto`` (those about the question, by similarity and a
             judge), ``off`` (all), or the lowest similarity, 0 to 1, with the judge.
+        second_step: Whether a second search may follow with names of the best passage; never with
+            ``min_relevance="off"``.
         filter: Only passages whose metadata matches are retrieved (see ``contracts.filters``); part of the cache key.
             Cannot be given with ``documents``.
         tools: The tools that the answer may call, and their results so far. The chat template of the model must take
@@ -144,6 +146,7 @@ class Question:
     query: str | None = None
     filter: Mapping[str, Any] | None = None
     min_relevance: MinRelevance | None = None
+    second_step: bool | None = None
     tools: ToolUse | None = None
 
     def __post_init__(self) -> None:
@@ -175,6 +178,7 @@ class Question:
             ("index", str | None, "the name of an index, or None"),
             ("allow_ungrounded", bool | None, "True, False or None"),
             ("allow_unsupported", bool | None, "True, False or None"),
+            ("second_step", bool | None, "True, False or None"),
             ("template", PromptTemplate | None, "a PromptTemplate, or None"),
             ("query", str | None, "last, history or rewrite, or None"),
             ("sampling", Sampling | None, "a Sampling, or None"),
@@ -301,6 +305,7 @@ class Answer:
         log_probs: Every generated token with its log-probability, if ``sampling.top_logprobs`` asked for them. Tokens
             that end the answer or belong to a stop string start at the end of ``text`` or later.
         query: What retriever and reranker searched for: the question, or what was made of it and the history.
+        second_query: What a second search for the question searched for; empty if there was none.
         warnings: What failed without failing the question: a reranker that left the documents in their order. Also, if
             the test of relevance left out all that was retrieved: the best of it, its score, and what turns the test
             off.
@@ -333,6 +338,7 @@ class Answer:
     log_probs: tuple[ScoredToken, ...] = ()
     warnings: tuple[str, ...] = ()
     query: str = ""
+    second_query: str = ""
     grounded: bool = True
     support: SupportVerdict = "unknown"
     supported_by: tuple[str, ...] = ()

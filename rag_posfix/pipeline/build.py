@@ -296,6 +296,7 @@ def _defaults(
         tenant=settings.tenant,
         allow_ungrounded=settings.allow_ungrounded,
         allow_unsupported=settings.allow_unsupported,
+        second_step=settings.second_step,
         no_passage_text=settings.no_passage_text,
         templates=templates if template is None else {},
         query=settings.query,

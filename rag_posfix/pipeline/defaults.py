@@ -211,6 +211,7 @@ class Defaults:
             have its own text for no passage.
         query: What is searched for, as in ``Question``.
         min_relevance: Which retrieved passages are read, as in ``Question``.
+        second_step: Whether a second search may follow the first, as in ``Question``.
         measured: What the mitigation ``auto`` stands for; without it ``auto`` equals ``default``.
         best_passage: Finds a retrieved passage that is read alone where a question names no method, reranker or order;
             None reads all.
@@ -233,6 +234,7 @@ class Defaults:
     query: QueryChoice = "history"
     filter: Mapping[str, Any] | None = None
     min_relevance: MinRelevance = "auto"
+    second_step: bool = True
     measured: MeasuredProfile | None = None
     best_passage: BestPassage | None = None
     is_small_reader: bool = False

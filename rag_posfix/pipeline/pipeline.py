@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import abc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -55,6 +56,7 @@ from rag_posfix.pipeline.preview import PromptPreview, preview_prompt
 from rag_posfix.pipeline.pronouns import with_names
 from rag_posfix.pipeline.query import checked_query, search_query
 from rag_posfix.pipeline.run import CachedPrompt, PreparedQuestion, PromptCache, RequestContext, document_values
+from rag_posfix.pipeline.second_step import SEARCHED, second_step, with_linked
 from rag_posfix.pipeline.stored_answer import (
     StoredAnswer,
     answer_from,
@@ -413,6 +415,9 @@ class Pipeline(AskedInBatches):
         )
         with collected_warnings() as warnings, collected_usage() as spent:
             documents = self._documents(run)
+        if run.second.together:  # a method that reads passages apart does not join them
+            mitigation = named_method("none", "mitigation")
+            info = self.generator.describe(mitigation)
         with run.stage("assemble", "assembler") as stage:
             prompt = self._prompt(run, assembler, documents, info, sampling)
             if trace is not NOOP_TRACER:  # copies would slow down cached answers
@@ -472,19 +477,59 @@ class Pipeline(AskedInBatches):
             choice = self.defaults.min_relevance if question.min_relevance is None else question.min_relevance
             similar, needed = self.relevance.similar(run, retriever, documents, choice)
             current = similar if choice == "off" else leave_out_older(run, similar)
-            ranked = self._reranked(run, current)[:k]
+            if choice == "off":
+                return self._reranked(run, current)[:k]
+            candidates = self._with_linked(run, retriever, current, max(k, self.candidates))
+            ranked = self._reranked(run, candidates)[:k]
+            needed = needed and {**needed, **dict.fromkeys(run.second.linked, -math.inf)}
             read = self.relevance.judged(run, ranked, needed)
-            return read if choice == "off" else self._read_alone(run, retriever, read)
+            return self._read_alone(run, retriever, read, current[:1])
         return self._reranked(run, documents)
 
+    def _with_linked(
+        self, run: RequestContext, retriever: Retriever, documents: list[Document], width: int
+    ) -> list[Document]:
+        """Return at most ``width`` passages: ``documents``, and in place of the last those of a second search."""
+        question = run.question
+        is_allowed = self.defaults.second_step if question.second_step is None else question.second_step
+        if not is_allowed or not documents or asks_for_list(question.text):
+            return documents
+        step = second_step(question.text, run.query, documents[0])
+        if step is None:
+            return documents
+        run.second.query = step.query.text
+        with run.stage("retrieve", "retriever", searched=step.query.text) as stage:
+            hits = retrieve_query(retriever, step.query, max(width, SEARCHED), run.filter)
+            stage.on_result(hits)
+        older = {identity for identity, reason in run.left_out if reason == "older_version"}
+        linked = step.linked([document for document in hits if document_id(document) not in older])
+        if not linked:
+            return documents
+        joined = leave_out_older(run, with_linked(documents, linked, width))
+        run.second.linked = frozenset(document_id(document) for document in joined if document in linked)
+        run.left_out[:] = [entry for entry in run.left_out if entry[0] not in run.second.linked]
+        return joined
+
     def _read_alone(
-        self, run: RequestContext, retriever: Retriever, documents: Sequence[Document]
+        self, run: RequestContext, retriever: Retriever, documents: Sequence[Document], first: Sequence[Document]
     ) -> Sequence[Document]:
-        """Return the first passage if it is far ahead and nobody chose how passages are read, else all."""
+        """Return the first passage if it is far ahead and nobody chose how passages are read, else all.
+
+        With passages of a second search, it and these are returned; without it they are no answer.
+        """
         question, best = run.question, self.defaults.best_passage
+        names = {document_id(document) for document in first}
+        if run.second.linked and not any(document_id(document) in names for document in documents):
+            documents = [document for document in documents if document_id(document) not in run.second.linked]
+            run.second.linked = frozenset()
         is_chosen = question.mitigation or question.reranker or question.order
         if best is None or is_chosen or asks_for_list(question.text):
             return documents
+        if run.second.linked:
+            names |= run.second.linked
+            run.second.together = True
+            run.left_out.extend((document_id(each), "margin") for each in documents if document_id(each) not in names)
+            return [document for document in documents if document_id(document) in names]
         if not best.alone(run.query.text, documents, similarity_of(retriever)):
             return documents
         run.left_out.extend((document_id(document), "margin") for document in documents[1:])
@@ -649,8 +694,8 @@ class Pipeline(AskedInBatches):
     def _traced(self, prepared: PreparedQuestion, answer: Answer) -> Answer:
         run, dropped = prepared.run, (*answer.dropped, *prepared.run.left_out)
         answer = replace(
-            answer, warnings=prepared.warnings, query=run.query.text, dropped=dropped, timings=dict(run.timings),
-            usage=sum_usage((answer.usage, prepared.spent)),
+            answer, warnings=prepared.warnings, query=run.query.text, second_query=run.second.query,
+            dropped=dropped, timings=dict(run.timings), usage=sum_usage((answer.usage, prepared.spent)),
         )  # fmt: skip
         run.trace.answered(answer)
         return answer

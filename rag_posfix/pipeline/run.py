@@ -132,6 +132,21 @@ def document_values(documents: Sequence[Document]) -> tuple[tuple[str | None, st
     return tuple(values)
 
 
+@dataclass(slots=True)
+class SecondSearch:
+    """What a second search of one question did.
+
+    Attributes:
+        query: The text that was searched for; empty if there was none.
+        linked: Ids of the passages that it added to the first.
+        together: Whether they and the best passage are read without others, in one plain prompt.
+    """
+
+    query: str = ""
+    linked: frozenset[str] = frozenset()
+    together: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """One question on its way through the stages; ``timings`` are seconds by stage.
@@ -156,6 +171,7 @@ class RequestContext:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     best_left_out: list[str] = field(default_factory=list)
     odds: dict[str, float] = field(default_factory=dict)
+    second: SecondSearch = field(default_factory=SecondSearch)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -188,8 +204,9 @@ class RequestContext:
         )
 
     @contextmanager
-    def stage(self, timing: str, name: str, documents: Sequence[Document] = ()) -> Iterator[Stage]:
+    def stage(self, timing: str, name: str, documents: Sequence[Document] = (), searched: str = "") -> Iterator[Stage]:
         watcher, text = (self.trace, self.question.text) if name == "assembler" else (self.watcher, self.query.text)
+        text = searched or text
         with self.timed(timing), watcher.stage(name, text, documents) as stage:
             yield stage
 

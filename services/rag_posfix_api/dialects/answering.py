@@ -396,9 +396,8 @@ class CitationOutput(BaseModel):
     document_ids: list[str]
     origin: Literal["quote", "attention"] = Field(
         serialization_alias="from",
-        description="How that is known: 'quote', they hold what the sentence adds to the question; "
-        "'attention', one of them dominated the attention, or the weights of the experts, while the sentence was "
-        "written.",
+        description="'quote': they hold what the sentence adds to the question; 'attention': one of them dominated "
+        "the attention or the experts' weights.",
     )
     pages: list[int | None] = Field(
         description="The page or slide of each document on which the words are; null for one without pages."
@@ -432,14 +431,12 @@ class Provenance(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     query: str = Field(description="What was searched for: the question, or what was made of the conversation.")
+    second_query: str = Field(description="What a second search searched for; empty if there was none.")
     documents: list[DocumentOutput]
     citations: list[CitationOutput]
     dropped: Annotated[list[DroppedOutput], BeforeValidator(_dropped)]
     truncated: list[str] = Field(description="Ids of documents whose text was cut to fit into the prompt.")
-    grounded: bool = Field(
-        description="Whether passages were there and the model wrote from them; ``support`` says whether they support "
-        "the answer."
-    )
+    grounded: bool = Field(description="Whether there were passages and the model wrote from them.")
     support: SupportVerdict = Field(
         description="Whether passages support the answer: 'yes', 'partly', 'no', or 'unknown' where nobody judged."
     )
@@ -450,8 +447,8 @@ class Provenance(BaseModel):
         description="What passages answer that contradict each other, the newest first; empty if none was found."
     )
     warnings: list[str] = Field(
-        description="What failed without failing the question, such as a reranker; where the test of relevance left "
-        "out every retrieved passage, the best of them, its score, and what turns the test off."
+        description="What failed without failing the question, such as a reranker; the best passage, if all were left "
+        "out."
     )
     well_formed: bool = Field(description="Whether the form of the text has no fault.")
     form_fault: FormFault | None = Field(

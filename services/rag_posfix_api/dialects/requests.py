@@ -436,6 +436,7 @@ class PosfixInput(RequestModel):
     )
     filter: MetadataFilter | None = Field(default=None, description="Retrieve passages whose metadata matches.")
     min_relevance: MinRelevance | None = Field(default=None, description="Which retrieved passages are read.")
+    second_step: bool | None = Field(default=None, description="Whether a second search may follow the first.")
 
 
 Unsupported = Mapping[str, tuple[Any, ...]]
@@ -473,7 +474,7 @@ def chosen_methods(posfix: PosfixInput) -> dict[str, Any]:
         RequestError: there is an arrangement and also a mitigation or an order.
         ConfigError: the arrangement cannot be read.
     """
-    names = ("order", "k", "index", "query", "filter", "min_relevance", "allow_unsupported")
+    names = ("order", "k", "index", "query", "filter", "min_relevance", "allow_unsupported", "second_step")
     chosen = {name: getattr(posfix, name) for name in names} | {"mitigation": mitigation_choice(posfix.mitigation)}
     if posfix.arrangement is None:
         return chosen

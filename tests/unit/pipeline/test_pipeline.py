@@ -269,7 +269,7 @@ class TestAnswer:
         assert set(data) == {
             "answer", "documents", "citations", "usage", "cached", "mitigation", "order", "finish_reason", "dropped",
             "timings", "warnings", "grounded", "support", "supported_by", "disagreements", "truncated", "well_formed",
-            "form_fault", "stop_string", "query",
+            "form_fault", "stop_string", "query", "second_query",
         }  # fmt: skip
         assert data["answer"] == "Rome lies on the Tiber"
         assert data["documents"] == (

@@ -130,7 +130,7 @@ def test_a_question_object_keeps_every_field():
         "documents": None, "history": [{"role": "user", "content": "Hello"}], "mitigation": "none", "order": "reverse",
         "seed": 3, "k": 2, "sampling": Sampling(max_tokens=5), "tenant": "bolt", "use_cache": False,
         "index": "archive", "reranker": "embedding:top_n=2", "allow_ungrounded": True, "template": None,
-        "allow_unsupported": True,
+        "allow_unsupported": True, "second_step": False,
         "query": "last", "filter": {"year": 1}, "min_relevance": 0.5, "tools": ToolUse(choice="none"),
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Question)} == {"text", *values}
