@@ -184,7 +184,7 @@ class _CachedPrefix:
         """Read each missing segment in its own forward pass: results do not depend on what the store holds."""
         for request in self._missing:
             ids = torch.tensor([request.segment.token_ids], device=self._loaded.device)
-            self.batch.forward(ids, request.segment.positions[None], keep=1, ends_prompt=False)
+            self.batch.prefill(ids, request.segment.positions[None])
 
     def add_missing(self, batch: SequenceBatch) -> None:
         """Add the missing segments to the store, from a batch that has read them."""
