@@ -143,7 +143,7 @@ class ForwardContext:
         starts: The first token of each row among the keys; those before it are padding. If given, causality and
             padding follow from it, and a mask is made only where the plan has one. None: the model's own mask counts.
         last_layer: The pass ends with the keys, values and observed attention of this layer, by ``LastLayerRead``; for
-            contexts without overrides. None reads all layers.
+            overrides that leave attention and rotation to the model. None reads all layers.
         slices: Parts of the batch with caches of their own, in the order of the batch; then nothing above is used.
             Rows after the last part are padding: they attend to nothing.
     """

@@ -142,7 +142,7 @@ class SeparatePassageReranker(LanguageModelReranker):
         batch_size: Maximum number of passages per batch.
     """
 
-    batch_size: Annotated[int, Integer(1)] = 16
+    batch_size: Annotated[int, Integer(1)] = 64
 
     def _batches(self, passages: Sequence[TokenizedPassage], suffix: int) -> Iterator[list[int]]:
         """Yield the indices of the passages of each batch: sorted by length and content, so as not to depend on order.

@@ -318,21 +318,32 @@ class SequenceBatch:
             self.loaded, context, self.cache, token_ids, position_ids(positions, self.integer_positions), keep
         )
 
+    def prefill(self, token_ids: Tensor, positions: Tensor) -> None:
+        """Append tokens of a prompt to every row; the last layer's output, which no key or value needs, is left out.
+
+        Shapes: as ``forward``. Tokens of the prompt must follow.
+        """
+        if self.overrides.rotates_in_hook or self.overrides.attend is not None:  # the layers remember what they read
+            self.forward(token_ids, positions, 1, ends_prompt=False)
+        else:
+            self.prefill_layers(token_ids, positions, self.loaded.spec.shape.n_layers - 1)
+
     def prefill_layers(
         self, token_ids: Tensor, positions: Tensor, last_layer: int, observer: Observer | None = None
     ) -> None:
         """Append tokens to every row in the layers up to ``last_layer``; the later layers do not run.
 
-        For batches without overrides. Only ``prefill_layers`` may follow, to the same or an earlier ``last_layer``.
+        For batches whose overrides leave attention and rotation to the model. Where ``last_layer`` is not the model's
+        last, only ``prefill_layers`` may follow, to the same or an earlier layer.
 
         Shapes:
-            token_ids: (R, Tq). positions: (R, Tq) float32, whole numbers; they may be on the CPU.
+            token_ids: (R, Tq). positions: (R, Tq) float32; they may be on the CPU.
         """
+        integer = torch.equal(positions.round(), positions)
         positions = positions.to(self.loaded.device)
-        context = self.append(positions, observer, ends_prompt=False)
+        context = replace(self.append(positions, observer, ends_prompt=False), last_layer=last_layer)
         with contextlib.suppress(LastLayerRead):
-            ids = position_ids(positions, integer=True)
-            run_model(self.loaded, replace(context, last_layer=last_layer), self.cache, token_ids, ids, 1)
+            run_model(self.loaded, context, self.cache, token_ids, position_ids(positions, integer), 1)
 
     def append(
         self, positions: Tensor, observer: Observer | None = None, *, ends_prompt: bool = True

@@ -52,6 +52,9 @@ BATCH_TOKENS = 8192
 COPIED_NUMBERS = 2**24
 """Keys or values of all rows that are copied at a time: few operations for short passages, little memory for long."""
 
+PASS_TOKENS = 128
+"""A forward pass reads all weights: it costs about as much as this many more tokens in a pass that is made anyway."""
+
 TILE = 16
 """Query rows that attention kernels compute at once. Rows of an incomplete tile are computed in another way, in
 bfloat16 with other last bits. Padded to whole tiles, the encoding of a segment does not depend on the longest of its
@@ -82,18 +85,10 @@ def encode_segments(
         returns: (2, L, Hkv, T, D) each: keys and values of all layers. No segment may be empty.
     """
     in_blocks = loaded.pass_rows.block is not None
-
-    def padded(segment: Segment) -> int:
-        return -(-max(len(segment), loaded.pass_rows.least) // TILE) * TILE
-
+    widths = [-(-max(len(segment), loaded.pass_rows.least) // TILE) * TILE for segment in segments]
     result: dict[int, Tensor] = {}
-    by_length = sorted(range(len(segments)), key=lambda i: len(segments[i]))
-    while by_length:
-        longest = padded(segments[by_length[-1]])
-        count = max(1, BATCH_TOKENS // longest)
-        if in_blocks:
-            count = min(count, sum(padded(segments[i]) == longest for i in by_length))
-        some, by_length = by_length[-count:], by_length[:-count]
+    for some in group_by_width(widths, equal_only=in_blocks):
+        longest = widths[some[0]]
         if prefix is None:
             batch = SequenceBatch.empty(loaded, len(some), overrides)
         else:  # every row holds the prefix
@@ -107,9 +102,35 @@ def encode_segments(
             positions_of[row, : len(segments[i])] = segments[i].positions
             positions_of[row, len(segments[i]) :] = segments[i].positions[-1]
         with blocks_of(longest if in_blocks else None):  # its shape depends on its length alone
-            batch.forward(tokens.to(loaded.device), positions_of, keep=1)
+            batch.prefill(tokens.to(loaded.device), positions_of)
         result.update(zip(some, copy_rows(batch, before, [len(segments[i]) for i in some]), strict=True))
     return [result[i] for i in range(len(segments))]
+
+
+def group_by_width(widths: Sequence[int], *, equal_only: bool = False) -> list[list[int]]:
+    """Return which segments are encoded in one pass, the widest of each pass first.
+
+    Formula: of all groups of neighbours by width, those with the least sum of (rows times the greatest width +
+        ``PASS_TOKENS``), each of at most ``BATCH_TOKENS`` or of one row. With ``equal_only`` a group has one width.
+    """
+    order = sorted(range(len(widths)), key=lambda i: -widths[i])
+    costs, starts = [0], [0]
+    for stop in range(1, len(order) + 1):
+        options = []
+        for start in reversed(range(stop)):
+            width, n_rows = widths[order[start]], stop - start
+            unequal = equal_only and width != widths[order[stop - 1]]
+            if n_rows > 1 and (unequal or n_rows * width > BATCH_TOKENS):
+                break
+            options.append((costs[start] + n_rows * width + PASS_TOKENS, start))
+        cost, start = min(options)
+        costs.append(cost)
+        starts.append(start)
+    groups, stop = [], len(order)
+    while stop:
+        groups.append(order[starts[stop] : stop])
+        stop = starts[stop]
+    return groups
 
 
 def copy_kv(batch: SequenceBatch, start: int, stop: int, row: int = 0) -> Tensor:

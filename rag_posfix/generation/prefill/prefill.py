@@ -27,6 +27,7 @@ from rag_posfix.generation.prefill.per_passage import (
     concatenate_kv,
     copy_kv,
     encode_passages,
+    encode_segments,
     independent_row,
     join_batches,
     logits_at_once,
@@ -138,33 +139,52 @@ def prefill_context(
 
 
 class _CachedPrefix:
-    """The first tokens of a row: ``batch`` has the stored segments, then the segments of ``prefill_missing``."""
+    """The first tokens of a row: ``batch`` has the stored segments, then the segments of ``prefill_missing``.
+
+    A row that the model reads as it was trained to begins with two segments that methods with independent passages
+    read too, and share with it: the prefix, and the first passage after it.
+    """
 
     def __init__(self, loaded: LoadedModel, row: ResolvedRow, kv_lookup: KVLookup) -> None:
+        ends = _independent_ends(loaded, row)
+        if ends:
+            row = replace(row, reusable=(*ends, *(end for end in row.reusable if end > ends[-1])))
         self._loaded, self._kv_lookup, self._row = loaded, kv_lookup, row
         form, requests = loaded.snapshots, _prefix_requests(row)
         self._encoding = (
             kv_lookup.prefix_encoding(row.overrides) if form is None else kv_lookup.snapshot_encoding(form)
         )
-        entries = [*kv_lookup.find(loaded, self._encoding, requests), None]
+        self._independent = requests[: len(ends)]
+        entries = kv_lookup.find(loaded, kv_lookup.independent_encoding(row.overrides), self._independent)
+        entries = [*entries, *kv_lookup.find(loaded, self._encoding, requests[len(ends) :]), None]
         self._cached_segments = [kv for kv in entries[: entries.index(None)] if kv is not None]
-        self._missing = requests[len(self._cached_segments) :]
+        self._missing = requests[max(len(ends), len(self._cached_segments)) :]
         self.cached_tokens = row.reusable[len(self._cached_segments) - 1] if self._cached_segments else 0
 
     @cached_property
     def batch(self) -> SequenceBatch:
         """A batch of the row alone."""
+        self._encode_independent()
         if not self._cached_segments:
             return SequenceBatch.empty(self._loaded, overrides=self._row.overrides)
-        positions = self._row.positions[:, : self.cached_tokens]
-        more_tokens = len(self._row.layout.token_ids) - self.cached_tokens
+        length = self._row.reusable[len(self._cached_segments) - 1]
+        more_tokens, positions = len(self._row.layout.token_ids) - length, self._row.positions[:, :length]
         return concatenate_kv(self._loaded, [self._cached_segments], [positions], more_tokens, self._row.overrides)
+
+    def _encode_independent(self) -> None:
+        """Read prefix and first passage, where they are missing, as ``encode_passages`` does, and add them."""
+        for request in self._independent[len(self._cached_segments) :]:
+            before = (request.before[0], self._cached_segments[0]) if request.before else None
+            encoded = encode_segments(self._loaded, [request.segment], before, self._row.overrides)
+            encoding = self._kv_lookup.independent_encoding(self._row.overrides)
+            self._kv_lookup.add(encoding, [(request, encoded[0])])
+            self._cached_segments += encoded
 
     def prefill_missing(self) -> None:
         """Read each missing segment in its own forward pass: results do not depend on what the store holds."""
         for request in self._missing:
             ids = torch.tensor([request.segment.token_ids], device=self._loaded.device)
-            self.batch.forward(ids, request.segment.positions[None], keep=1, ends_prompt=False)
+            self.batch.prefill(ids, request.segment.positions[None])
 
     def add_missing(self, batch: SequenceBatch) -> None:
         """Add the missing segments to the store, from a batch that has read them."""
@@ -190,6 +210,16 @@ class _CachedPrefix:
     def _copies(self, batch: SequenceBatch) -> list[Tensor]:
         bounds = list(itertools.pairwise((0, *self._row.reusable)))
         return [copy_kv(batch, *span) for span in bounds[len(bounds) - len(self._missing) :]]
+
+
+def _independent_ends(loaded: LoadedModel, row: ResolvedRow) -> tuple[int, ...]:
+    """Return where the prefix and the first passage of a row end, if no method changes how they are read."""
+    layout, overrides = row.layout, row.overrides
+    changes = overrides.mask or overrides.attend or overrides.rotates_in_hook
+    if changes or not layout.passages or not loaded.keeps_all_keys or loaded.spec.unhooked is not None:
+        return ()
+    ends = (layout.prefix.stop, layout.passages[0].stop)
+    return tuple(stop for start, stop in itertools.pairwise((0, *ends)) if stop > start)
 
 
 def _prefill_row(

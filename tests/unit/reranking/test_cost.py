@@ -16,6 +16,7 @@ from rag_posfix.reranking import (
     InContextReranker,
     LikelihoodReranker,
     ListwiseReranker,
+    YesNoReranker,
 )
 from rag_posfix.reranking.in_context import INSTRUCTION
 from tests.support.tiny import loaded_model
@@ -91,6 +92,18 @@ def test_a_warm_likelihood_reads_the_question_alone(loaded):
     reranker = LikelihoodReranker(generator=engine)
     cold = passes(engine, reranker)
     assert passes(engine, reranker) == cold[-1:]
+
+
+def test_the_judge_reads_twenty_passages_in_one_pass_and_the_question_after_each_and_none_in_another(loaded):
+    engine = engine_of(loaded, PassageStore([MemoryTier()]))
+    reranker = YesNoReranker(generator=engine)
+    twenty = [Document(page_content=f"Passage {n:02} of twenty") for n in range(20)]
+    with CountedForwards(engine) as cold:
+        reranker.compress_documents(twenty, QUESTION)
+    with CountedForwards(engine) as warm:
+        reranker.compress_documents(twenty[::-1], "And what is this one?")
+    assert [rows for rows, _ in cold.shapes] == [1, 20, 21]
+    assert [rows for rows, _ in warm.shapes] == [21]
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rag_posfix.caching.kv.store import PassageStore
+from rag_posfix.caching.tier import MemoryTier
 from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.generation.batching.scheduler import advance_batch
 from rag_posfix.generation.engine import Engine
@@ -134,6 +136,22 @@ def test_the_keys_of_a_passage_have_the_same_bits_whichever_others_are_encoded_w
     together = encode_segments(loaded, segments, None, Overrides())
     for segment, expected in zip(segments, together, strict=True):
         assert torch.equal(encode_segments(loaded, [segment], None, Overrides())[0], expected)
+
+
+@pytest.mark.parametrize("few", [3, 17, ROW_COUNTS[-1]])
+def test_a_plain_prompt_has_the_same_bits_after_a_judge_has_read_its_first_passage_among_others(monkeypatch, few):
+    monkeypatch.setattr(OtherKernelForFewRows, "few", few)
+    loaded = with_other_kernel(loaded_in(torch.bfloat16))
+    loaded, layout = replace(loaded, pass_rows=rows_for("on", loaded.model)), toy_layout()
+    judged, fresh = (
+        Engine(loaded, NumberEncoder(), "tiny", "print", passages=PassageStore([MemoryTier()])) for _ in range(2)
+    )
+    judged.first_token_log_probs(layout, (3, 17))
+    for order in ((2, 0, 1), (3,)):
+        prompt = layout.select(order)
+        session = judged.open(prompt)
+        assert session.cached_tokens == prompt.passages[0].stop
+        assert torch.equal(session.next_log_probs(), fresh.open(prompt).next_log_probs())
 
 
 def test_least_rows_of_a_layer_that_has_no_such_number_is_none(monkeypatch):

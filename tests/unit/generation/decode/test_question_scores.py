@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from contextlib import closing
 from dataclasses import replace
 
@@ -124,8 +123,9 @@ def test_what_the_store_holds_is_not_read_again_and_says_the_same(loaded, passes
     store = PassageStore([MemoryTier()])
     engine = engine_of(loaded, store)
     cold = engine.question_attention([LAYOUT])
-    bounds = [0, *LAYOUT.boundaries]
-    assert passes == [*(b - a for a, b in itertools.pairwise(bounds)), T - AT]
+    # Prefix and first passage, each in whole tiles; the other passages; the question.
+    everything = [per_passage.TILE, per_passage.TILE, AT - LAYOUT.passages[0].stop, T - AT]
+    assert passes == everything
     passes.clear()
     assert engine.question_attention([LAYOUT]) == cold
     assert passes == [T - AT]
@@ -133,7 +133,7 @@ def test_what_the_store_holds_is_not_read_again_and_says_the_same(loaded, passes
     request = GenerationRequest(LAYOUT, MitigationChoice("none"), Sampling(max_tokens=1))
     assert engine.generate(request).usage.cached_tokens == AT, "an answer of the unmodified model finds them too"
     assert engine.question_attention([LAYOUT], salt="another tenant") == cold
-    assert sum(passes[1:]) == T
+    assert passes[1:] == everything
 
 
 def test_prompts_that_differ_before_their_suffix_are_refused(loaded):

@@ -22,7 +22,7 @@ from rag_posfix.plan import layout as plan_layout
 from rag_posfix.plan.layout import Span
 from rag_posfix.plan.plan import HiddenScale
 from tests.support.number_encoder import NumberEncoder
-from tests.support.tiny import loaded_model, toy_layout
+from tests.support.tiny import FAMILIES, loaded_model, stock_model, toy_layout
 
 APART = ["parallel_windows", "set_prompting", "parallel_encoding", "context_experts", "passage_answers"]
 LEADING = ["none", "calibrated_attention", "layer_scaling", "multi_base", "sorted_inter_document"]
@@ -110,8 +110,8 @@ def test_methods_that_read_passages_alike_share_them(loaded, passes):
     ("n_tokens", "shared_tokens"),
     [
         (1, (16, 5, 25, 31)),  # prefix 5 and passages of 7, 4, 9 and 6 are runs of their own: 5, 12, 16, 25, 31
-        (10, (12, 0, 25, 31)),  # 5 + 7, 4 + 9, 6: the runs end at 12, 25, 31; with passage 1 first at 5 + 4 + 7 = 16
-        (512, (0, 0, 0, 31)),  # one run
+        (10, (12, 5, 25, 31)),  # 5, 7, 4 + 9, 6: the runs end at 5, 12, 25, 31; with passage 1 first at 5 and 9
+        (512, (12, 5, 12, 31)),  # 5, 7, 4 + 9 + 6: prefix and first passage, and one run
     ],
 )
 def test_leading_runs_are_found_up_to_the_first_that_differs(loaded, read_together, name, n_tokens, shared_tokens):
@@ -126,12 +126,26 @@ def test_leading_runs_are_found_up_to_the_first_that_differs(loaded, read_togeth
         assert found.token_ids == engine_of(loaded).generate(asked).token_ids
 
 
-def test_twenty_cold_passages_are_read_in_five_passes_and_the_warm_prompt_is_equal(loaded, passes):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_prompt_begins_with_the_prefix_and_passage_that_a_judge_has_read(family):
+    loaded, layout = loaded_model(family), toy_layout()
+    judged = engine_of(loaded, store_of())
+    judged.first_token_log_probs(layout, (3, 17))
+    for order in ((2, 0, 1), (1,), (3, 2, 1, 0)):
+        asked = request(layout.select(order), "none")
+        session = judged.open(asked.layout, asked.mitigation, 6)
+        assert session.cached_tokens == asked.layout.passages[0].stop
+        stock = stock_model(family)(torch.tensor([asked.layout.token_ids])).logits[0, -1].log_softmax(dim=-1)
+        assert torch.allclose(session.next_log_probs(), stock, atol=1e-5)
+        assert torch.allclose(session.next_log_probs(), first(engine_of(loaded, store_of()), asked), atol=1e-6)
+
+
+def test_twenty_cold_passages_are_read_in_seven_passes_and_the_warm_prompt_is_equal(loaded, passes):
     asked = request(toy_layout((150,) * 20, prefix=40), "none")
     engine = engine_of(loaded, store_of())
     cold = first(engine, asked)
-    # The prefix and four passages, 40 + 4 * 150; four times four passages; the suffix.
-    assert passes == [640, 600, 600, 600, 600, 8]
+    # The prefix and the first passage, in whole tiles; three passages; four times four; the suffix.
+    assert passes == [48, 160, 450, 600, 600, 600, 600, 8]
     passes.clear()
     assert torch.equal(first(engine, asked), cold)
     assert passes == [8]
@@ -142,8 +156,8 @@ def test_the_same_tokens_in_other_runs_are_stored_apart(loaded, read_together):
     store, layout, spans = store_of(), toy_layout(), (Span(5, 25), Span(25, 31))
     for each in (layout, dataclasses.replace(layout, passages=spans, texts=spans, keys=("a", "b"))):
         first(engine_of(loaded, store), request(each, "none"))
-    # Runs that end at 12, 25 and 31, and at 25 and 31: the last one follows 25 tokens in two runs, or in one.
-    assert store.stats()["tiers"][0]["entries"] == 5
+    # Runs that end at 5, 12, 25 and 31, and at 5, 25 and 31: the last one follows 25 tokens in three runs, or in two.
+    assert store.stats()["tiers"][0]["entries"] == 6
 
 
 @pytest.mark.parametrize(("lost", "shared"), [(0, 0), (1, 5), (2, 12), (3, 16), (4, 25)])
@@ -154,8 +168,11 @@ def test_leading_passages_behind_a_hole_are_read_again(loaded, read_together, lo
         """A tier that evicted one entry and kept those that follow it in the prompt."""
 
         def get_many(self, keys):
-            evicted = list(keys)[lost]
-            return {key: entry for key, entry in super().get_many(keys).items() if key != evicted}
+            for key in keys:
+                requested.setdefault(key, len(requested))
+            return {key: entry for key, entry in super().get_many(keys).items() if requested[key] != lost}
+
+    requested: dict[str, int] = {}  # each key by its place in the prompt
 
     engine, asked = engine_of(loaded, PassageStore([Holed()])), request(toy_layout(), "none")
     expected = first(engine_of(loaded, store_of()), asked)
