@@ -18,8 +18,8 @@ class _Rotated(CopePositions):
         super().__init__(tables, p_max, size, divide=divide)
         self.rotary = rotary
 
-    def score(self, query: Tensor, key: Tensor) -> Tensor:
-        return super().score(*self.rotary.rotate(query, key))
+    def content(self, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        return self.rotary.rotate(query, key)
 
 
 @ENCODINGS.register("cope_rope")
