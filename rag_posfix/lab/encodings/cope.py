@@ -245,8 +245,8 @@ class Cope(Encoding):
         (q_i k_j + z_i(p_ij)) / sqrt(D), z_i(p) interpolated between q_i e[floor p] and q_i e[ceil p]. With all gates 1
         it is ``shaw`` with e[p] at the distance p - 1; with all gates 0 all keys are at e[0].
     Differs from the paper: the paper's formula has no sqrt(D) in the gates; its code has, and so has this.
-    Cost: O(T^2) memory per head and sequence, several tensors of that size; plain softmax. No fused kernel applies,
-        because every score needs the gates of all keys after it.
+    Cost: O(T^2) time and O(T) memory: scores are computed a tile at a time, in the backward pass once more. A tile has
+        no gates to read or to differentiate where every position is ``p_max``.
     Limits: trained from the start; a model that was trained without it cannot use it.
 
     Args:
@@ -257,7 +257,6 @@ class Cope(Encoding):
     """
 
     name = "cope"
-    memory = "per sequence"
 
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False

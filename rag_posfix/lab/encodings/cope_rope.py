@@ -42,7 +42,6 @@ class CopeRope(Encoding):
     """
 
     name = "cope_rope"
-    memory = "per sequence"
 
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False
