@@ -285,7 +285,7 @@ def draw_runs(head: Mapping[str, Any]) -> Figure:
     costs.margins(0.15)
     if all(run["seconds"] > 0 for run in runs.values()):
         costs.set_xscale("log")
-    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 
