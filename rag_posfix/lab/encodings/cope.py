@@ -35,8 +35,7 @@ def contextual_positions(gates: Tensor, p_max: int) -> Tensor:
 class _Heads:
     """Some heads of some sequences, their tokens in reverse order, so that positions are running sums over the keys.
 
-    Formula: z(p) = z[floor p] + (p - floor p) (z[floor p + 1] - z[floor p]). Both terms' z are one complex number, so
-        that one gather reads them and one scatter adds their gradients.
+    Formula: z(p) = z[floor p] + (p - floor p) (z[floor p + 1] - z[floor p])
 
     Args:
         table: Position vectors, whose products with queries are divided by sqrt(D).
@@ -49,8 +48,8 @@ class _Heads:
     def __init__(self, softmax: bool, table: Tensor, query: Tensor, key: Tensor, *content: Tensor) -> None:
         self.softmax, self.query, self.key, self.content = softmax, query, key, content
         self.table = table[: key.shape[1] + 1].to(query.dtype)  # no position is beyond the number of gates
-        by_position = query @ self.table.T  # (N, Tq, P + 1)
-        self.pairs = torch.complex(by_position, by_position.diff(dim=-1, append=by_position[..., -1:]))
+        self.by_position = query @ self.table.T  # (N, Tq, P + 1)
+        self.steps = self.by_position.diff(dim=-1, append=self.by_position[..., -1:])  # to the next position
         self.hidden = query.new_full((QUERIES, QUERIES), float("-inf")).tril_(-1)
 
     def scores(self, rows: slice) -> Tensor:
@@ -67,12 +66,12 @@ class _Heads:
         positions = self.gates.cumsum(dim=-1).clamp_(max=last)
         near = positions.shape[-1] if self.softmax else int((positions.amin(dim=(0, 1)) < last).sum())
         self.below, self.weight = positions[..., :near].long(), positions[..., :near].frac_()
-        pair = self.pairs[:, rows].gather(-1, self.below)
-        self.step = pair.imag
+        self.step = self.steps[:, rows].gather(-1, self.below)
         if self.content:
             scores = self._products(rows, *self.content)
-        scores[..., :near].add_(pair.real).addcmul_(self.weight, self.step)
-        scores[..., near:] += self.pairs[:, rows, -1:].real
+        placed = self.by_position[:, rows].gather(-1, self.below)
+        scores[..., :near].add_(placed).addcmul_(self.weight, self.step)
+        scores[..., near:] += self.by_position[:, rows, -1:]
         return scores
 
     def _products(self, rows: slice, query: Tensor, key: Tensor) -> Tensor:
@@ -81,22 +80,23 @@ class _Heads:
         products[..., :size] += self.hidden[:size, :size]  # the first keys are in the future of the later queries
         return products
 
-    def backward(self, rows: slice, grad: Tensor, by_position: Tensor, states: Sequence[Tensor]) -> None:
+    def backward(self, rows: slice, grad: Tensor, low: Tensor, step: Tensor, states: Sequence[Tensor]) -> None:
         """Add the gradients of ``scores(rows)``, which was called last.
 
         At whole positions floor and ceiling are one, so that gates have no gradient there.
 
         Args:
-            by_position: Added to at floor p: gradients, and as imaginary part gradients times p - floor p.
+            low, step: Added to at floor p: gradients of ``by_position`` and ``steps``.
             states: Added to: gradients of the queries and keys.
 
         Shapes:
-            grad: (N, R, C), 0 at future keys; overwritten. by_position: (N, Tq, P + 1).
+            grad: (N, R, C), 0 at future keys; overwritten. low, step: (N, Tq, P + 1).
         """
         size = self.below.shape[-1]
         near, gates = grad[..., :size], self.gates[..., :size]
-        by_position[:, rows].scatter_add_(-1, self.below, torch.complex(near, near * self.weight))
-        by_position[:, rows, -1] += grad[..., size:].sum(dim=-1)
+        low[:, rows].scatter_add_(-1, self.below, near)
+        low[:, rows, -1] += grad[..., size:].sum(dim=-1)
+        step[:, rows].scatter_add_(-1, self.below, near * self.weight)
         opened = self.weight.sign_().mul_(self.step).mul_(near)
         opened = opened.flip(-1).cumsum(dim=-1).flip(-1)  # a gate counts for all keys before its own
         if self.softmax:
@@ -130,16 +130,11 @@ class _CopeAttention(torch.autograd.Function):
         for query in read[::2]:
             query.mul_(query.shape[-1] ** -0.5)
         out = values.new_empty(*read[0].shape[:2], values.shape[-1])
-        divisor = values.new_empty(*out.shape[:2], 1)  # of the softmax, its logarithm
         for group in _groups(read[0], read[1]):
             heads = _Heads(softmax, table, *(each[group] for each in read))
             for rows in _tiles(read[0]):
-                scores = heads.scores(rows)
-                top = scores.amax(dim=-1, keepdim=True)
-                total = scores.sub_(top).exp_().sum(dim=-1, keepdim=True)
-                out[group, rows] = torch.bmm(scores, values[group, rows.start :]).div_(total)
-                divisor[group, rows] = total.log_().add_(top)
-        ctx.save_for_backward(table, values, out, divisor, *read)
+                out[group, rows] = torch.bmm(heads.scores(rows).softmax(dim=-1), values[group, rows.start :])
+        ctx.save_for_backward(table, values, out, *read)
         ctx.softmax = softmax
         return _restored(out, value)
 
@@ -147,22 +142,23 @@ class _CopeAttention(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs."""
-        table, values, out, divisor, *read = ctx.saved_tensors
+        table, values, out, *read = ctx.saved_tensors
         out_grad = _reversed(grad)
         mean = (out_grad * out).sum(dim=-1, keepdim=True)
         table_grad, value_grad, *grads = (torch.zeros_like(each) for each in (table, values, *read))
         for group in _groups(read[0], read[1]):
             heads = _Heads(ctx.softmax, table, *(each[group] for each in read))
-            states, pairs = [each[group] for each in grads], torch.zeros_like(heads.pairs)
+            states = [each[group] for each in grads]
+            low, step = torch.zeros_like(heads.steps), torch.zeros_like(heads.steps)
             for rows in _tiles(read[0]):
-                shares = heads.scores(rows).sub_(divisor[group, rows]).exp_()
+                shares = heads.scores(rows).softmax(dim=-1)
                 value_grad[group, rows.start :].baddbmm_(shares.mT, out_grad[group, rows])
                 products = torch.bmm(out_grad[group, rows], values[group, rows.start :].mT)
-                heads.backward(rows, products.sub_(mean[group, rows]).mul_(shares), pairs, states)
-            by_position = pairs.real - pairs.imag
-            by_position[..., 1:] += pairs.imag[..., :-1]
-            states[0] += by_position @ heads.table
-            table_grad[: len(heads.table)] += by_position.flatten(0, 1).T @ heads.query.flatten(0, 1)
+                heads.backward(rows, products.sub_(mean[group, rows]).mul_(shares), low, step, states)
+            low -= step
+            low[..., 1:] += step[..., :-1]
+            states[0] += low @ heads.table
+            table_grad[: len(heads.table)] += low.flatten(0, 1).T @ heads.query.flatten(0, 1)
         for query_grad in grads[::2]:
             query_grad.mul_(query_grad.shape[-1] ** -0.5)
         return None, table_grad, *(_restored(each, grad) for each in (value_grad, *grads))
