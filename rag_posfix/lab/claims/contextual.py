@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -74,8 +74,8 @@ def cope(_: Mapping[str, Any]) -> Encoding:
 def attention_costs(_: None, progress: Progress, *, tokens: int, batch: int, width: int, repeats: int) -> Evidence:
     """Measure a training step of a layer with RoPE, and with CoPE of few and of many positions.
 
-    Time is that of the forward and the backward pass on this machine; memory the bytes that the forward pass keeps for
-    the backward pass, which do not depend on the machine.
+    Time is the processor time of the forward and the backward pass on this machine; memory the bytes that the forward
+    pass keeps for the backward pass, which do not depend on the machine.
     """
     shape = DecoderShape(vocabulary=64, layers=1, width=width)
     ids = torch.randint(64, (batch, tokens), generator=torch.Generator().manual_seed(0))
@@ -86,10 +86,10 @@ def attention_costs(_: None, progress: Progress, *, tokens: int, batch: int, wid
     with progress("training steps") as report:
         for number in counted(range(repeats + 1), report):
             for name, decoder in decoders.items():
-                begun = perf_counter()
+                begun = process_time()
                 decoder(ids)[0].float().logsumexp(dim=-1).sum().backward()
                 if number:  # the first loads what the others use
-                    times[name].append(perf_counter() - begun)
+                    times[name].append(process_time() - begun)
     spent = {name: torch.tensor(values) for name, values in times.items()}
     numbers = {}
     for over, under in ((FEW, ROPE), (MANY, FEW)):
