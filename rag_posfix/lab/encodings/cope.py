@@ -139,7 +139,7 @@ class _CopeAttention(torch.autograd.Function):
         return _restored(out, value)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs."""
         table, values, out, *read = ctx.saved_tensors
@@ -183,7 +183,7 @@ def _reversed(states: Tensor) -> Tensor:
 
 def _restored(states: Tensor, like: Tensor) -> Tensor:
     """Return what ``_reversed`` reversed, with the sequences, heads and dtype of another tensor."""
-    return states.unflatten(0, like.shape[:2]).flip(2).to(like.dtype)
+    return states.view(*like.shape[:2], *states.shape[1:]).flip(2).to(like.dtype)
 
 
 class CopePositions(Positions):
@@ -224,7 +224,8 @@ class CopePositions(Positions):
         """Return causal attention with contextual positions; see ``Positions.attend``."""
         table = self.table[layer if self.table.shape[0] > 1 else 0]
         scaled = table if self.divide else table * query.shape[-1] ** 0.5
-        attended: Tensor = _CopeAttention.apply(self.softmax, scaled, value, query, key, *self.content(query, key))
+        states = query, key, *self.content(query, key)
+        attended: Tensor = _CopeAttention.apply(self.softmax, scaled, value, *states)  # type: ignore[no-untyped-call]
         return attended
 
 
