@@ -32,6 +32,8 @@ from rag_posfix.cli.options import (
     out,
     out_option,
     say,
+    say_figure,
+    say_files,
     table,
     with_settings,
 )
@@ -262,18 +264,24 @@ def _show_positions(summary: dict[str, Any]) -> None:
     for name in ("closed_book", "gold_only"):
         say(f"{name}: {_number(summary[name]['log_probability'])} ({summary[name]['accuracy']:.2f})")
     say(f"{summary['n']} questions; {summary['reused']} answers reused; record: {summary['record']}")
-    _show_verdict(summary)
+    _show_verdict(summary, "positions")
 
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _show_verdict(summary: dict[str, Any]) -> None:
+def _show_verdict(summary: dict[str, Any], kind: str) -> None:
     say(*(f"{name} was not measured: {reason}" for name, reason in summary.get("not_measured", {}).items()))
     say(*summary["verdict"])
-    if "png" in summary:
-        say(f"figure: {summary['png']}")
+    _show_caption(summary, kind)
+    say_files(summary, "png")
+
+
+def _show_caption(summary: dict[str, Any], kind: str) -> None:
+    from rag_posfix.evaluation.figures import CAPTIONS
+
+    say_figure(summary, CAPTIONS[kind])
 
 
 def _show_permutations(summary: dict[str, Any]) -> None:
@@ -289,7 +297,7 @@ def _show_permutations(summary: dict[str, Any]) -> None:
         f"{summary['n']} questions in {summary['orders']} orders, each compared with the first order; "
         f"record: {summary['record']}"
     )
-    _show_verdict(summary)
+    _show_verdict(summary, "permutations")
 
 
 def _show_runs(summary: dict[str, Any]) -> None:
@@ -307,6 +315,7 @@ def _show_runs(summary: dict[str, Any]) -> None:
                 f"{high:+.3f}), p {test['p_holm']:.4f} after Holm's correction"
             )
     counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary["counts"].items() if count)
+    _show_caption(summary, "rerank")
     say(f"{counts}; page: {summary['page']}; record: {summary['record']}")
 
 

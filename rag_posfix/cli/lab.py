@@ -11,7 +11,17 @@ import typer
 from rich.table import Table
 
 from rag_posfix.checkpoints import WEIGHTS, fetch_command, is_here
-from rag_posfix.cli.options import AsJson, emit, experiment_step, out, out_option, say, say_files, settings_from, table
+from rag_posfix.cli.options import (
+    AsJson,
+    emit,
+    experiment_step,
+    out,
+    out_option,
+    say_figure,
+    say_files,
+    settings_from,
+    table,
+)
 from rag_posfix.contracts.method_spec import parse_method, split_outside
 from rag_posfix.errors import ConfigError
 
@@ -144,7 +154,7 @@ def _show(summary: dict[str, Any], caption: str) -> None:
             for split, measured in scores["splits"].items():
                 errors.add_row(label, split, " ".join(f"{error['mean']:.0f}" for error in measured["by_place"]))
         out().print(errors)
-    say(f"figure: {caption}")
+    say_figure(summary, caption)
     say_files(summary, "record", "csv", "svg")
 
 
@@ -178,7 +188,7 @@ def _show_maps(summary: dict[str, Any], caption: str) -> None:
         numbers = (f"{head[key]:.2f}" for key in ("gate", "largest_other_gate", "difference"))
         rows.add_row(name, str(head["layer"]), str(head["head"]), head["query"], *numbers)
     out().print(rows)
-    say(f"figure: {caption}")
+    say_figure(summary, caption)
     say_files(summary, "record", "svg")
 
 

@@ -111,6 +111,12 @@ def say_files(data: Mapping[str, Any], *names: str) -> None:
     say(*(f"{name}: {data[name]}" for name in names if name in data))
 
 
+def say_figure(data: Mapping[str, Any], caption: str) -> None:
+    """Print what the figure of a record shows, if it was drawn."""
+    if "svg" in data:
+        say(f"figure: {caption}")
+
+
 def table(*headings: str, **options: Any) -> Table:
     """Return a table whose cells are never cut: a word that is too long for its column continues on the next line."""
     return Table(*(Column(heading, overflow="fold") for heading in headings), **options)

@@ -17,6 +17,7 @@ from rag_posfix.cli.options import (
     out,
     out_option,
     say,
+    say_figure,
     say_files,
     settings_from,
     status,
@@ -125,6 +126,8 @@ def _teacher(model: str) -> Generator:
 
 
 def _show_data(summary: dict[str, Any]) -> None:
+    from rag_posfix.lab.training.data.make_data import CAPTION
+
     rows = table(
         "samples", "gold passages", "tokens", "passages", "rejected draws", "pairs left out", title="training data"
     )
@@ -142,6 +145,7 @@ def _show_data(summary: dict[str, Any]) -> None:
         f"positions of gold passages: chi-square {positions['chi_square']:.2f} with {positions['degrees_of_freedom']} "
         f"degrees of freedom, p = {positions['p_value']:.2f}; a small p, such as 0.01, means that they are not uniform"
     )
+    say_figure(summary, CAPTION)
     say_files(summary, *(name for name in ("samples", "record", "svg") if isinstance(summary.get(name), str)))
 
 
@@ -247,6 +251,8 @@ def _run(
 
 
 def _show_training(summary: dict[str, Any]) -> None:
+    from rag_posfix.lab.training.loop import CAPTION
+
     title = (
         f"{summary['objective']}: log-probability per token on held-out samples, step {summary['best_step']} was best"
     )
@@ -256,6 +262,7 @@ def _show_training(summary: dict[str, Any]) -> None:
             curve = summary[phase]["log_probability"][name]
             rows.add_row(name, phase, " ".join(f"{value:.2f}" for value in curve), f"{min(curve):.2f}")
     out().print(rows)
+    say_figure(summary, CAPTION)
     say_files(summary, "adapter", "model", "record", "svg")
 
 

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 OTHER_COLORS = ("#1f6f54", "#33658a", "#f2a541", "#6a4c93", "#8a8a8a", "#a23b72", "#2ca6a4", "#5b4b2a")
 COLORS = {"none": "#b3382c"}
 NAMES = {"none": "unmodified model"}
+CAPTIONS = {
+    "positions": "The log-probability or the accuracy of the answers by position of the gold passage, by method; "
+    "do not conclude from lines alone that methods differ, since they have no intervals.",
+    "permutations": "The share of answers that change with the order of the passages, with 95 % intervals; do not "
+    "conclude that a method whose answers never change answers right.",
+    "rerank": "The measures of each run with 95 % intervals, and the first measure by time; do not conclude from "
+    "intervals that overlap that runs are equal, since the tests compare them topic by topic.",
+}
+"""Of the figure of a record, by its kind: what one sees; do not conclude what."""
 _LONG_NUMBER = re.compile(r"(?<![\d.#])[1-9]\d*\.\d{4,}")
 """Coordinates: their last digits depend on the processor. Scales of glyphs are below 1."""
 
@@ -276,7 +285,7 @@ def draw_runs(head: Mapping[str, Any]) -> Figure:
     costs.margins(0.15)
     if all(run["seconds"] > 0 for run in runs.values()):
         costs.set_xscale("log")
-    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 

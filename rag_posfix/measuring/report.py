@@ -51,10 +51,11 @@ for (const place of document.querySelectorAll(".chart")) {
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: its name in names of files, its title, and what Altair draws."""
+    """A chart: its name in names of files, its title, what one sees and must not conclude, and what Altair draws."""
 
     name: str
     title: str
+    caption: str
     chart: altair.LayerChart
 
     def spec(self) -> str:
@@ -135,7 +136,11 @@ def _curve(points: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[str, An
         level.mark_rule(strokeDash=[3, 3], color="currentColor", opacity=0.7),
         level.mark_text(align="right", dy=-10, color="currentColor").encode(alt.XValue("width"), text="level:N"),
     )
-    return _finished("curve", "accuracy by position of the gold passage, 95 % bands", chart)
+    caption = (
+        "Accuracy by position of the gold passage with 95 % bands; do not conclude from bands that overlap that lines "
+        "are equal, since they answer the same questions."
+    )
+    return _finished("curve", "accuracy by position of the gold passage, 95 % bands", caption, chart)
 
 
 def draw_cost(summary: Mapping[str, Any]) -> Chart | None:
@@ -160,7 +165,11 @@ def draw_cost(summary: Mapping[str, Any]) -> Chart | None:
     marks = alt.Chart(alt.Data(values=points), name="points").mark_circle(size=140).add_params(chosen)
     x, tooltip = alt.X("time:Q", scale=times, axis=axis), ["variant:N", *_numbers("quality", "time")]
     chart = alt.layer(marks.encode(x, _share("quality", what), tooltip=tooltip, **legend))
-    return _finished("cost", f"{what} against cost", chart)
+    caption = (
+        f"Each pipeline variant by its {what} and its time to the first token; do not conclude that one is better "
+        "than another on other questions, since the chart has no intervals."
+    )
+    return _finished("cost", f"{what} against cost", caption, chart)
 
 
 def _altair() -> ModuleType:
@@ -203,8 +212,9 @@ def _legend(field: str, names: Sequence[str]) -> tuple[altair.Parameter, dict[st
     return chosen, {"color": alt.Color(f"{field}:N", scale=scale, legend=legend), "opacity": opacity}
 
 
-def _finished(name: str, title: str, chart: altair.LayerChart) -> Chart:
-    return Chart(name, title, chart.properties(width=_WIDTH, height=_HEIGHT, description=title).configure(**_CONFIG))
+def _finished(name: str, title: str, caption: str, chart: altair.LayerChart) -> Chart:
+    sized = chart.properties(width=_WIDTH, height=_HEIGHT, description=title)
+    return Chart(name, title, caption, sized.configure(**_CONFIG))
 
 
 MAX_QUESTIONS = 200
@@ -361,7 +371,7 @@ def _view(record: ExperimentRecord, charts: Sequence[Chart]) -> dict[str, Any]:
         "causes": summary["causes"]["text"] if is_measure and "causes" in summary else "",
         "flips": flips if isinstance(flips, dict) else None,
         "questions": _questions(rows),
-        "charts": [(chart.title, chart.spec()) for chart in charts],
+        "charts": [(chart.title, chart.caption, chart.spec()) for chart in charts],
         "columns": columns,
         "table": [[_number(value) for value in row] for row in table],
         "dropped": summary.get("dropped", {}),

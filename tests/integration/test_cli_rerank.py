@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rag_posfix.cli import options as output
+from rag_posfix.evaluation.figures import CAPTIONS
 from rag_posfix.evaluation.record import read_record
 from tests.support.command_line import command_line
 from tests.support.letter_embeddings import LetterEmbeddings
@@ -62,6 +63,7 @@ class TestRerank:
         assert code == 0
         for words in ("nDCG@10", "bm25", "embedding against first_stage", "Holm", "5 documents, 1 documents without"):
             assert words in " ".join(out.split())
+        assert f"figure: {CAPTIONS['rerank']}" in out
 
 
 class TestRerankPositions:

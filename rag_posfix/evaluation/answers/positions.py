@@ -59,7 +59,7 @@ from rag_posfix.evaluation.data.questions import (
     with_hostile_passage,
     with_joined_passages,
 )
-from rag_posfix.evaluation.figures import draw_permutations, draw_positions, with_figure
+from rag_posfix.evaluation.figures import CAPTIONS, draw_permutations, draw_positions, with_figure
 from rag_posfix.evaluation.ranking.rankings import RankJournal
 from rag_posfix.evaluation.ray_map import connect_ray, ray_map
 from rag_posfix.evaluation.record import ExperimentRecord, Progress, silent
@@ -170,7 +170,8 @@ def evaluate_positions(
         "answers_of_earlier_runs_by": journal.sources,
     }  # fmt: skip
     head = answers_head("positions", facts, data, used, summarize_positions(rows))
-    return with_figure(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_positions)
+    record = ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
+    return with_figure(record, draw_positions, CAPTIONS["positions"])
 
 
 def _changed(
@@ -481,7 +482,8 @@ def evaluate_permutations(
         "relevance": relevance, "decoding": "greedy",
     }  # fmt: skip
     head = answers_head("permutations", engine_facts(engine, arrangements), data, used, summarize_permutations(rows))
-    return with_figure(ExperimentRecord(head, [asdict(row) for row in rows]).write(out), draw_permutations)
+    record = ExperimentRecord(head, [asdict(row) for row in rows]).write(out)
+    return with_figure(record, draw_permutations, CAPTIONS["permutations"])
 
 
 def draw_orders(count: int, n_orders: int, seed: int, name: str) -> list[tuple[int, ...]]:

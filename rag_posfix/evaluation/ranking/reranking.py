@@ -33,7 +33,7 @@ from rag_posfix.evaluation.data.questions import (
     take_examples,
     with_hostile_passage,
 )
-from rag_posfix.evaluation.figures import check_matplotlib, draw_runs, with_figure
+from rag_posfix.evaluation.figures import CAPTIONS, check_matplotlib, draw_runs, with_figure
 from rag_posfix.evaluation.pages import html_figure, html_page, html_table
 from rag_posfix.evaluation.ranking.first_stage import (
     FIRST_STAGE,
@@ -356,7 +356,7 @@ def _written(record: RerankingRecord, out: Path | None) -> RerankingRecord:
     """Return the record with its files: head, rows, figure and page."""
     if out is None:
         return record
-    written = with_figure(record.write(out), draw_runs)
+    written = with_figure(record.write(out), draw_runs, CAPTIONS["rerank"])
     page = out / "rerank.html"
     write_text(page, [render_page(record.head, record.rows, written.files["png"].read_bytes())])
     return replace(written, files={**written.files, "page": page})

@@ -106,8 +106,8 @@ class DecoderShape:
 
 
 Memory = Literal["linear", "per head", "per sequence"]
-"""What attention keeps in memory: no T x T tensor (fused SDPA), one per head that all sequences share (SDPA with a
-bias), or one per head and sequence (plain softmax, O(T^2))."""
+"""What attention keeps in memory: no T x T tensor (fused SDPA, or tiles), one per head that all sequences share (SDPA
+with a bias), or one per head and sequence (plain softmax, O(T^2))."""
 
 
 class Positions(nn.Module):

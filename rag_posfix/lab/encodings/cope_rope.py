@@ -18,8 +18,8 @@ class _Rotated(CopePositions):
         super().__init__(tables, p_max, size, divide=divide)
         self.rotary = rotary
 
-    def score(self, query: Tensor, key: Tensor) -> Tensor:
-        return super().score(*self.rotary.rotate(query, key))
+    def content(self, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        return self.rotary.rotate(query, key)
 
 
 @ENCODINGS.register("cope_rope")
@@ -42,7 +42,6 @@ class CopeRope(Encoding):
     """
 
     name = "cope_rope"
-    memory = "per sequence"
 
     p_max: Annotated[int, Integer(1)] = 64
     shared: bool = False

@@ -199,7 +199,7 @@ def tune(
         "trained_parameters": state.trained_parameters, "summary": _summary(objective, state, settings),
     }  # fmt: skip
     record = ExperimentRecord(head, [_row(evaluation) for evaluation in state.as_json()["history"]], {}).write(out)
-    record = with_figure(record, draw_training)
+    record = with_figure(record, draw_training, CAPTION)
     return replace(record, files={**record.files, tuned.name: tuned})
 
 
@@ -251,6 +251,12 @@ def _summary(objective: Objective, state: RunState, settings: TrainSettings) -> 
         "worst": [evaluation.worst for evaluation in state.history],
         "loss": [evaluation.loss for evaluation in state.history[1:]],
     }
+
+
+CAPTION = (
+    "The log-probability of held-out samples at their worst position by training step; do not conclude a gain on "
+    "other documents, since these samples were made as those of the training were."
+)
 
 
 def draw_training(head: Mapping[str, Any]) -> Figure:

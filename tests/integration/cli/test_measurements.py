@@ -11,6 +11,7 @@ import transformers
 from benchmarks.chat_models import tiny_config, tiny_model
 from rag_posfix.cli import measure
 from rag_posfix.contracts.method_spec import MethodSpec
+from rag_posfix.evaluation.figures import CAPTIONS
 from rag_posfix.evaluation.record import read_record
 from rag_posfix.mitigations import MITIGATIONS
 from rag_posfix.pipeline.file_parameters import with_file_parameters
@@ -108,6 +109,7 @@ class TestEvalPositions:
         )  # fmt: skip
         assert result.code == 0
         assert "gold at 0" in result.out
+        assert f"figure: {CAPTIONS['positions']}" in result.out
         assert "closed_book: " in result.out
 
 

@@ -1,11 +1,14 @@
-"""Every figure of a probe and a task has a sentence: what one sees, and what one must not conclude."""
+"""Every figure that a command draws has a sentence: what one sees, and what one must not conclude."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from rag_posfix.cli.train import _show_training
+from rag_posfix.evaluation import figures
 from rag_posfix.evaluation.figures import PANEL, captioned, new_column, svg_of
 from rag_posfix.lab import contextual_maps
 from rag_posfix.lab.encodings import create_encoding
@@ -15,12 +18,15 @@ from rag_posfix.lab.probing.base import run_probes
 from rag_posfix.lab.probing.rope_waveform import RopeWaveform
 from rag_posfix.lab.tasks import TASKS
 from rag_posfix.lab.tasks.flip_flop import FlipFlop
+from rag_posfix.lab.training import loop
+from rag_posfix.lab.training.data import make_data
+from rag_posfix.pipeline import build
 from tests.support.command_line import command_line
 from tests.unit.lab.probing.probed import small_decoder
 
-CAPTIONS = {"maps": contextual_maps.CAPTION} | {
-    name: cls.caption for registry in (PROBES, TASKS) for name, cls in registry.items()
-}
+CAPTIONS = {
+    "maps": contextual_maps.CAPTION, "train": loop.CAPTION, "train data": make_data.CAPTION, **figures.CAPTIONS
+} | {name: cls.caption for registry in (PROBES, TASKS) for name, cls in registry.items()}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CAPTIONS)
@@ -67,6 +73,25 @@ def test_the_files_the_page_and_the_terminal_have_the_caption(tmp_path, capsysbi
         "--width", "8", "--layers", "1", "--out", tmp_path / "lab",
     )  # fmt: skip
     assert f"figure: {FlipFlop.caption}" in printed
+
+
+@pytest.mark.slow
+def test_the_figure_and_the_terminal_of_training_data_have_the_caption(tmp_path, capsysbinary, monkeypatch):
+    monkeypatch.setattr(build, "build_tokenizer", lambda settings: SimpleNamespace(encode_text=str.split))
+    _, printed, _ = command_line(capsysbinary)(
+        "train", "data", "--templates", "key_value,database", "--samples", 4, "--min-tokens", 60, "--max-tokens", 180,
+        "--length-bins", 1, "--out", tmp_path,
+    )  # fmt: skip
+    assert f"figure: {make_data.CAPTION}" in printed
+    (drawn,) = tmp_path.glob("*.svg")
+    assert _first_words(make_data.CAPTION) in drawn.read_text("utf-8")
+
+
+@pytest.mark.parametrize("files", [{"svg": "a.svg"}, {}])
+def test_the_terminal_says_what_a_figure_of_training_shows_if_there_is_one(files, capsysbinary):
+    measured = {"log_probability": {"none": [-1.0, -2.0]}}
+    _show_training({"objective": "in2", "best_step": 1, "before": measured, "after": measured, **files})
+    assert (f"figure: {loop.CAPTION}" in capsysbinary.readouterr().out.decode()) == bool(files)
 
 
 def _first_words(caption: str) -> str:

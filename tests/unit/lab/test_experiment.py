@@ -168,7 +168,8 @@ def test_lab_list_names_every_task_and_encoding(capsysbinary):
         "counting", "flip_flop", "key_value", "language", "last_sentence", "selective_copy", "text",
     ]  # fmt: skip
     assert [one["name"] for one in found["encodings"] if not one["causal"]] == ["spline"]
-    assert {one["name"]: one["memory"] for one in found["encodings"]}["cope"] == "per sequence"
+    memory = {one["name"]: one["memory"] for one in found["encodings"]}
+    assert (memory["cope"], memory["shaw"]) == ("linear", "per sequence")
     assert all(one["summary"] and one["deviations"] is not None for part in found.values() for one in part)
     code, printed, _ = call("lab", "list")
     assert code == 0

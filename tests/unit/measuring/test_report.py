@@ -206,6 +206,7 @@ def test_the_script_is_in_the_page_once_for_all_charts_and_absent_without():
     rows = by_position("none", p0="11", p1="10")
     page = report_page([ExperimentRecord({"kind": "measure", "summary": TWO}, rows)] * 2)
     assert page.count('<script type="application/json">') == 4
+    assert page.count("; do not conclude ") == 4
     assert page.count("<script>") == 1
     assert page.count("<noscript>") == 2  # one for each record
     assert len(page.encode()) < 1_500_000

@@ -446,6 +446,12 @@ def _count_values(values: Iterable[int]) -> dict[str, int]:
     return {str(value): count for value, count in sorted(Counter(values).items())}
 
 
+CAPTION = (
+    "Gold passages in each part of the prompt, next to those expected of uniform positions; do not conclude from a "
+    "large p that positions are uniform, only that these samples do not show otherwise."
+)
+
+
 def draw_places(head: Mapping[str, Any]) -> Figure:
     """Return the figure of a record of ``train data``: gold passages by the part of the prompt that they are in."""
     positions = head["summary"]["places"]
@@ -521,7 +527,7 @@ def make_training_data(
         "kind": "train-data", **environment(), "settings": asdict(settings), "run": run, "summary": summary
     }  # fmt: skip
     record = ExperimentRecord(head, (), {}).write(out)
-    record = with_figure(record, draw_places)
+    record = with_figure(record, draw_places, CAPTION)
     return replace(record, files={**record.files, "samples": path})
 
 

@@ -10,7 +10,7 @@ from rag_posfix.contracts.request import MitigationChoice
 from rag_posfix.errors import EvaluationError
 from rag_posfix.evaluation.answers.experiment import position_verdicts
 from rag_posfix.evaluation.answers.positions import evaluate_permutations, evaluate_positions
-from rag_posfix.evaluation.figures import draw_permutations, draw_positions, svg_of
+from rag_posfix.evaluation.figures import CAPTIONS, captioned, draw_permutations, draw_positions, svg_of
 from rag_posfix.evaluation.record import write_whole
 from tests.support.tiny_evaluation import EXAMPLES, Alphabetical, tiny_engine
 
@@ -67,7 +67,9 @@ def test_a_figure_and_a_sentence_per_method_come_with_the_record(experiment, opt
     found = record.to_json()
     assert len(found["verdict"]) == 2
     assert record.files["png"].read_bytes().startswith(b"\x89PNG")
-    assert record.files["svg"].read_text("utf-8") == svg_of(draw(record.head))
+    assert record.files["svg"].read_text("utf-8") == svg_of(
+        captioned(draw(record.head), CAPTIONS[record.head["kind"]])
+    )
     umask = os.umask(0)
     os.umask(umask)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}

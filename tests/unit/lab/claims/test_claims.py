@@ -69,6 +69,7 @@ TINY = {
     "bound": {"strings": 2, "farthest": 4},
     "flip-flop": {**TRAINED, "pairs": 2, "ignored": 0.4},
     "selective-copy": {**TRAINED, "tokens": 2, "blanks": 2},
+    "counting": {**TRAINED, "operations": 6},
     "language": {**TRAINED, "length": 8},
     "gates": {"steps": 1, "p_max": 4, "length": 32, "texts": 2},
     "real-text": {**TRAINED, "length": 8, "source": "prose", "words": 16},

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from rag_posfix.errors import ConfigError
-from rag_posfix.lab.encodings import DecoderShape, create_encoding
+from rag_posfix.lab.encodings import DecoderShape, cope, create_encoding
 from rag_posfix.lab.encodings.alibi import alibi_slopes
-from rag_posfix.lab.encodings.cope import contextual_positions, interpolate
+from rag_posfix.lab.encodings.base import attend_scores
+from rag_posfix.lab.encodings.cope import contextual_positions
 from rag_posfix.lab.encodings.rope import RotaryAngles
 from rag_posfix.lab.encodings.sinusoidal import sinusoids
 from rag_posfix.lab.encodings.t5 import bucket_of
@@ -201,12 +202,75 @@ def test_contextual_positions_by_hand():
     torch.testing.assert_close(contextual_positions(gates, 1), expected.clamp(max=1))
 
 
+def interpolate(by_position, positions):
+    """Return a value between those of the two nearest whole positions."""
+    floor = positions.detach().floor()
+    low, high = (by_position.gather(-1, whole.long()) for whole in (floor, positions.detach().ceil()))
+    return low + (positions - floor) * (high - low)
+
+
 def test_a_fractional_position_lies_between_two_whole_ones_and_passes_a_gradient():
     positions = torch.tensor([[0.0, 1.25, 2.0]], requires_grad=True)
     found = interpolate(torch.tensor([[10.0, 20.0, 60.0]]), positions)
     assert found.tolist() == [[10.0, 30.0, 60.0]]  # 0.75 * 20 + 0.25 * 60
     found.sum().backward()
     assert positions.grad.tolist() == [[0.0, 40.0, 0.0]]  # 60 - 20; floor = ceiling at whole positions
+
+
+def cope_with_whole_tensors(module, query, key, value, divide):
+    """Return attention by the formula of the paper, each tensor whole."""
+    scaling = query.shape[-1] ** -0.5
+    positions = contextual_positions(module.gates(query, key), module.p_max)
+    placed = interpolate(query @ module.table[0].T, positions)
+    scored, keys = module.content(query, key) or (query, key)
+    return attend_scores(scored @ keys.mT * scaling + placed * (scaling if divide else 1.0), value)
+
+
+COPES = [
+    ("cope", {"p_max": 4}), ("cope", {"p_max": 1}), ("cope", {"p_max": 300}), ("cope", {"p_max": 8, "divide": False}),
+    ("cope", {"p_max": 8, "gate": "softmax"}), ("cope_rope", {"p_max": 8}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parameters"), COPES, ids=lambda each: str(each))
+@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (6, 6), (150, 150), (1, 70), (70, 140)])
+@pytest.mark.parametrize("product", [None, 0.0, -300.0, 100.0], ids=["any gate", "half open", "closed", "open"])
+def test_tiles_of_cope_and_their_gradients_are_those_of_whole_tensors(
+    name, parameters, n_query, n_key, product, generator, monkeypatch
+):
+    monkeypatch.setattr(cope, "CPU_SCORES", 5 * min(n_query, cope.QUERIES) * n_key)  # groups of 5 and of 1 heads
+    module = built(name, **parameters)
+    with torch.no_grad():
+        module.table.copy_(torch.randn(module.table.shape, generator=generator))
+    query, key, value = (torch.randn(3, 2, n, 4, generator=generator) for n in (n_query, n_key, n_key))
+    if product is not None:  # of gates that are half open every second position is whole
+        query[..., 0], key = 1.0, torch.zeros_like(key)
+        key[..., 0] = product
+    grad = torch.randn(3, 2, n_query, 4, generator=generator)
+    inputs = [each.requires_grad_() for each in (query, key, value, module.table)]
+    expected = cope_with_whole_tensors(module, query, key, value, parameters.get("divide", True))
+    found = module.attend(0, query, key, value)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for gradient, whole in zip(*(torch.autograd.grad(out, inputs, grad) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(gradient, whole, rtol=1e-5, atol=1e-5 * max(1.0, abs(product or 0)))
+
+
+@pytest.mark.parametrize(("name", "parameters"), COPES, ids=lambda each: str(each))
+def test_gradients_of_cope_are_those_of_differences_in_double_precision(name, parameters, generator):
+    module = built(name, **parameters).double()
+    inputs = [torch.randn(1, 2, n, 4, generator=generator).double().requires_grad_() for n in (3, 5, 5)]
+    assert torch.autograd.gradcheck(lambda *states: module.attend(0, *states), inputs)
+
+
+def test_cope_keeps_no_tensor_of_all_queries_and_keys_and_returns_the_dtype_that_it_is_given(generator):
+    kept = []
+    module, (query, key, value) = built("cope"), states(generator, tokens=300)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        out = module.attend(0, query.requires_grad_(), key, value)
+    assert max(kept) == query.numel()
+    half = module.attend(0, *(each.detach().bfloat16() for each in (query, key, value)))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), out, atol=0.05, rtol=0.05)
 
 
 def test_cope_with_all_gates_open_is_clipped_relative_position(generator):

@@ -55,13 +55,15 @@ def whole(folders, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_figure(whole, monkeypatch):
     """Runs of single tests draw nothing: a figure takes as long as three steps. That of ``whole`` is drawn."""
-    monkeypatch.setattr(module, "with_figure", lambda record, draw: record)
+    monkeypatch.setattr(module, "with_figure", lambda record, *_: record)
 
 
 def test_the_figure_of_a_run_lies_beside_its_record(whole):
     record = whole[1].files["record"]
     assert whole[1].files["svg"] == record.with_suffix(".svg")
-    assert "held-out samples" in whole[1].files["svg"].read_text()
+    drawn = whole[1].files["svg"].read_text()
+    assert "held-out samples" in drawn
+    assert module.CAPTION[:40] in drawn
     assert whole[1].files["png"].read_bytes().startswith(b"\x89PNG")
 
 
