@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -74,7 +75,7 @@ def cases_of_files(files: Path) -> Iterator[Case]:
         gate = Gate(cast(Pipeline, None), root, ())
         for each in load_questions(questions_of):
             if each.answers and each.gold and not (each.history or each.filter or each.kind == "lists"):
-                yield Case("one file", each.question, [lambda passage, g=gate, q=each: g.is_right(q, passage)])
+                yield Case("one file", each.question, [partial(gate.is_right, each)])
 
 
 def hotpotqa(path: Path) -> tuple[list[Document], list[Case]]:

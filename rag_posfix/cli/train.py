@@ -247,10 +247,10 @@ def _run(
     record = tune(
         engine, objective, data, training, output, base=base, teacher=teacher, progress=experiment_step
     )  # fmt: skip
-    emit(record.to_json(), as_json, _show_training)
+    emit(record.to_json(), as_json, show_training)
 
 
-def _show_training(summary: dict[str, Any]) -> None:
+def show_training(summary: dict[str, Any]) -> None:
     from rag_posfix.lab.training.loop import CAPTION
 
     title = (

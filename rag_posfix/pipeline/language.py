@@ -47,6 +47,8 @@ _WORDS = {language: frozenset(words.split()) for language, words in _FUNCTION_WO
 _REPLIES = frozenset(["yes", "no", "ja", "nein", "oui", "non", "sí", "si", "sim", "não", "nee", "not"])
 """Replies that every text contains in another sense."""
 
+_REPLY = re.compile(r"\W*(?:(?:yes|ja|oui|s\u00ed|sim)\b|(?:no|nein|non|n\u00e3o|nee)(?:[,;:]|\.\s))", re.IGNORECASE)
+
 _STOP_REPLIES = frozenset(split_words(" ".join(_REPLIES)))
 _STOP_WORDS = {language: frozenset(split_words(text)) | _STOP_REPLIES for language, text in _FUNCTION_WORDS.items()}
 
@@ -79,6 +81,11 @@ def language_of(text: str) -> str | None:
 def stop_words(text: str) -> Set[str]:
     """Return function words of the language of ``text``, else of English, and yes and no, as ``split_words`` does."""
     return _STOP_WORDS.get(language_of(text) or "en", _STOP_REPLIES)
+
+
+def is_reply(answer: str) -> bool:
+    """Return whether an answer begins with yes or no: then its other words may be those of the question in others."""
+    return _REPLY.match(answer) is not None
 
 
 def content_words(text: str) -> Set[str]:

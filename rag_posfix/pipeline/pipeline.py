@@ -599,10 +599,10 @@ class Pipeline(AskedInBatches):
         return self.defaults.allow_unsupported if asked is None else asked
 
     def _word_test(self, prepared: PreparedQuestion, odds: Collection[object]) -> WordTest | None:
-        """Return the test of answers of small readers to questions for a fact, where no judge was asked."""
+        """Return the test of answers to questions for a fact; None for large readers that no judge was asked for."""
         question, documents = prepared.run.question, prepared.prompt.assembled.documents
         is_form = prepared.request.sampling.json_schema is not None or question.tools is not None
-        if not self.defaults.is_small_reader or is_form or odds:
+        if is_form or not (self.defaults.is_small_reader or odds):
             return None
         return WordTest(read_texts(documents), question.text) if documents and asks_for_fact(question.text) else None
 

@@ -19,7 +19,7 @@ from rag_posfix.contracts.answer import SupportVerdict
 from rag_posfix.contracts.request import salted
 from rag_posfix.contracts.retrieval import DETAILS, Reranker, rerank_indexed
 from rag_posfix.pipeline.citations import COVERAGE, NUMBERS, PAIR_COVERAGE, STEM, find_evidence, passage_words
-from rag_posfix.pipeline.language import is_broad, same_language
+from rag_posfix.pipeline.language import is_broad, is_reply, same_language
 from rag_posfix.pipeline.run import RequestContext
 from rag_posfix.text import clean_text, is_pair, titled_text
 
@@ -73,8 +73,8 @@ class WordSupport:
 
     Attributes:
         verdict: ``all``: a passage has the numbers, and enough of the other words. ``some``: passages have a word of
-            them. ``none``: no passage has any. ``unknown``: there is nothing to compare ("Yes."), or passages and
-            answer are in different languages.
+            them. ``none``: no passage has any. ``unknown``: there is nothing to compare ("Yes.", "Yes, you may"), or
+            passages and answer are in different languages.
         holders: Indices of the passages with all of them; for ``some``, of those with most.
     """
 
@@ -102,7 +102,7 @@ def compare_words(answer: str, passages: Sequence[str], question: str) -> WordSu
     most = max(map(len, shared))
     if most:
         return WordSupport("some", tuple(index for index, words in enumerate(shared) if len(words) == most))
-    is_comparable = any(same_language(answer, passage) for passage in passages)
+    is_comparable = any(same_language(answer, passage) for passage in passages) and (numbers or not is_reply(answer))
     return WordSupport("none" if is_comparable else "unknown")
 
 

@@ -1,7 +1,8 @@
-"""Answers of small readers that no passage can have given: none has a word of them, or they only repeat the question.
+"""Answers that no passage can have given: none has a word of them, or they only repeat the question.
 
-Models whose judgements do not count (``support.JUDGING_HIDDEN_SIZE``) answer from memory, or with words of the
-question, where no passage has the answer. "Sunday" to "When does the museum close on Sundays?" is no answer.
+Readers answer from memory, or with words of the question, where no passage has the answer. "Sunday" to "When does the
+museum close on Sundays?" is no answer. A large reader whose judge was asked is tested too: it says of a passage on the
+same matter that it has the answer, and then writes "is not mentioned".
 How many right and wrong answers fail: ``python -m benchmarks.support --words RECORD=DATA``.
 """
 
@@ -16,7 +17,7 @@ from langchain_core.documents import Document
 from rag_posfix.contracts.answer import AnswerChunk
 from rag_posfix.pipeline.citations import NUMBERS, find_evidence, passage_words
 from rag_posfix.pipeline.headings import restates
-from rag_posfix.pipeline.language import same_language
+from rag_posfix.pipeline.language import is_reply, same_language
 from rag_posfix.pipeline.support import ALL_THE_SAME, passage_name, shared_words
 from rag_posfix.text import is_pair
 
@@ -32,7 +33,8 @@ _NUMBER = re.compile(r"\d+")
 class WordTest:
     """Whether an answer has a word of the passages that the question does not have.
 
-    Not tested are answers in another language than the passages, small counts, and answers of many words.
+    Not tested are answers in another language than the passages, small counts, answers of many words, and what follows
+    yes or no without a number.
 
     Args:
         passages: Titles and texts, as the model reads them.
@@ -52,6 +54,8 @@ class WordTest:
             return True
         evidence = find_evidence(answer, self._question)
         if not 0 < len(evidence) < MAX_WORDS or all(map(_is_count, evidence)):
+            return False
+        if is_reply(answer) and not any(map(str.isdigit, "".join(evidence))):
             return False
         return not shared_words(evidence, self._words)
 

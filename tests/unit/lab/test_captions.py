@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rag_posfix.cli.train import _show_training
+from rag_posfix.cli.train import show_training
 from rag_posfix.evaluation import figures
 from rag_posfix.evaluation.figures import PANEL, captioned, new_column, svg_of
 from rag_posfix.lab import contextual_maps
@@ -90,7 +90,7 @@ def test_the_figure_and_the_terminal_of_training_data_have_the_caption(tmp_path,
 @pytest.mark.parametrize("files", [{"svg": "a.svg"}, {}])
 def test_the_terminal_says_what_a_figure_of_training_shows_if_there_is_one(files, capsysbinary):
     measured = {"log_probability": {"none": [-1.0, -2.0]}}
-    _show_training({"objective": "in2", "best_step": 1, "before": measured, "after": measured, **files})
+    show_training({"objective": "in2", "best_step": 1, "before": measured, "after": measured, **files})
     assert (f"figure: {loop.CAPTION}" in capsysbinary.readouterr().out.decode()) == bool(files)
 
 

@@ -89,6 +89,11 @@ class TestVerdict:
         assert support_verdict((0.1, YES_FROM), words) == ("yes", (1,))
         assert support_verdict((0.1, 0.1), words) == ("unknown", ())
 
+    def test_what_follows_yes_or_no_is_compared_only_if_it_has_a_number(self):
+        for answer, verdict in (("Yes, you may.", "unknown"), ("Nein, das darf man nicht.", "unknown"),
+                                ("No passage says it.", "none"), ("Yes, since 1850.", "none")):  # fmt: skip
+            assert compare_words(answer, ["The harbour has boats.", "Der Hafen hat Boote."], "?").verdict == verdict
+
 
 class Judge:
     """A pipeline whose judge gives each passage the log-odds of a table; ``seen`` are the passages that it judged."""
@@ -147,6 +152,18 @@ class TestPipeline:
         assert "do not support" in answer.warnings[0]
         assert ask(Judge({PASSAGE: -2.0}, allow_unsupported=True), PASSAGE).text == PASSAGE
         assert ask(Judge({PASSAGE: -2.0}, allow_unsupported=True), PASSAGE, allow_unsupported=False).text != PASSAGE
+
+    @pytest.mark.parametrize("ask", [Judge.ask, streamed])
+    def test_an_answer_without_a_word_of_the_passages_is_refused_whatever_the_judge_said(self, ask):
+        judge = Judge({PASSAGE: 3.0}, cache=DictCache())
+        judge.pipeline.generator = ScriptedReader(written="It is not mentioned.")
+        for _ in range(2):
+            answer = ask(judge, PASSAGE)
+            assert (answer.text, answer.support, answer.documents) == (NO_PASSAGE_TEXT, "no", ())
+            assert "no passage has a word of the answer" in answer.warnings[0]
+        shown = ask(judge, PASSAGE, allow_unsupported=True)
+        assert (shown.text, shown.support, shown.cached) == ("It is not mentioned.", "no", True)
+        assert "do not support" in shown.warnings[0]
 
     def test_a_model_that_judges_badly_is_not_asked_to(self):
         judge = Judge({PASSAGE: -9.0}, is_trusted=False)

@@ -1,4 +1,4 @@
-"""An answer of a small reader that no passage can have given is a refusal, whole and in pieces."""
+"""An answer that no passage can have given is a refusal, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ COSTS = "How much is the admission for children?"
         ("What does it show?", "Museums", False),
         ("What does the museum show?", "Art", True),
         ("Are dogs allowed?", "No.", False),  # nothing to compare
+        ("Are dogs allowed?", "Yes, you may bring one.", False),
+        ("Are dogs allowed?", "No, leave yours outside.", False),
+        ("Are dogs allowed?", "Yes, since 1920.", True),
+        ("Are dogs allowed?", "No pet is mentioned.", True),
         ("Who is older, Anna or Ida?", "Ida", False),
         ("Wie teuer ist der Eintritt f\u00fcr die Kinder?", "Drei M\u00e4rker", False),  # the passage is English
         (CLOSES, "", False),
@@ -144,7 +148,7 @@ def test_an_answer_that_was_cut_is_shown_since_it_may_go_on(streams):
         assert pipeline.ask(CLOSES, documents()).text == "The"
 
 
-def test_large_readers_may_answer_in_their_own_words():
+def test_large_readers_that_no_judge_was_asked_for_may_answer_in_their_own_words():
     pipeline = small_reader("At noon.")
     pipeline.defaults = Defaults(sampling=Sampling(max_tokens=64))
     assert pipeline.ask(CLOSES, documents()).text == "At noon."
