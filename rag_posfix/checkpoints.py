@@ -244,6 +244,7 @@ WEIGHTS: Mapping[str, Weights] = {
         megabytes=1117,
         context_window=32_768,
         memory_megabytes=8200,
+        right_answers=(90, 100),
     ),
     "minilm": Weights(
         use="all-MiniLM-L6-v2, the default embedding model",

@@ -29,6 +29,9 @@ ARRANGEMENTS: Mapping[str, Mapping[str, str]] = {
 """Method and order by the name of a column; ``gold alone`` has the right passages only, with ``none``."""
 
 FLOORS: Mapping[str, Mapping[str, float]] = {
+    "qwen2.5-coder-1.5b": {
+        "faq": 0.85, "titled": 0.8, "short": 0.5, "lists": 0.35, "follow-ups": 0.8, "hostile": 0.7, "paraphrased": 0.9,
+    },
     "qwen2.5-coder-0.5b": {
         "faq": 0.7, "titled": 0.8, "short": 0.6, "follow-ups": 0.9, "hostile": 0.6, "paraphrased": 0.75,
     },
