@@ -185,7 +185,7 @@ def test_the_query_is_in_the_answer_in_the_trace_and_in_the_log(caplog):
     shelf, stages = Shelf(), Stages()
     questions = pipeline(retriever=shelf)
     with caplog.at_level(logging.DEBUG, "rag_posfix.pipeline.query"):
-        answer = questions.ask(Question("Who designed it?", history=HISTORY), watcher=stages)
+        answer = questions.ask(Question("Who designed it?", history=HISTORY, second_step=False), watcher=stages)
     joined = "When was the Maravel lighthouse lit?\nWho designed it?"
     assert answer.query == answer.to_dict()["query"] == stages.texts["retriever"] == shelf.asked[0][0] == joined
     assert stages.texts["generator"] == "Who designed it?"

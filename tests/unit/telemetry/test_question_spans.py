@@ -15,7 +15,7 @@ from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.request import Chunk, Generation, GenerationRequest, Sampling, Usage
 from rag_posfix.errors import ConfigError, GenerationCancelled, RerankingError
 from rag_posfix.generation.fake import FakeGenerator
-from rag_posfix.pipeline.pipeline import Pipeline
+from rag_posfix.pipeline.pipeline import Defaults, Pipeline
 from rag_posfix.telemetry.build import OFF, question_tracer
 from tests.support.recorded_telemetry import RecordedTelemetry
 from tests.support.serving import DictCache, ListRetriever, WordReranker
@@ -56,6 +56,7 @@ def make(recorded: RecordedTelemetry, generator: FakeGenerator | None = None, **
 
 
 def retrieving(recorded: RecordedTelemetry, **parts: Any) -> Pipeline:
+    parts = {"defaults": Defaults(second_step=False), **parts}
     return make(recorded, retriever=ListRetriever(ROME, PARIS), reranker=WordReranker(), candidates=2, **parts)
 
 
