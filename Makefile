@@ -61,7 +61,7 @@ SEED = $(shell date +%-j)
 test-busy: $(BROWSER_STAMP) ## Run the first tier three times at once, two in random orders (SEED, SEED + 1)
 	@mkdir -p build
 	@jobs=; failed=; for order in '' $(SEED) $$(($(SEED) + 1)); do \
-		OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' --processor-limit 2 -p no:cacheprovider \
+		OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) -m 'not slow' -p no:cacheprovider \
 			$${order:+--order-seed $$order} $(ARGS) >build/busy-$$order.log 2>&1 & jobs="$$jobs $$!"; done; \
 	for job in $$jobs; do wait $$job || failed=1; done; tail -qn 3 build/busy-*.log; test -z "$$failed"
 
