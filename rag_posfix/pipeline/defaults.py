@@ -204,7 +204,7 @@ class Defaults:
             and make decoding a few per cent slower.
         allow_ungrounded: Whether the model answers from its memory if there is no passage.
         allow_unsupported: Whether the model answers if the judge finds the answer in no passage, or if no passage can
-            have given the answer of a small reader.
+            have given the answer.
         no_passage_text: The answer if there is no passage and ``allow_ungrounded`` is False, and if none of them
             answers the question and ``allow_unsupported`` is False.
         templates: Prompt templates by the code of the question's language, in place of the pipeline's own; each may

@@ -21,7 +21,7 @@ from rag_posfix.assembly.orders.cache_aware import RecentPrompts
 from rag_posfix.assembly.templates import read_template, resolve_tools
 from rag_posfix.caching.answers.tiered import tenant_salt
 from rag_posfix.checked import check_type, checked_list
-from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings
+from rag_posfix.contracts.answer import Answer, AnswerChunk, Question, as_question, collected_warnings, warn
 from rag_posfix.contracts.generator import Generator, PassageKVStore, collected_usage, display_name, sum_usage
 from rag_posfix.contracts.method_spec import MethodSpec, named_method
 from rag_posfix.contracts.request import (
@@ -44,7 +44,7 @@ from rag_posfix.contracts.retrieval import (
     rerank_indexed,
     retrieve_query,
 )
-from rag_posfix.errors import ConfigError, UnknownNameError, UnsupportedModelError
+from rag_posfix.errors import ConfigError, RetrievalError, UnknownNameError, UnsupportedModelError
 from rag_posfix.parameters import shown
 from rag_posfix.pipeline.batch import AskedInBatches
 from rag_posfix.pipeline.defaults import Defaults, RelevanceTest, similarity_of
@@ -498,9 +498,13 @@ class Pipeline(AskedInBatches):
         if step is None:
             return documents
         run.second.query = step.query.text
-        with run.stage("retrieve", "retriever", searched=step.query.text) as stage:
-            hits = retrieve_query(retriever, step.query, max(width, SEARCHED), run.filter)
-            stage.on_result(hits)
+        try:
+            with run.stage("retrieve", "retriever", searched=step.query.text) as stage:
+                hits = retrieve_query(retriever, step.query, max(width, SEARCHED), run.filter)
+                stage.on_result(hits)
+        except RetrievalError as error:
+            warn(f"the second search failed, what the first one found is read: {error}")
+            return documents
         older = {identity for identity, reason in run.left_out if reason == "older_version"}
         linked = step.linked([document for document in hits if document_id(document) not in older])
         if not linked:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rag_posfix.contracts.answer import Question
 from rag_posfix.contracts.retrieval import SearchQuery, SimilarityRange
-from rag_posfix.errors import ConfigError
+from rag_posfix.errors import ConfigError, RetrievalError
 from rag_posfix.pipeline.best_passage import BestPassage
 from rag_posfix.pipeline.defaults import RelevanceTest
 from rag_posfix.pipeline.pipeline import Defaults
@@ -135,6 +135,18 @@ def test_the_second_search_has_the_filter_of_the_question():
     answer = ask(Question(WANTED, k=2, filter=allowed))
     assert "staff" not in ids(answer)
     assert answer.second_query == PHONE
+
+
+def test_a_second_search_that_fails_leaves_the_first_with_a_warning():
+    class FailsAtTheName(Counting):
+        def _search(self, question, k, metadata_filter):
+            if question == PHONE:
+                raise RetrievalError("the store is away")
+            return super()._search(question, k, metadata_filter)
+
+    answer = ask(retriever=FailsAtTheName.from_documents([KEEPER, STAFF, OTHER]))
+    assert "keeper" in ids(answer)
+    assert answer.warnings == ("the second search failed, what the first one found is read: the store is away",)
 
 
 def test_a_cached_answer_names_its_second_query():
